@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.errors import CheckpointError, StepError
 from shoal.parallel import engine_of
-from shoal.task import Batch, Micro, Task, Totals, check_loss, correct, not_finite
+from shoal.task import Batch, Micro, Task, Totals, correct, not_finite
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "script")
@@ -290,13 +290,15 @@ def _numbered(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         raise CheckpointError(
             given=f"an optimizer over {len(names)} parameters",
             found=f"a checkpoint of one over {len(saved)}; missing in it: {_first(missing)}; "
-            f"unexpected: {_first(unexpected)}" + ("" if missing or unexpected else " (other order)"),
+            f"unexpected: {_first(unexpected)}"
+            + ("" if missing or unexpected else " (other order)"),
             fix="give the optimizer the same parameters in the same groups, or choose another run "
             "directory",
         )
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
-        {**group, "params": [numbers[name] for name in group["params"]]} for group in state["groups"]
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in state["groups"]
     ]
     return {
         "state": {numbers[name]: item for name, item in state["state"].items()},

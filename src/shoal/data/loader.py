@@ -79,6 +79,11 @@ class Loader:
         return self.position // self._sampler.epoch_size
 
     @property
+    def batch_size(self) -> int:
+        """Samples in a global batch."""
+        return self._sampler.batch_size
+
+    @property
     def epoch_size(self) -> int:
         """Samples in an epoch."""
         return self._sampler.epoch_size

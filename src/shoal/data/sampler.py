@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from shoal.data.order import Order
 
-
 ORDER_BLOCK = 4096
 """Positions of one rank whose order is evaluated at once: small enough to seek in microseconds."""
 

@@ -45,7 +45,9 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
             found="a strategy is a value, not its name",
             fix="shoal.DDP() or shoal.DataParallel(), with options if needed; or leave it out",
         )
-    idle = [axis for axis in ("shard", "context", "tensor", "pipeline") if world.layout.degree(axis) > 1]
+    idle = [
+        axis for axis in ("shard", "context", "tensor", "pipeline") if world.layout.degree(axis) > 1
+    ]
     if idle:
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",

@@ -134,9 +134,8 @@ class DDPEngine(LocalEngine):
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
             self._reducer.prepare_for_backward(roots)
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
-        if last:
-                if not self._unused_checked:
-                self._check_unused()
+        if last and not self._unused_checked:
+            self._check_unused()
 
     def begin(self) -> None:
         """Send rank 0's buffers to all."""
@@ -236,7 +235,9 @@ def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
 def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
     """`count` without the rounding that averaging over ranks left on a whole number."""
     nearest = float(round(count))
-    return nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
+    return (
+        nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
