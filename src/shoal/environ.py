@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
-from .errors import LaunchError
+from shoal.errors import LaunchError
 
 _T = TypeVar("_T")
 
@@ -114,6 +114,11 @@ def write_variables(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def write_defaults(values: Mapping[str, str]) -> None:
+    """Set those of the variables for good that are not set yet."""
+    write_variables({name: value for name, value in values.items() if name not in os.environ})
 
 
 def expand_hosts(text: str) -> list[str]:

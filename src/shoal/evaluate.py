@@ -22,7 +22,9 @@ BATCH = 256
 class Metric(Protocol):
     """A metric that is a mean: a function of (output, target) that returns (sum, count)."""
 
-    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, Count]: ...
+    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, Count]:
+        """(sum over the samples, count)."""
+        ...
 
 
 class Accuracy:

@@ -25,8 +25,13 @@ from shoal.world import World
 class Stateful(Protocol):
     """User state that goes along with a checkpoint: an EMA, a best value, a tokenizer's counters."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, arrays and plain values, nested in dicts, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take back what `state_dict` returned."""
+        ...
 
 
 class Restored(NamedTuple):

@@ -29,7 +29,7 @@ class Result(NamedTuple):
 
     loss: float
     norm: float
-    count: float
+    counted: float
     skipped: bool
     forward: float
     backward: float
@@ -226,7 +226,7 @@ class Step:
 
 def _result(loss: float, norm: float, totals: Totals, skipped: bool, begun: float) -> Result:
     seconds = time.perf_counter() - begun
-    return Result(loss, norm, totals.count, skipped, totals.forward, totals.backward, seconds)
+    return Result(loss, norm, totals.counted, skipped, totals.forward, totals.backward, seconds)
 
 
 def _cuda_devices(model: nn.Module) -> list[int]:

@@ -83,13 +83,13 @@ class Micro(NamedTuple):
 class Totals(NamedTuple):
     """What one global batch came to, as plain numbers, the same on all ranks.
 
-    `loss_sum` and `count` are sums over the global batch. `norm` is the L2 norm of the gradients as
+    `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the gradients as
     they stand: of `scale * loss_sum / batch.size`, before the correction by the true count.
     `forward` and `backward` are seconds on this rank.
     """
 
     loss_sum: float
-    count: float
+    counted: float
     norm: float
     forward: float = 0.0
     backward: float = 0.0
@@ -112,15 +112,15 @@ def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> C
     so is their norm; clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's
     1e-6 in the denominator).
     """
-    if totals.count == 0 and totals.loss_sum == 0:
+    if totals.counted == 0 and totals.loss_sum == 0:
         raise StepError(
             given=f"a global batch of {size} samples",
             found="its losses report a count of 0 in total, so their mean does not exist",
             fix="drop samples without targets from the dataset, or return the number of samples",
         )
-    correction = size / (totals.count * scale) if totals.count else math.nan
+    correction = size / (totals.counted * scale) if totals.counted else math.nan
     norm = totals.norm * correction
-    loss = totals.loss_sum / totals.count if totals.count else math.nan
+    loss = totals.loss_sum / totals.counted if totals.counted else math.nan
     factor = correction
     if clip is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
@@ -228,7 +228,7 @@ class Batch:
         optimizer.zero_grad()
     """
 
-    __slots__ = ("_current", "_engines", "first", "micros", "seed", "size", "wait")
+    __slots__ = ("_current", "_world", "first", "micros", "seed", "size", "wait")
 
     def __init__(
         self,
@@ -238,14 +238,14 @@ class Batch:
         *,
         seed: int,
         wait: float = 0.0,
-        engines: Sequence[Engine] = (),
+        world: World | None = None,
     ) -> None:
         self.first = first
         self.size = size
         self.micros = micros
         self.seed = seed
         self.wait = wait
-        self._engines = engines
+        self._world = world
         self._current = -1
 
     @property
@@ -262,10 +262,8 @@ class Batch:
 
     def __iter__(self) -> Iterator[Any]:
         """The micro-batches as the collate function returned them."""
-        for engine in self._engines:
-            if isinstance(engine, OpenEngine):
-                engine.begin()
-        for self._current, micro in enumerate(self.micros):
+        for index, micro in enumerate(self.micros):
+            self._current = index
             yield micro.value
         self._current = -1
 
@@ -312,13 +310,14 @@ class Batch:
         return result
 
     def _engine(self, model: nn.Module | None) -> OpenEngine:
-        engines = [engine for engine in self._engines if model in (None, engine.module)]
+        known = self._world.engines if self._world is not None else []
+        engines = [engine for engine in known if model in (None, engine.module)]
         if len(engines) != 1:
             found = (
                 f"{len(engines)} parallelized models"
                 if engines
                 else "the model given has no engine"
-                if self._engines
+                if known
                 else "no parallelized model"
             )
             raise StepError(
@@ -364,6 +363,7 @@ class Engine(ABC):
 
     module: nn.Module
     """The user's own module."""
+    world: World
 
     @abstractmethod
     def gradients(
@@ -395,16 +395,12 @@ class Engine(ABC):
         """What has to be kept besides the module's and the optimizer's state; usually nothing."""
         return {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - keeping nothing is normal
         """Take back what `state` returned."""
 
 
 class OpenEngine(Engine):
     """An engine whose forward and backward the user may drive himself, one micro-batch at a time."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Before the first forward of a batch. Collective."""
 
     @abstractmethod
     def backward(

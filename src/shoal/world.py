@@ -9,6 +9,7 @@ import random
 import socket
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -152,14 +153,14 @@ class World:
         self.size = placement.size
         self.data_rank = layout.data_rank(placement.rank)
         self.data_size = layout.data_size
-        self.engines: list[Engine] = []
+        self._engines: list[weakref.ref[Engine]] = []
         self._mesh: DeviceMesh | None = None
         self._sections = 0
         self._stepping = False
         self._closed = False
         self._were_deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic:
-            environ.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            environ.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
         self._deterministic = deterministic
         self.reseed("weights", by_rank=False)
@@ -245,7 +246,9 @@ class World:
         if self.group is None:
             yield True
             return
-        store = dist.PrefixStore("shoal/first", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            "shoal/first", dist.distributed_c10d._get_default_store()
+        )
         key = f"{self._sections}"
         if self.first:
             try:
@@ -285,6 +288,15 @@ class World:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
+    def attach(self, engine: Engine) -> None:
+        """Know the engine of a parallelized model for as long as the model lives."""
+        self._engines.append(weakref.ref(engine))
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the parallelized models that are alive, oldest first."""
+        return [engine for reference in self._engines if (engine := reference()) is not None]
+
     def stepping(self) -> None:
         """From now on collectives get the time limit for steps; called before the first step."""
         if not self._stepping and self.group is not None:
@@ -298,7 +310,7 @@ class World:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self.engines.clear()
+        self._engines.clear()
         self._mesh = None
         if self._deterministic:
             torch.use_deterministic_algorithms(self._were_deterministic)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -71,7 +72,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Global batches in an epoch."""
-        return -(-self._sampler.epoch_size // self._sampler.batch_size)
+        return math.ceil(self._sampler.epoch_size / self._sampler.batch_size)
 
     @property
     def epoch(self) -> int:
@@ -94,7 +95,7 @@ class Loader:
         After a restore it goes on in mid-epoch with the next sample that was not consumed.
         """
         until = count * self._sampler.epoch_size
-        seed, engines = self._sampler.seed, self.world.engines
+        seed = self._sampler.seed
         begun = time.perf_counter()
         for share, values in on_device(self._shares(until), self.world.device):
             micros = [
@@ -102,7 +103,7 @@ class Loader:
                 for value, (start, stop, weight) in zip(values, share.cells, strict=True)
             ]
             wait = time.perf_counter() - begun
-            batch = Batch(share.first, share.size, micros, seed=seed, wait=wait, engines=engines)
+            batch = Batch(share.first, share.size, micros, seed=seed, wait=wait, world=self.world)
             self.position = share.first + share.size
             self.last = batch
             yield batch

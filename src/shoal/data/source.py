@@ -1,4 +1,4 @@
-"""Where samples come from: tensors, arrays and map-style datasets, fetched a block of shares at a time."""
+"""Where samples come from: tensors, arrays and map-style datasets, fetched in blocks of shares."""
 
 from __future__ import annotations
 

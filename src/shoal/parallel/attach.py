@@ -55,7 +55,7 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
             fix="layout='replicate=-1'",
         )
     engine = strategy.apply(model.to(world.device), world)
-    world.engines.append(engine)
+    world.attach(engine)
     object.__setattr__(model, ATTRIBUTE, Attachment(engine))
     world.reseed("noise")
     return model

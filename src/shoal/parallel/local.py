@@ -51,14 +51,10 @@ class LocalEngine(OpenEngine):
 
         self.call = call
 
-    def begin(self) -> None:
-        """Nothing to do in one process."""
-
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
         """Run the micro-batches one after the other; see the contract."""
-        self.begin()
         last = len(batch.micros) - 1
         clock = time.perf_counter
         forward = backward = 0.0
@@ -73,7 +69,7 @@ class LocalEngine(OpenEngine):
             forward += middle - begun
             backward += clock() - middle
         totals = self.totals()
-        return Totals(totals.loss_sum, totals.count, totals.norm, forward, backward)
+        return totals._replace(forward=forward, backward=backward)
 
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
@@ -156,14 +152,15 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(list(gradients))
     first = norms[0]
     if any(norm.dtype != first.dtype or norm.device != first.device for norm in norms):
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
         norms = tuple(norm.to(first.device, dtype) for norm in norms)
     elif first.dtype in (torch.float16, torch.bfloat16):
         norms = tuple(norm.float() for norm in norms)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def mixed(

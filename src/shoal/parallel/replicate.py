@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shoal.errors import StepError
 from shoal.parallel.local import LocalEngine, as_scalar
-from shoal.task import Count, Engine, Micro
+from shoal.task import Count, Engine, Micro, Totals
 from shoal.world import World
 
 
@@ -45,7 +45,7 @@ class DDP:
     which saves a copy and their memory. `static_graph` promises that the same parameters are used in
     the same way at every step, as re-entrant activation checkpointing needs. `unused` allows
     parameters without a gradient, at the price of a walk over the graph; they are named once.
-    `sync_buffers` sends rank 0's buffers to all before each batch. `sync_batch_norm` replaces
+    `sync_buffers` sends rank 0's buffers to all after each batch. `sync_batch_norm` replaces
     BatchNorm by SyncBatchNorm (CUDA only, a limit of torch's).
     """
 
@@ -137,10 +137,13 @@ class DDPEngine(LocalEngine):
         if last and not self._unused_checked:
             self._check_unused()
 
-    def begin(self) -> None:
-        """Send rank 0's buffers to all."""
+    def totals(self) -> Totals:
+        """As in one process; then rank 0's buffers go to all, so that what is evaluated and saved
+        is the same everywhere."""
+        totals = super().totals()
         if self._buffers:
             self._ddp._sync_buffers()
+        return totals
 
     def discard(self) -> None:
         """Drop the gradients, the tally's too."""
