@@ -33,9 +33,7 @@ class Progress:
 
     def show(self, step: int, loader: Loader, losses: Mapping[str, float], now: float) -> None:
         """Show step, epoch, losses and throughput since the last time."""
-        text = progress_line(
-            step, loader.position, loader.epoch_size, losses, self._rate(loader, now)
-        )
+        text = progress_line(step, loader.position, loader.epoch_size, losses, self._rate(loader, now))
         if self._terminal:
             width = shutil.get_terminal_size().columns - 1
             self._stream.write("\r" + text[:width].ljust(width))

@@ -290,15 +290,13 @@ def _numbered(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         raise CheckpointError(
             given=f"an optimizer over {len(names)} parameters",
             found=f"a checkpoint of one over {len(saved)}; missing in it: {_first(missing)}; "
-            f"unexpected: {_first(unexpected)}"
-            + ("" if missing or unexpected else " (other order)"),
+            f"unexpected: {_first(unexpected)}" + ("" if missing or unexpected else " (other order)"),
             fix="give the optimizer the same parameters in the same groups, or choose another run "
             "directory",
         )
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
-        {**group, "params": [numbers[name] for name in group["params"]]}
-        for group in state["groups"]
+        {**group, "params": [numbers[name] for name in group["params"]]} for group in state["groups"]
     ]
     return {
         "state": {numbers[name]: item for name, item in state["state"].items()},

@@ -323,8 +323,7 @@ class Batch:
             raise StepError(
                 given="a loop of one's own over a Batch",
                 found=found,
-                fix="batch.backward(loss, count, model) with "
-                "model = shoal.parallelize(Model(), world)",
+                fix="batch.backward(loss, count, model) with model = shoal.parallelize(Model(), world)",
             )
         engine = engines[0]
         if not isinstance(engine, OpenEngine):

@@ -62,9 +62,7 @@ def init(
     place = choose_device(device, placement)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    group = _join(
-        placement, backend or ("nccl" if place.type == "cuda" else "gloo"), prepare_timeout
-    )
+    group = _join(placement, backend or ("nccl" if place.type == "cuda" else "gloo"), prepare_timeout)
     return World(placement, resolved, place, group, seed, timeout, deterministic=deterministic)
 
 
@@ -328,9 +326,7 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         if isinstance(error, ShoalError) and error.where is None:
-            error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(
-                trace
-            )
+            error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
         self.close()
 
     def __repr__(self) -> str:

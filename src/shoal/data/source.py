@@ -47,8 +47,7 @@ class Arrays(Source):
         indices = torch.from_numpy(np.concatenate([share.indices for share in shares]))
         lengths = [cell.stop - cell.start for share in shares for cell in share.cells]
         pieces = {
-            key: tensor.index_select(0, indices).split(lengths)
-            for key, tensor in self._tensors.items()
+            key: tensor.index_select(0, indices).split(lengths) for key, tensor in self._tensors.items()
         }
         count = len(shares[0].cells)
         values = [self._value(piece) for piece in zip(*pieces.values(), strict=True)]

@@ -163,9 +163,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def mixed(
-    device: torch.device, autocast: torch.dtype | None
-) -> contextlib.AbstractContextManager[Any]:
+def mixed(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     """torch's autocast for `autocast`, or nothing for None."""
     return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast)
 

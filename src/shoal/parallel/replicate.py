@@ -199,9 +199,7 @@ class DDPEngine(LocalEngine):
             queue(self._reducer._delay_all_reduce)
 
         handle = loss.register_hook(after_backward)
-        torch.autograd.backward(
-            [loss, self._tally], [torch.zeros_like(loss), value], retain_graph=True
-        )
+        torch.autograd.backward([loss, self._tally], [torch.zeros_like(loss), value], retain_graph=True)
         handle.remove()
         for leaf, gradient in kept:
             leaf.grad = gradient
@@ -238,9 +236,7 @@ def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
 def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
     """`count` without the rounding that averaging over ranks left on a whole number."""
     nearest = float(round(count))
-    return (
-        nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
-    )
+    return nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
 
 
 @dataclass(frozen=True, kw_only=True)
