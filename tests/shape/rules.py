@@ -135,9 +135,9 @@ def targets(makefile: str) -> set[str]:
 def unknown_targets(document: str, known: Collection[str]) -> Iterator[str]:
     """`make X` in code of a document where the Makefile has no X."""
     for code in re.findall(r"```.*?```|`[^`\n]+`", document, re.DOTALL):
-        for command in re.findall(r"\bmake((?: +[A-Za-z][\w-]*)+)", code):
+        for command in re.findall(r"\bmake((?: +\w[\w./=-]*)+)", code):
             for name in command.split():
-                if name not in known:
+                if "=" not in name and name not in known:
                     yield f"make {name}"
 
 
