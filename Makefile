@@ -1,0 +1,42 @@
+# Two commands do all the set-up: `make demo` and `make test`. Everything made stays in .venv.
+# Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-system test-all lint format clean
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+export PYTHON
+
+PY := .venv/bin/python
+CODE := $(wildcard src tests examples benchmarks)
+
+help: ## list these targets
+	@echo 'make [PYTHON=/path/to/python3.11] TARGET'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 14
+
+venv: ## make .venv or bring it up to date
+	@scripts/make-venv
+
+demo: venv ## train with 1 and 3 processes, kill, resume, compare
+	@$(PY) examples/demo.py
+
+lint: venv ## ruff and mypy
+	@$(PY) -m ruff check $(CODE)
+	@$(PY) -m ruff format --check $(CODE)
+	@$(PY) -m mypy $(CODE)
+
+test: lint ## lint, then the tests that need neither root nor system packages
+	@$(PY) -m pytest -m 'not system'
+
+test-system: venv ## only the tests that need system packages, namespaces or a browser
+	@$(PY) -m pytest -m system
+
+test-all: test ## everything
+	@$(MAKE) test-system
+
+format: venv ## let ruff rewrite the code
+	@$(PY) -m ruff check --fix $(CODE)
+	@$(PY) -m ruff format $(CODE)
+
+clean: ## remove .venv, caches and builds; run directories stay
+	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .coverage dist build
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +

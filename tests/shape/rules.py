@@ -1,0 +1,159 @@
+"""The rules of the house as functions of a directory; each yields one line per violation."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+FILE_LINES = 500
+FUNCTION_LINES = 70
+
+
+def python_files(root: Path) -> list[Path]:
+    """Every Python file below `root`, in a fixed order."""
+    return sorted(root.rglob("*.py"))
+
+
+def text_files(root: Path) -> Iterator[Path]:
+    """Every text file of a checkout, but for what `.gitignore` names."""
+    ignored = [".git", *_gitignored(root)]
+
+    def kept(names: list[str]) -> list[str]:
+        return sorted(n for n in names if not any(fnmatch(n, pattern) for pattern in ignored))
+
+    for folder, folders, files in os.walk(root):
+        folders[:] = kept(folders)
+        for path in (Path(folder, name) for name in kept(files)):
+            if path.is_file() and not path.is_symlink() and b"\0" not in path.read_bytes():
+                yield path
+
+
+def _gitignored(root: Path) -> list[str]:
+    listed = root / ".gitignore"
+    return [line.strip("/") for line in listed.read_text().split()] if listed.exists() else []
+
+
+def long_files(root: Path) -> Iterator[str]:
+    """Files that do not fit in a head."""
+    for path in python_files(root):
+        lines = len(path.read_text().splitlines())
+        if lines > FILE_LINES:
+            yield f"{path.relative_to(root)}: {lines} lines"
+
+
+def long_functions(root: Path) -> Iterator[str]:
+    """Functions that do not fit on a screen."""
+    for path in python_files(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    yield f"{path.relative_to(root)}:{node.lineno}: {node.name}, {lines} lines"
+
+
+PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+MAY_READ_ENVIRONMENT = ("environ.py",)
+MAY_PRINT = ("cli", "launch", "run", "report")
+
+
+def habits(package: Path) -> Iterator[str]:
+    """What the library never does: asserts, pickles, prints, reads the environment anywhere."""
+    for path in python_files(package):
+        inside = path.relative_to(package)
+        for node in ast.walk(ast.parse(path.read_text())):
+            fault = _fault(node, inside)
+            if fault is not None and isinstance(node, ast.stmt | ast.expr | ast.keyword):
+                yield f"{inside}:{node.lineno}: {fault}"
+
+
+def _fault(node: ast.AST, inside: Path) -> str | None:
+    match node:
+        case ast.Assert():
+            return "assert; raise an error of shoal.errors"
+        case ast.Import(names=names) if _roots(names) & PICKLERS:
+            return "pickles; nothing is unpickled from files"
+        case ast.ImportFrom(module=str(module)) if module.split(".")[0] in PICKLERS:
+            return "pickles; nothing is unpickled from files"
+        case ast.Attribute(value=ast.Name(id="torch"), attr="load" | "save"):
+            return "torch.load and torch.save pickle"
+        case ast.ImportFrom(module="torch", names=names) if _roots(names) & {"load", "save"}:
+            return "torch.load and torch.save pickle"
+        case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
+            return "allow_pickle; nothing is unpickled from files"
+    if str(inside) not in MAY_READ_ENVIRONMENT and _touches_environment(node):
+        return "the environment; only environ.py reads and writes it"
+    if inside.parts[0].removesuffix(".py") not in MAY_PRINT and _prints(node):
+        return "print; only " + ", ".join(MAY_PRINT) + " speak to people"
+    return None
+
+
+def _touches_environment(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="os"), attr=attr):
+            return attr in ENVIRONMENT
+        case ast.ImportFrom(module="os", names=names):
+            return bool(_roots(names) & ENVIRONMENT)
+    return False
+
+
+def _prints(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    )
+
+
+def _roots(names: list[ast.alias]) -> set[str]:
+    return {name.name.split(".")[0] for name in names}
+
+
+# Spelled so that the patterns do not match themselves.
+LEFTOVERS = (
+    re.compile(r"(?<![\w.~*-])/(?:home|root|work)/"),
+    re.compile(r"\b(?:TO[D]O|FIX[M]E|X{3})\b"),
+)
+
+
+def leftovers(root: Path) -> Iterator[str]:
+    """Paths of somebody's machine, and notes to oneself."""
+    for path in text_files(root):
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            for pattern in LEFTOVERS:
+                for found in pattern.finditer(line):
+                    yield f"{path.relative_to(root)}:{number}: {found.group()}"
+
+
+def targets(makefile: str) -> set[str]:
+    """The targets that a Makefile defines."""
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", makefile, re.MULTILINE))
+
+
+def unknown_targets(document: str, known: Collection[str]) -> Iterator[str]:
+    """`make X` in code of a document where the Makefile has no X."""
+    for code in re.findall(r"```.*?```|`[^`\n]+`", document, re.DOTALL):
+        for command in re.findall(r"\bmake((?: +\w[\w./=-]*)+)", code):
+            for name in command.split():
+                if "=" not in name and name not in known:
+                    yield f"make {name}"
+
+
+def missing_paths(document: str, root: Path) -> Iterator[str]:
+    """Paths of the repository, in backticks or as link targets, that are not there."""
+    ignored = _gitignored(root)
+    folders = "|".join(
+        re.escape(path.name)
+        for path in sorted(root.iterdir())
+        if path.is_dir() and path.name not in ignored
+    )
+    inside = rf"(?:(?:{folders})/|(?=[\w.-]+\.(?:md|toml|txt|yaml)$))[\w./-]*"
+    quoted = [
+        found for found in re.findall(r"`([^`\n]+)`", document) if re.fullmatch(inside, found)
+    ]
+    linked = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", document)
+    for path in [*quoted, *linked]:
+        if not (root / path).exists():
+            yield path

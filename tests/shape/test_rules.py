@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shape import rules
+
+CODE = ("src", "tests", "examples", "benchmarks")
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_files_fit_in_a_head(repository: Path, folder: str) -> None:
+    assert list(rules.long_files(repository / folder)) == []
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_functions_fit_on_a_screen(repository: Path, folder: str) -> None:
+    assert list(rules.long_functions(repository / folder)) == []
+
+
+def test_the_library_keeps_its_habits(repository: Path) -> None:
+    assert list(rules.habits(repository / "src/shoal")) == []
+
+
+def test_nothing_is_left_over(repository: Path) -> None:
+    assert list(rules.leftovers(repository)) == []
+
+
+def test_long_files_and_functions_are_named(tmp_path: Path) -> None:
+    (tmp_path / "fits.py").write_text("x = 1\n" * 500)
+    (tmp_path / "long.py").write_text("x = 1\n" * 501)
+    assert list(rules.long_files(tmp_path)) == ["long.py: 501 lines"]
+
+    (tmp_path / "fits.py").write_text("def f():\n" + "    x = 1\n" * 69)
+    (tmp_path / "long.py").write_text("class A:\n    def f(self):\n" + "        x = 1\n" * 70)
+    assert list(rules.long_functions(tmp_path)) == ["long.py:2: f, 71 lines"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "assert x",
+        "import pickle",
+        "import os, cloudpickle as cp",
+        "from pickle import loads",
+        "torch.load(path)",
+        "save = torch.save",
+        "from torch import load",
+        "numpy.load(path, allow_pickle=True)",
+        "print('hello')",
+        "os.environ['RANK']",
+        "os.getenv('RANK')",
+        "from os import environ",
+    ],
+)
+def test_bad_habits_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "step.py").write_text(text)
+    [found] = rules.habits(tmp_path)
+    assert found.startswith("step.py:1: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("environ.py", "os.environ['RANK']"),
+        ("cli.py", "print('hello')"),
+        ("step.py", "self.print(model.load(path)); os.path.exists(path)"),
+        ("step.py", "'''We assert nothing and print nothing; os.environ is not read.'''"),
+    ],
+)
+def test_good_habits_pass(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).write_text(text)
+    assert list(rules.habits(tmp_path)) == []
+
+
+def test_only_the_top_level_module_reads_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "environ.py").write_text("os.environ")
+    assert len(list(rules.habits(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("word", ["/ho" + "me/me/x", "see /ro" + "ot/x", "TO" + "DO", "FIX" + "ME"])
+def test_leftovers_are_named(tmp_path: Path, word: str) -> None:
+    (tmp_path / ".gitignore").write_text("runs/\n*.egg-info/\n")
+    (tmp_path / "kept.md").write_text(f"fine\n{word}\n")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "log.txt").write_text(word)
+    (tmp_path / "shoal.egg-info").mkdir()
+    (tmp_path / "shoal.egg-info" / "x").write_text(word)
+    [found] = rules.leftovers(tmp_path)
+    assert found.startswith("kept.md:2: ")
+
+
+def test_addresses_and_templates_are_no_leftovers(tmp_path: Path) -> None:
+    (tmp_path / "kept.md").write_text("https://example.org/home/x ~/work/x mktemp " + "X" * 6)
+    assert list(rules.leftovers(tmp_path)) == []
