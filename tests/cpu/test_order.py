@@ -155,3 +155,12 @@ def test_bad_input(make: Callable[[], object], given_text: str, found_text: str)
     assert given_text in error.value.given
     assert found_text in error.value.found
     assert error.value.fix
+
+
+def test_take_gives_what_indices_gives_at_any_positions() -> None:
+    order = Order(1_000_003, seed=5, epoch=2)
+    whole = order.indices(0, 1_000_003)
+    positions = np.random.default_rng(0).integers(0, 1_000_003, 70_000)
+    assert np.array_equal(order.take(positions), whole[positions])
+    with pytest.raises(DataError, match="positions"):
+        order.take(np.array([0, 1_000_003]))
