@@ -94,12 +94,17 @@ def test_a_module_that_skips_fails_in_ci(repository: Path, tmp_path: Path) -> No
 @pytest.mark.system
 @pytest.mark.timeout(900)
 def test_a_fresh_checkout_sets_itself_up(repository: Path, tmp_path: Path) -> None:
-    """In a folder with a space in its name; quick the second time; mended when half made."""
+    """In a folder with a space in its name; mended when half made; done the second time."""
     checkout = tmp_path / "a checkout"
     for path in rules.text_files(repository):
         copy = checkout / path.relative_to(repository)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+
+    # What an interrupted installation leaves: an environment without its stamp.
+    half_made = checkout / ".venv" / "bin" / "python"
+    half_made.parent.mkdir(parents=True)
+    program(half_made, "exit 1")
 
     def make() -> str:
         return subprocess.run(
@@ -109,8 +114,3 @@ def test_a_fresh_checkout_sets_itself_up(repository: Path, tmp_path: Path) -> No
     assert "Making .venv" in make()
     assert (checkout / ".venv" / "bin" / "shoal").exists()
     assert make() == ""
-
-    (checkout / ".venv" / "stamp").unlink()
-    (checkout / ".venv" / "bin" / "shoal").unlink()
-    assert "Making .venv" in make()
-    assert (checkout / ".venv" / "bin" / "shoal").exists()
