@@ -126,8 +126,8 @@ def planes_kept(size: int, rows: Table) -> Table:
         for a, b, c in itertools.combinations(range(size), 3)
         if c < a ^ b ^ c < size
     ]
-    flat = np.bitwise_xor.reduce(rows[:, fours], axis=2) == 0
-    return flat.sum(axis=1, dtype=np.int64)
+    kept: Table = (np.bitwise_xor.reduce(rows[:, fours], axis=2) == 0).sum(axis=1)
+    return kept
 
 
 def p_planes(size: int, seeds: range) -> float:
