@@ -74,7 +74,7 @@ class Order:
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Sample indices at positions [start, stop): int64, one per position.
 
-        Memory beyond the result is constant (about 1 MiB).
+        Memory beyond the result is constant (about 1.3 MiB).
         """
         start, stop = self._checked(start, stop)
         if not self.shuffle:
