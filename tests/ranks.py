@@ -64,7 +64,7 @@ class Ranks:
             try:
                 results.append(pipe.recv())
             except EOFError:
-                results.append(Failed(None, f"rank {rank} died"))
+                results.append(RankError(None, f"rank {rank} died"))
         return results
 
     def kill(self) -> None:
@@ -85,7 +85,7 @@ class Ranks:
         self.kill()
 
 
-class Failed(Exception):
+class RankError(Exception):
     """What a rank raised: the ShoalError itself where it was one, and the traceback as text."""
 
     def __init__(self, error: shoal.ShoalError | None, text: str) -> None:
@@ -114,5 +114,5 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, seed: int, timeout
                 result = function(world, *arguments)
             except BaseException as error:
                 known = error if isinstance(error, shoal.ShoalError) else None
-                result = Failed(known, traceback.format_exc())
+                result = RankError(known, traceback.format_exc())
             pipe.send(result)

@@ -97,7 +97,7 @@ class Run:
         if loaded is None:
             return None
         for skipped in loaded.skipped:
-            self._say(f"skipped {skipped.path}: {skipped.reason}")
+            self.world.say(f"skipped {skipped.path}: {skipped.reason}")
         saved = loaded.state
         self._check_names(saved)
         for name, step in self.steps.items():
@@ -110,7 +110,7 @@ class Run:
         else:
             self.world.reseed(f"noise from step {loaded.step}")
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
-        self._say(
+        self.world.say(
             f"resumed at sample {restored.position:,} "
             f"(step {restored.step:,}, epoch {restored.epoch}) from {restored.path}"
         )
@@ -214,10 +214,6 @@ class Run:
                     found=f"a checkpoint with {what} {sorted(saved[what])}",
                     fix="give Run the same names as before, or choose another directory",
                 )
-
-    def _say(self, text: str) -> None:
-        if self.world.first:
-            print(text, flush=True)
 
 
 def check_interval(every: int) -> int:

@@ -286,6 +286,11 @@ class World:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
+    def say(self, text: str) -> None:
+        """Print `text` once: on rank 0."""
+        if self.first:
+            print(text, flush=True)
+
     def attach(self, engine: Engine) -> None:
         """Know the engine of a parallelized model for as long as the model lives."""
         self._engines.append(weakref.ref(engine))

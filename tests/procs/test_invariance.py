@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import Ranks
 from torch import Tensor, nn
 
 import shoal
+from ranks import Ranks
 from shoal.parallel import engine_of
 from shoal.parallel.local import LocalEngine
 
@@ -68,7 +68,12 @@ class Row:
 ROWS = [
     Row(model, samples, tokens, micro_batches, raw, clip)
     for model, samples, tokens, micro_batches, raw, clip in itertools.product(
-        ("convolutional", "transformer"), (96, 101, 3), (False, True), (1, 2, 4), (False, True), (None, 0.5)
+        ("convolutional", "transformer"),
+        (96, 101, 3),
+        (False, True),
+        (1, 2, 4),
+        (False, True),
+        (None, 0.5),
     )
     if tokens is False or model == "transformer"
 ]
@@ -116,7 +121,9 @@ def specification(row: Row) -> Trained:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     norms, losses, epoch = [], [], 0
     while len(losses) < STEPS:
-        order = torch.from_numpy(shoal.Order(row.samples, seed=SEED, epoch=epoch).indices(0, row.samples))
+        order = torch.from_numpy(
+            shoal.Order(row.samples, seed=SEED, epoch=epoch).indices(0, row.samples)
+        )
         for indices in order.split(BATCH):
             total, count = loss(row, model(data[0][indices]), data[1][indices])
             mean = total / count

@@ -140,8 +140,7 @@ class LocalEngine(OpenEngine):
             self._report_unused(names)
 
     def _report_unused(self, names: Sequence[str]) -> None:
-        if self.world.first:
-            print(f"shoal: parameters that the loss does not use: {', '.join(names)}", flush=True)
+        self.world.say(f"shoal: parameters that the loss does not use: {', '.join(names)}")
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -257,10 +257,9 @@ class DataParallel:
             )
         visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
         if visible < 2:
-            print(
-                f"shoal: DataParallel does nothing here: {visible} visible GPUs on "
-                f"{world.device}; it needs two",
-                flush=True,
+            world.say(
+                f"shoal: DataParallel does nothing here: it needs two GPUs, and {visible} are visible "
+                f"on {world.device}"
             )
             return LocalEngine(model, world)
         return DataParallelEngine(model, world)
