@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-system test-all lint format clean
+.PHONY: help venv demo test test-rest test-all lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 
@@ -25,13 +25,13 @@ lint: venv ## ruff and mypy
 	@$(PY) -m mypy $(CODE)
 
 test: lint ## lint, then the tests that need neither root nor system packages
-	@$(PY) -m pytest -m 'not system'
+	@$(PY) -m pytest -m 'not system and not full'
 
-test-system: venv ## only the tests that need system packages, namespaces or a browser
-	@$(PY) -m pytest -m system
+test-rest: venv ## only what `make test` leaves out: system packages, the rest of long tables
+	@$(PY) -m pytest -m 'system or full'
 
 test-all: test ## everything
-	@$(MAKE) test-system
+	@$(MAKE) test-rest
 
 format: venv ## let ruff rewrite the code
 	@$(PY) -m ruff check --fix $(CODE)

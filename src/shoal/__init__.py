@@ -1,1 +1,92 @@
-"""Shoal."""
+"""Shoal: a PyTorch model from one process to a cluster, with the same numbers everywhere.
+
+Nothing is imported until it is used (PEP 562), so that `shoal --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.data import Loader, Order
+    from shoal.environ import Placement
+    from shoal.errors import (
+        AgreementError,
+        CheckpointError,
+        DataError,
+        LaunchError,
+        LayoutError,
+        ShoalError,
+        StepError,
+    )
+    from shoal.evaluate import Accuracy, evaluate
+    from shoal.layout import Layout
+    from shoal.parallel import DDP, DataParallel, Single, parallelize
+    from shoal.run import Run
+    from shoal.step import Step
+    from shoal.task import Batch, Noise, Task
+    from shoal.world import World, init
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "data": ("Loader", "Order"),
+    "environ": ("Placement",),
+    "errors": (
+        "AgreementError",
+        "CheckpointError",
+        "DataError",
+        "LaunchError",
+        "LayoutError",
+        "ShoalError",
+        "StepError",
+    ),
+    "evaluate": ("Accuracy", "evaluate"),
+    "layout": ("Layout",),
+    "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
+    "run": ("Run",),
+    "step": ("Step",),
+    "task": ("Batch", "Noise", "Task"),
+    "world": ("World", "init"),
+}
+
+__all__ = [
+    "DDP",
+    "Accuracy",
+    "AgreementError",
+    "Batch",
+    "CheckpointError",
+    "DataError",
+    "DataParallel",
+    "LaunchError",
+    "Layout",
+    "LayoutError",
+    "Loader",
+    "Noise",
+    "Order",
+    "Placement",
+    "Run",
+    "ShoalError",
+    "Single",
+    "Step",
+    "StepError",
+    "Task",
+    "World",
+    "evaluate",
+    "init",
+    "parallelize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(import_module(f"shoal.{home}"), name)
+            globals()[name] = value  # the next look-up does not come here
+            return value
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -30,9 +30,7 @@ class ShoalError(Exception):
         return _rebuild, (type(self), self.given, self.found, self.fix, self.where)
 
 
-def _rebuild(
-    kind: type[ShoalError], given: str, found: str, fix: str, where: str | None
-) -> ShoalError:
+def _rebuild(kind: type[ShoalError], given: str, found: str, fix: str, where: str | None) -> ShoalError:
     error = kind(given=given, found=found, fix=fix)
     error.where = where
     return error

@@ -1,0 +1,201 @@
+"""Exact evaluation: every sample once at any number of processes; sums and counts, never means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data import Loader
+from shoal.data.source import Collate
+from shoal.errors import DataError, StepError
+from shoal.step import Step
+from shoal.task import Count
+from shoal.world import World
+
+BATCH = 256
+
+
+class Metric(Protocol):
+    """A metric that is a mean: a function of (output, target) that returns (sum, count)."""
+
+    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, Count]:
+        """(sum over the samples, count)."""
+        ...
+
+
+class Accuracy:
+    """The share of correct classes: scores of shape (…, classes), targets of shape (…).
+
+    Targets equal to `ignore_index` (torch's default, -100) are not counted.
+    """
+
+    def __init__(self, *, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, Tensor]:
+        """(correct, counted)."""
+        if output.shape[:-1] != target.shape:
+            raise DataError(
+                given=f"Accuracy with scores of shape {tuple(output.shape)}",
+                found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
+                fix="the classes belong in the last dimension of the model's output; or give "
+                "evaluate a function (output, target) -> (sum, count)",
+            )
+        counted = target != self.ignore_index
+        return ((output.argmax(-1) == target) & counted).sum(), counted.sum()
+
+
+def evaluate(
+    step: Step,
+    dataset: Any,
+    *,
+    metrics: Mapping[str, Metric | Any] | None = None,
+    targets: Callable[[Any], Any] | None = None,
+    batch_size: int | None = None,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+) -> dict[str, Any]:
+    """The loss and the `metrics` of the step's model over `dataset`. Collective.
+
+    Every sample is visited once, in eval mode, without gradients, in the step's precision; the modes
+    of all modules are put back. A metric is a function (output, target) -> (sum, count), or any
+    torchmetrics Metric; `targets(batch)` gives what it compares with (the second element of a tuple
+    and "labels" of a mapping by default). `batch_size` is global, 256 per data rank unless given.
+
+    Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
+    """
+    world = step.engine.world
+    loader = Loader(
+        dataset,
+        world,
+        batch_size=batch_size or BATCH * world.data_size,
+        shuffle=False,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+    )
+    metrics = dict(metrics or {})
+    foreign = {name: _local(name, metric) for name, metric in metrics.items() if _foreign(metric)}
+    sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
+    samples = 0
+    with evaluation(step.model), torch.no_grad():
+        for batch in loader.epochs(1):
+            for micro in batch.micros:
+                output = step.infer(micro, batch.seed)
+                if not micro.weight:
+                    continue
+                sums.add("loss", step.task.reduce(output, micro, batch.seed))
+                target = (targets or default_targets)(micro.value) if metrics else None
+                for name, metric in metrics.items():
+                    if name in foreign:
+                        foreign[name].update(output, target)
+                    else:
+                        sums.add(name, metric(output, target))
+                samples += micro.samples
+    result: dict[str, Any] = sums.means(world)
+    result["samples"] = int(world.all_reduce(torch.tensor(samples, device=world.device)))
+    for name, metric in foreign.items():
+        result[name] = _merged(metric, world)
+    return result
+
+
+class Sums:
+    """Sums and counts by name, in float64, reduced over ranks once at the end."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._totals = {name: [0.0, 0.0] for name in names}
+
+    def add(self, name: str, result: tuple[Tensor, Count]) -> None:
+        """Add one (sum, count)."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise StepError(
+                given=f"metric {name!r}",
+                found=f"it returned {type(result).__name__} instead of a pair",
+                fix="return (sum over the samples, count)",
+            )
+        total = self._totals[name]
+        total[0] += float(result[0])
+        total[1] += float(result[1])
+
+    def means(self, world: World) -> dict[str, float]:
+        """Σ sum / Σ count over all ranks; NaN where nothing was counted."""
+        table = torch.tensor(list(self._totals.values()), dtype=torch.float64, device=world.device)
+        world.all_reduce(table)
+        return {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(self._totals, table.tolist(), strict=True)
+        }
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode that it was found in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def default_targets(value: Any) -> Any:
+    """What metrics compare with where `evaluate` is not told."""
+    if isinstance(value, Mapping) and "labels" in value:
+        return value["labels"]
+    if isinstance(value, tuple | list) and len(value) > 1:
+        return value[1]
+    raise DataError(
+        given=f"metrics over batches of type {type(value).__name__}",
+        found="neither a second element nor 'labels' to compare with",
+        fix="evaluate(step, data, metrics=…, targets=lambda batch: batch.y)",
+    )
+
+
+def _foreign(metric: Any) -> bool:
+    return all(hasattr(metric, name) for name in ("update", "compute", "reset"))
+
+
+def _local(name: str, metric: Any) -> Any:
+    """A fresh copy of a torchmetrics Metric that never talks to other ranks by itself."""
+    if not hasattr(metric, "metric_state"):
+        raise StepError(
+            given=f"metrics={{{name!r}: {type(metric).__name__}}}",
+            found="a collection, whose states can't be merged over ranks",
+            fix="give its metrics one by one: metrics={'f1': F1Score(…), 'recall': Recall(…)}",
+        )
+    copy = metric.clone()
+    copy.reset()
+    copy.distributed_available_fn = lambda: False
+    return copy
+
+
+def _merged(metric: Any, world: World) -> Any:
+    """The value of a metric over all ranks, from the states of those that saw samples.
+
+    The reductions are the metric's own. torchmetrics' synchronisation would expect every rank to
+    have seen a sample, which a small or ragged dataset does not grant.
+    """
+    states = world.gather(_plain(metric.metric_state) if metric.update_count else None)
+    seen = [state for state in states if state is not None]
+    for name in metric.metric_state if seen else ():
+        values = [state[name] for state in seen]
+        if isinstance(values[0], list):
+            merged: Any = [item for value in values for item in value]
+        else:
+            reduce = metric._reductions[name]
+            merged = torch.stack(values) if reduce is None else reduce(torch.stack(values))
+        setattr(metric, name, merged)
+    metric._update_count = max(1, metric.update_count)  # compute warns where no update was seen
+    value = metric.compute()
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
+        for name, value in state.items()
+    }

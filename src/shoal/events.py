@@ -1,0 +1,117 @@
+"""What a rank records while it runs: one line of JSON per event, cheap enough to stay on.
+
+The file format is the interface between a run and its readers. Lines are complete JSON objects with
+`"event"` and `"t"` (seconds since the epoch). A killed process can cut its last line in two; the next
+attempt starts on a fresh line, and readers skip what does not parse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
+"""What JSON holds."""
+
+FLUSH_LINES = 512
+FLUSH_SECONDS = 2.0
+
+
+class StepEvent(NamedTuple):
+    """One optimizer step on one rank. Durations in seconds, positions in samples since the start."""
+
+    name: str
+    step: int
+    first: int
+    size: int
+    share: tuple[int, int]
+    loss: float
+    norm: float
+    wait: float
+    forward: float
+    backward: float
+    update: float
+    time: float
+
+    def line(self) -> str:
+        """The event as one line of JSON; written out because it runs at every step."""
+        return (
+            f'{{"event": "step", "t": {self.time:.6f}, "name": {json.dumps(self.name)}, '
+            f'"step": {self.step}, "first": {self.first}, "size": {self.size}, '
+            f'"share": [{self.share[0]}, {self.share[1]}], '
+            f'"loss": {_number(self.loss)}, "norm": {_number(self.norm)}, '
+            f'"wait": {self.wait:.3e}, "forward": {self.forward:.3e}, '
+            f'"backward": {self.backward:.3e}, "update": {self.update:.3e}}}\n'
+        )
+
+
+class Events:
+    """An append-only file of events. Steps are kept in memory and written in blocks."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._steps: list[StepEvent] = []
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._flushed = time.time()
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+    def step(self, event: StepEvent) -> None:
+        """Record a step; at most FLUSH_LINES or FLUSH_SECONDS of them are lost by a kill."""
+        self._steps.append(event)
+        if len(self._steps) >= FLUSH_LINES or event.time - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def write(self, kind: str, fields: Mapping[str, Plain]) -> None:
+        """Record a rare event at once, after the steps that came before it."""
+        self.flush()
+        event = {"event": kind, "t": round(time.time(), 6), **fields}
+        os.write(self._file, (json.dumps(_finite(event)) + "\n").encode())
+
+    def flush(self) -> None:
+        """Hand everything recorded so far to the operating system: a killed process loses none."""
+        if self._steps:
+            os.write(self._file, "".join(event.line() for event in self._steps).encode())
+            self._steps.clear()
+        self._flushed = time.time()
+
+    def close(self) -> None:
+        """Flush and close; closing twice is fine."""
+        if self._file >= 0:
+            self.flush()
+            os.close(self._file)
+            self._file = -1
+
+
+def read(path: Path) -> Iterator[dict[str, Plain]]:
+    """The events of one file in order, without the lines that a kill cut in two."""
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event:
+                yield event
+
+
+def _number(value: float) -> str:
+    # JSON has no NaN and no infinity.
+    return repr(value) if math.isfinite(value) else "null"
+
+
+def _finite(value: Plain) -> Plain:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value

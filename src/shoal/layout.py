@@ -1,0 +1,151 @@
+"""How the world is divided: the arithmetic of ranks, axes and groups, as one frozen value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from shoal.errors import LayoutError
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Mesh axes from the outermost (ranks far apart) to the innermost (neighbouring ranks).
+
+The axes that talk most per step (tensor, context) sit on neighbouring ranks, which share a machine;
+pipeline stages, which talk least, sit furthest apart (Narayanan et al. 2021, section 3).
+"""
+
+DATA_AXES = ("replicate", "shard")
+"""Axes whose ranks receive different samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """`replicate x shard x context x tensor x pipeline`: degrees that multiply to the world size.
+
+    One degree may be -1: `resolve` fills it with what the others leave. The text form names the
+    degrees that are not 1, as in `"replicate=2,tensor=4"`, and parses back to an equal value.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        degrees = {field.name: getattr(self, field.name) for field in fields(self)}
+        wrong = [f"{axis}={degree!r}" for axis, degree in degrees.items() if not _valid(degree)]
+        if wrong:
+            raise LayoutError(
+                given=f"layout with {', '.join(wrong)}",
+                found="a degree is a positive integer, or -1 for what the other axes leave",
+                fix="for example layout='replicate=-1,tensor=2'",
+            )
+        open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+        if len(open_axes) > 1:
+            raise LayoutError(
+                given=f"layout with {' and '.join(f'{axis}=-1' for axis in open_axes)}",
+                found="only one degree can be left open",
+                fix=f"give a number for {open_axes[0]} or for {open_axes[1]}",
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read `"axis=degree,axis=degree"`. Raises LayoutError for unknown or repeated axes."""
+        degrees: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            axis, _, degree = (piece.strip() for piece in part.partition("="))
+            if axis not in AXES or axis in degrees or not _is_integer(degree):
+                found = (
+                    f"axis {axis!r} appears twice"
+                    if axis in degrees
+                    else f"{part!r} is not one of {', '.join(f'{name}=N' for name in AXES)}"
+                )
+                raise LayoutError(
+                    given=f"layout={text!r}",
+                    found=found,
+                    fix="for example layout='replicate=-1' or layout='shard=4,tensor=2'",
+                )
+            degrees[axis] = int(degree)
+        if not degrees:
+            raise LayoutError(
+                given=f"layout={text!r}",
+                found="no axis at all",
+                fix="for example layout='replicate=-1'",
+            )
+        return cls(**degrees)
+
+    def __str__(self) -> str:
+        parts = [f"{axis}={self.degree(axis)}" for axis in AXES if self.degree(axis) != 1]
+        return ",".join(parts) or "replicate=1"
+
+    def degree(self, axis: str) -> int:
+        """The number of ranks along one axis."""
+        return int(getattr(self, axis))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that this layout needs; meaningful once resolved."""
+        return math.prod(self.degree(axis) for axis in AXES)
+
+    @property
+    def data_size(self) -> int:
+        """How many ways the global batch is split."""
+        return math.prod(self.degree(axis) for axis in DATA_AXES)
+
+    def resolve(self, world_size: int) -> Layout:
+        """The same layout without -1, for a world of `world_size` ranks.
+
+        Raises LayoutError if the degrees don't multiply to `world_size`.
+        """
+        known = math.prod(degree for axis in AXES if (degree := self.degree(axis)) != -1)
+        open_axis = next((axis for axis in AXES if self.degree(axis) == -1), None)
+        if world_size % known or (open_axis is None and known != world_size):
+            raise LayoutError(
+                given=f"layout='{self}' on {world_size} processes",
+                found=f"its degrees multiply to {known}"
+                + (f", which does not divide {world_size}" if world_size % known else ""),
+                fix=f"start a multiple of {known} processes with one degree -1, or change a degree",
+            )
+        if open_axis is None:
+            return self
+        degrees = {axis: self.degree(axis) for axis in AXES} | {open_axis: world_size // known}
+        return Layout(**degrees)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where `rank` stands on `axis`, from 0 (row-major over AXES)."""
+        inner = AXES[AXES.index(axis) + 1 :]
+        stride = math.prod(self.degree(name) for name in inner)
+        return rank // stride % self.degree(axis)
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the global batch `rank` takes; its model-parallel peers take the same."""
+        result = 0
+        for axis in DATA_AXES:
+            result = result * self.degree(axis) + self.coordinate(rank, axis)
+        return result
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` at most along `axes`, in rank order."""
+        others = [axis for axis in AXES if axis not in axes]
+        return tuple(
+            peer
+            for peer in range(self.size)
+            if all(self.coordinate(peer, axis) == self.coordinate(rank, axis) for axis in others)
+        )
+
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """Every group along `axes`, each once, by its first rank."""
+        for rank in range(self.size):
+            members = self.group(rank, *axes)
+            if members[0] == rank:
+                yield members
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isascii() and text.removeprefix("-").isdigit()
+
+
+def _valid(degree: object) -> bool:
+    return isinstance(degree, int) and not isinstance(degree, bool) and (degree > 0 or degree == -1)

@@ -1,0 +1,74 @@
+"""parallelize: the user's own module, with an engine attached to it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+
+from shoal.errors import LayoutError, StepError
+from shoal.parallel.replicate import DDP
+from shoal.task import Engine, Strategy
+from shoal.world import World
+
+Model = TypeVar("Model", bound=nn.Module)
+
+ATTRIBUTE = "_shoal_engine"
+
+
+class Attachment:
+    """Holds the engine of a module. A copied or pickled module has none: it belongs to one world."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: object) -> Attachment:
+        return Attachment()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Attachment, ()
+
+
+def parallelize(model: Model, world: World, strategy: Strategy | None = None) -> Model:
+    """Spread `model` over `world` in place and return it: the same object, with the same names.
+
+    The model is moved to the world's device; build the optimizer afterwards. Without a `strategy`
+    the layout decides: replicated data-parallel ranks, or nothing in a world of one.
+
+    Raises StepError for what is no strategy, LayoutError for axes that the strategy does not serve.
+    """
+    if strategy is None:
+        strategy = DDP()
+    if isinstance(strategy, str | type) or not hasattr(strategy, "apply"):
+        raise StepError(
+            given=f"parallelize(model, world, {strategy!r})",
+            found="a strategy is a value, not its name",
+            fix="shoal.DDP() or shoal.DataParallel(), with options if needed; or leave it out",
+        )
+    idle = [
+        axis for axis in ("shard", "context", "tensor", "pipeline") if world.layout.degree(axis) > 1
+    ]
+    if idle:
+        raise LayoutError(
+            given=f"layout='{world.layout}' with {strategy!r}",
+            found=f"no strategy given serves the axis {idle[0]!r}",
+            fix="layout='replicate=-1'",
+        )
+    engine = strategy.apply(model.to(world.device), world)
+    world.attach(engine)
+    object.__setattr__(model, ATTRIBUTE, Attachment(engine))
+    world.reseed("noise")
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that `parallelize` attached; StepError if there is none."""
+    attachment = getattr(model, ATTRIBUTE, None)
+    if not isinstance(attachment, Attachment) or attachment.engine is None:
+        raise StepError(
+            given=f"a {type(model).__name__} that was not parallelized"
+            + (" (a copy of one that was)" if attachment is not None else ""),
+            found="no engine that could run its step",
+            fix="model = shoal.parallelize(model, world)",
+        )
+    return attachment.engine

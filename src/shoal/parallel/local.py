@@ -1,0 +1,175 @@
+"""What engines share whose parameters and gradients live in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import StepError
+from shoal.task import Batch, Count, Micro, OpenEngine, Task, Totals
+from shoal.world import World
+
+
+class LocalEngine(OpenEngine):
+    """Runs the user's module here. Alone it is the engine of one process: the specification.
+
+    Subclasses spread gradients over ranks by overriding `backward` and `_sums`. `call` is what runs
+    the module's forward: the module itself, or a compiled form of it with the same parameters.
+    """
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self.module = module
+        self.world = world
+        self.call: Callable[..., Any] = module
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise StepError(
+                given=f"parallelize({type(module).__name__}, world)",
+                found="a model without trainable parameters",
+                fix="set requires_grad on what should learn before parallelize",
+            )
+        self._shown: list[tuple[Tensor, Count, float]] = []
+        self._unused_checked = False
+
+    def compile(self, how: str) -> None:
+        """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
+        if how == "inductor":
+            self.call = torch.compile(self.module)
+            return
+        scripted = torch.jit.script(self.module)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            # The scripted twin shares parameters and buffers, but not the mode.
+            if scripted.training != self.module.training:
+                scripted.train(self.module.training)
+            return scripted(*arguments, **named)
+
+        self.call = call
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Run the micro-batches one after the other; see the contract."""
+        last = len(batch.micros) - 1
+        clock = time.perf_counter
+        forward = backward = 0.0
+        for index, micro in enumerate(batch.micros):
+            begun = clock()
+            with mixed(self.world.device, autocast):
+                output = task.forward(self.call, micro, batch.seed)
+                loss, count = task.reduce(output, micro, batch.seed)
+            del output  # the graph keeps what backward needs; the rest is memory
+            middle = clock()
+            self.backward(loss, count, micro, batch.size, scale=scale, last=index == last)
+            forward += middle - begun
+            backward += clock() - middle
+        totals = self.totals()
+        return totals._replace(forward=forward, backward=backward)
+
+    def backward(
+        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+    ) -> None:
+        """Backward of `scale * weight * loss / size`; see the contract."""
+        if not loss.requires_grad:
+            raise StepError(
+                given="the loss of a micro-batch",
+                found="it does not depend on any trainable parameter",
+                fix="compute it from the model's output, without .detach(), .item() or no_grad()",
+            )
+        seed = torch.full_like(loss, scale * micro.weight / size)
+        torch.autograd.backward([loss], [seed], inputs=self._inputs())
+        self._shown.append((loss.detach(), count, micro.weight))
+        if last and not self._unused_checked:
+            self._check_unused()
+
+    def totals(self) -> Totals:
+        """The sums of the batch and the norm of its gradients, in one transfer from the device."""
+        norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+        loss_sum, count, value = self._sums(norm)
+        self._shown.clear()
+        return Totals(loss_sum, count, value)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients by `factor`; by 1 is free."""
+        if factor != 1.0:
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Multiply, step, clear; see the contract."""
+        self.multiply(factor)
+        optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The output of the module as it stands; the caller has chosen mode and no_grad."""
+        with mixed(self.world.device, autocast):
+            return task.forward(self.call, micro, seed)
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        # With several models, a loss of one may run through another (a GAN's generator through the
+        # discriminator), whose parameters must not learn from it. Naming the leaves costs a little,
+        # so it is done only then.
+        return self.parameters if len(self.world.engines) > 1 else None
+
+    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
+        shown = self._shown
+        if norm.device.type == "cpu" and not any(isinstance(c, Tensor) for _, c, _ in shown):
+            loss_sum = sum(loss.item() for loss, _, weight in shown if weight)
+            count = sum(float(count) for _, count, weight in shown if weight)
+            return loss_sum, count, norm.item()
+        zero = norm.new_zeros(())
+        losses = sum((loss.to(norm) for loss, _, weight in shown if weight), zero)
+        counts = sum((as_scalar(count, norm) for _, count, weight in shown if weight), zero)
+        loss_sum, count, value = torch.stack((losses, counts, norm)).tolist()
+        return loss_sum, count, value
+
+    def _check_unused(self) -> None:
+        self._unused_checked = True
+        names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        if names:
+            self._report_unused(names)
+
+    def _report_unused(self, names: Sequence[str]) -> None:
+        if self.world.first:
+            print(f"shoal: parameters that the loss does not use: {', '.join(names)}", flush=True)
+
+
+def global_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The L2 norm over all elements of `gradients`, on the device of the first, at least float32.
+
+    The fused primitives are those of torch.nn.utils.get_total_norm, without its grouping of every
+    call by device and dtype, which takes longer than the norm itself for small models.
+    """
+    if not gradients:
+        return torch.zeros(())
+    norms = torch._foreach_norm(list(gradients))
+    first = norms[0]
+    if any(norm.dtype != first.dtype or norm.device != first.device for norm in norms):
+        dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+        norms = tuple(norm.to(first.device, dtype) for norm in norms)
+    elif first.dtype in (torch.float16, torch.bfloat16):
+        norms = tuple(norm.float() for norm in norms)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def mixed(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """torch's autocast for `autocast`, or nothing for None."""
+    return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+
+
+def as_scalar(count: Count, like: Tensor) -> Tensor:
+    """`count` as a tensor without dimensions, with the dtype and on the device of `like`."""
+    if isinstance(count, Tensor):
+        return count.detach().reshape(()).to(like)
+    return torch.as_tensor(count, dtype=like.dtype, device=like.device)

@@ -1,0 +1,274 @@
+"""One copy of the model per rank (DDP), per GPU of one process (DataParallel), or just one (Single).
+
+torch's DistributedDataParallel serves as a *reducer* here: it buckets gradients and all-reduces each
+bucket while backward goes on. It is built around a private holder of the user's module, whose forward
+is never called through it. So the module stays the user's own, needs no hooks and no `no_sync`, and
+the engine tells the reducer itself when a backward is the last of a batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import StepError
+from shoal.parallel.local import LocalEngine, as_scalar
+from shoal.task import Count, Engine, Micro, Totals
+from shoal.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """The whole model in this process and nothing else; refused in a world of several ranks."""
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Return the engine of one process."""
+        if world.size > 1:
+            raise StepError(
+                given=f"shoal.Single() in a world of {world.size} processes",
+                found="every process would train a copy of its own",
+                fix="shoal.DDP(), or leave the strategy out",
+            )
+        return LocalEngine(model, world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP:
+    """Replicas that average gradients in buckets during backward (Li et al. 2020).
+
+    `bucket_mb` is the size of a bucket in MiB. `bucket_views` lets gradients live inside the buckets,
+    which saves a copy and their memory. `static_graph` promises that the same parameters are used in
+    the same way at every step, as re-entrant activation checkpointing needs. `unused` allows
+    parameters without a gradient, at the price of a walk over the graph; they are named once.
+    `sync_buffers` sends rank 0's buffers to all after each batch. `sync_batch_norm` replaces
+    BatchNorm by SyncBatchNorm (CUDA only, a limit of torch's).
+    """
+
+    bucket_mb: float = 25.0
+    bucket_views: bool = True
+    static_graph: bool = False
+    unused: bool = False
+    sync_buffers: bool = True
+    sync_batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_mb <= 0:
+            raise StepError(
+                given=f"shoal.DDP(bucket_mb={self.bucket_mb})",
+                found="a bucket holds at least one parameter",
+                fix="bucket_mb=25, torch's default",
+            )
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Replicate rank 0's parameters and buffers; in a world of one there is nothing to do."""
+        if self.sync_batch_norm:
+            if world.device.type != "cuda":
+                raise StepError(
+                    given="shoal.DDP(sync_batch_norm=True) on the CPU",
+                    found="torch has SyncBatchNorm for CUDA only",
+                    fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
+                )
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
+
+
+class DDPEngine(LocalEngine):
+    """Drives torch's gradient reducer; sums of loss and count ride in its first bucket.
+
+    A parameter of two elements, the tally, is reduced along with the user's. Its "gradient" is
+    (loss sum, count) of this rank, so that after backward every rank holds the exact global sums
+    without a collective of their own.
+    """
+
+    def __init__(self, module: nn.Module, world: World, options: DDP) -> None:
+        super().__init__(module, world)
+        self.options = options
+        self._tally = nn.Parameter(
+            torch.zeros(2, dtype=tally_dtype(self.parameters), device=world.device)
+        )
+        with warnings.catch_warnings():
+            # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
+            warnings.simplefilter("ignore", FutureWarning)
+            ddp = nn.parallel.DistributedDataParallel(
+                _Holder(module, self._tally),
+                process_group=world.group,
+                bucket_cap_mb=options.bucket_mb,
+                gradient_as_bucket_view=options.bucket_views,
+                static_graph=options.static_graph,
+                find_unused_parameters=options.unused,
+            )
+        self._ddp = ddp
+        self._reducer: Any = ddp.reducer
+        self._buffers = options.sync_buffers and any(True for _ in module.buffers())
+        # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
+        # real backward, because it records how often each parameter is used.
+        self._primed = options.unused and not options.static_graph
+        if not options.unused and not options.static_graph:
+            self._prime()
+
+    def backward(
+        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+    ) -> None:
+        """Backward of one micro-batch; the last one lets the reducer all-reduce. See the contract."""
+        if not loss.requires_grad:
+            super().backward(loss, count, micro, size, scale=scale, last=last)
+        ranks = self.world.size
+        weight = micro.weight * ranks  # the reducer averages over ranks; what is meant is a sum
+        seed = torch.full_like(loss, scale * weight / size)
+        if loss.device.type == "cpu" and not isinstance(count, Tensor):
+            value = self._tally.new_tensor((loss.item() * weight, count * weight))
+        else:
+            sums = (loss.detach().to(self._tally), as_scalar(count, self._tally))
+            value = torch.stack(sums) * weight
+        if micro.weight == 0:
+            value = torch.zeros_like(value)  # not 0 * loss, which is NaN for an infinite loss
+        if last:
+            if not self._primed:
+                self._prime_static(loss, value)
+            self._reducer.prepare_for_forward()
+            roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
+            self._reducer.prepare_for_backward(roots)
+        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
+        if last and not self._unused_checked:
+            self._check_unused()
+
+    def totals(self) -> Totals:
+        """As in one process; then rank 0's buffers go to all, so that what is evaluated and saved
+        is the same everywhere."""
+        totals = super().totals()
+        if self._buffers:
+            self._ddp._sync_buffers()
+        return totals
+
+    def discard(self) -> None:
+        """Drop the gradients, the tally's too."""
+        super().discard()
+        self._tally.grad = None
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        leaves = super()._inputs()
+        return None if leaves is None else [*leaves, self._tally]
+
+    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
+        tally = self._tally.grad
+        if tally is None:
+            raise StepError(
+                given="the gradients of a batch",
+                found="no backward of its last micro-batch",
+                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro))",
+            )
+        self._tally.grad = None
+        if norm.device.type == "cpu":
+            loss_sum, count = tally.tolist()
+            value = norm.item()
+        else:
+            loss_sum, count, value = torch.cat((tally, norm.to(tally).reshape(1))).tolist()
+        return loss_sum, whole(count, tally.dtype, self.world.size), value
+
+    def _prime(self) -> None:
+        """One reduced backward of zeros, so that the reducer rebuilds its buckets now.
+
+        It rebuilds them after the first backward anyway, in the order in which gradients came. A
+        resumed run would do so again, and sum in another order than the uninterrupted run in that
+        one step, which shows in the last bit from 3 ranks on. The order given here is the reverse
+        order of the parameters, torch's own first guess, fresh or resumed.
+        """
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward([])
+        leaves = [*self.parameters, self._tally]
+        torch.autograd.backward(leaves[::-1], [torch.zeros_like(leaf) for leaf in leaves[::-1]])
+        self.discard()
+        self._reducer._rebuild_buckets()
+        self._primed = True
+
+    def _prime_static(self, loss: Tensor, value: Tensor) -> None:
+        """The same with the real graph, whose gradients are then thrown away."""
+        kept = [(leaf, leaf.grad) for leaf in (*self.parameters, self._tally)]
+        for leaf, _ in kept:
+            leaf.grad = None
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward([])
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def after_backward(gradient: Tensor) -> None:
+            queue(self._reducer._delay_all_reduce)
+
+        handle = loss.register_hook(after_backward)
+        torch.autograd.backward([loss, self._tally], [torch.zeros_like(loss), value], retain_graph=True)
+        handle.remove()
+        for leaf, gradient in kept:
+            leaf.grad = gradient
+        self._reducer._rebuild_buckets()
+        self._primed = True
+
+    def _report_unused(self, names: Sequence[str]) -> None:
+        if self.options.unused or self.options.static_graph:
+            super()._report_unused(names)
+            return
+        raise StepError(
+            given=f"shoal.DDP() around {type(self.module).__name__}",
+            found=f"parameters that the loss does not use: {', '.join(names)}",
+            fix="shoal.DDP(unused=True), or freeze them with requires_grad_(False) beforehand",
+        )
+
+
+class _Holder(nn.Module):
+    def __init__(self, module: nn.Module, tally: nn.Parameter) -> None:
+        super().__init__()
+        self.module = module
+        self.tally = tally
+
+
+def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
+    """The widest real floating dtype among `parameters`, at least float32.
+
+    Sharing a dtype with the parameters lets the tally share a bucket with them.
+    """
+    wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if wide else torch.float32
+
+
+def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
+    """`count` without the rounding that averaging over ranks left on a whole number."""
+    nearest = float(round(count))
+    return nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """One process, several GPUs: scatter, replicate, gather at each forward (torch.nn.DataParallel).
+
+    For scripts that need it; DDP with a process per GPU is faster. Without two GPUs it does nothing
+    and says so.
+    """
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Return an engine that spreads each forward over the visible GPUs."""
+        if world.size > 1:
+            raise StepError(
+                given=f"shoal.DataParallel() in a world of {world.size} processes",
+                found="it spreads one process over several GPUs; processes are spread by DDP",
+                fix="shoal.DDP(), or start one process",
+            )
+        visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
+        if visible < 2:
+            print(
+                f"shoal: DataParallel does nothing here: {visible} visible GPUs on "
+                f"{world.device}; it needs two",
+                flush=True,
+            )
+            return LocalEngine(model, world)
+        return DataParallelEngine(model, world)
+
+
+class DataParallelEngine(LocalEngine):
+    """Calls the module through nn.DataParallel; a loop of one's own uses one GPU."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(module, world)
+        self.call = nn.DataParallel(module)

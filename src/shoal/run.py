@@ -1,0 +1,252 @@
+"""The run directory: restore, tick, save; progress and events of one training run."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from shoal.checkpoint import Checkpoints
+from shoal.data import Loader
+from shoal.errors import CheckpointError, StepError
+from shoal.events import Events, StepEvent
+from shoal.progress import Progress
+from shoal.step import Step
+from shoal.world import World
+
+
+class Stateful(Protocol):
+    """User state that goes along with a checkpoint: an EMA, a best value, a tokenizer's counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, arrays and plain values, nested in dicts, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take back what `state_dict` returned."""
+        ...
+
+
+class Restored(NamedTuple):
+    """Where a run goes on: optimizer step, position in samples since the start, epoch, directory."""
+
+    step: int
+    position: int
+    epoch: int
+    path: Path
+
+
+class Run:
+    """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
+
+    `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
+    else has `state_dict` and `load_state_dict`, by name. The newest `keep` checkpoints are kept.
+
+    Raises CheckpointError, on all ranks, when the directory can't be written.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        step: Step | Mapping[str, Step],
+        loader: Loader,
+        *,
+        state: Mapping[str, Stateful] | None = None,
+        keep: int = 3,
+    ) -> None:
+        self.directory = Path(directory)
+        self.steps = {"step": step} if isinstance(step, Step) else dict(step)
+        if not self.steps:
+            raise StepError(
+                given="shoal.Run with no Step",
+                found="nothing whose progress could be counted",
+                fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
+            )
+        self.loader = loader
+        self.world: World = loader.world
+        self.state = dict(state or {})
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", self.world, keep=keep)
+        self.checkpoints.check()
+        self.events = Events(self.directory / "events" / f"rank-{self.world.rank}.jsonl")
+        self._progress = Progress(sys.stdout) if self.world.first else None
+        self._begun = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken since the start of training, by the first Step."""
+        return next(iter(self.steps.values())).number
+
+    def restore(self) -> Restored | None:
+        """Go on from the newest complete checkpoint; None if there is none yet. Collective.
+
+        Damaged checkpoints are skipped, and it is said which and why. On as many ranks as before,
+        random states come back too and the run ends bit-equal to an uninterrupted one; on another
+        number the data goes on from the exact sample.
+
+        Raises CheckpointError when there are checkpoints but none that can be trusted, or when they
+        are of another model.
+        """
+        loaded = self.checkpoints.restore()
+        if loaded is None:
+            return None
+        for skipped in loaded.skipped:
+            self._say(f"skipped {skipped.path}: {skipped.reason}")
+        saved = loaded.state
+        self._check_names(saved)
+        for name, step in self.steps.items():
+            step.load_state_dict(saved["steps"][name])
+        for name, item in self.state.items():
+            item.load_state_dict(saved["state"][name])
+        self.loader.load_state_dict(saved["loader"])
+        if loaded.rank_state is not None:
+            set_random_state(loaded.rank_state)
+        else:
+            self.world.reseed(f"noise from step {loaded.step}")
+        restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
+        self._say(
+            f"resumed at sample {restored.position:,} "
+            f"(step {restored.step:,}, epoch {restored.epoch}) from {restored.path}"
+        )
+        return restored
+
+    def tick(self, *, every: int | None = None) -> None:
+        """After each step: record it, show progress, and save at every `every`-th step. Collective."""
+        if not self._begun:
+            self._begin()
+        now = time.time()
+        batch = self.loader.last
+        for name, step in self.steps.items():
+            result = step.last
+            if result is None or batch is None:
+                continue
+            self.events.step(
+                StepEvent(
+                    name,
+                    step.number,
+                    batch.first,
+                    batch.size,
+                    batch.share,
+                    result.loss,
+                    result.norm,
+                    batch.wait,
+                    result.forward,
+                    result.backward,
+                    result.update,
+                    now,
+                )
+            )
+        if self._progress is not None and self._progress.due(now):
+            self._progress.show(self.step, self.loader, self._losses(), now)
+        if every is not None and self.step % check_interval(every) == 0:
+            self.save()
+
+    def save(self) -> Path:
+        """Commit a checkpoint of everything from which the run goes on. Collective."""
+        begun = time.perf_counter()
+        self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        state = {
+            "steps": {name: step.state_dict() for name, step in self.steps.items()},
+            "state": {name: item.state_dict() for name, item in self.state.items()},
+            "loader": self.loader.state_dict(),
+        }
+        path = self.checkpoints.save(
+            self.step, state, random_state(), {"position": self.loader.position}
+        )
+        seconds = time.perf_counter() - begun
+        self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
+        return path
+
+    def close(self) -> None:
+        """Write what is left of the events and end the progress line."""
+        self.events.close()
+        if self._progress is not None:
+            self._progress.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        self._begun = True
+        self.world.stepping()
+        self.events.write(
+            "start",
+            {
+                "rank": self.world.rank,
+                "size": self.world.size,
+                "layout": str(self.world.layout),
+                "launcher": self.world.placement.launcher,
+                "attempt": self.world.placement.attempt,
+                "device": str(self.world.device),
+                "torch": torch.__version__,
+                "step": self.step,
+                "batch_size": self.loader.batch_size,
+                "epoch_size": self.loader.epoch_size,
+            },
+        )
+
+    def _losses(self) -> dict[str, float]:
+        return {
+            "loss" if name == "step" else name: step.last.loss
+            for name, step in self.steps.items()
+            if step.last is not None
+        }
+
+    def _check_names(self, saved: Mapping[str, Any]) -> None:
+        for what, here in (("steps", self.steps), ("state", self.state)):
+            if set(saved[what]) != set(here):
+                raise CheckpointError(
+                    given=f"a Run with {what} {sorted(here)}",
+                    found=f"a checkpoint with {what} {sorted(saved[what])}",
+                    fix="give Run the same names as before, or choose another directory",
+                )
+
+    def _say(self, text: str) -> None:
+        if self.world.first:
+            print(text, flush=True)
+
+
+def check_interval(every: int) -> int:
+    """`every` if it is a number of steps that can pass."""
+    if every < 1:
+        raise CheckpointError(
+            given=f"run.tick(every={every})",
+            found="a checkpoint is saved every so many steps: 1 or more",
+            fix="run.tick(every=500), or run.tick() without checkpoints",
+        )
+    return every
+
+
+def random_state() -> dict[str, Any]:
+    """The global random states of this process: Python's, NumPy's and torch's."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put back what `random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,345 @@
+"""Placement and layout brought to life: process group, device, mesh, agreement between ranks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import random
+import socket
+import time
+import traceback
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal import environ
+from shoal.environ import Placement
+from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
+from shoal.layout import AXES, Layout
+from shoal.task import Engine
+
+POLL_SECONDS = 0.05
+
+
+def init(
+    *,
+    layout: str | Layout = "replicate=-1",
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+    timeout: float = 600.0,
+    prepare_timeout: float = 3600.0,
+    deterministic: bool = False,
+) -> World:
+    """Join the processes that a launcher started, or make a world of one.
+
+    `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
+    CPU unless given), `device` where this rank computes (by local rank unless given). `seed` is the
+    root of every random stream. `timeout` is how long a collective may wait, in seconds, from the
+    first optimizer step on; before it, `prepare_timeout` holds. `deterministic` asks torch for
+    deterministic algorithms. Use it as a context manager, so that nothing is left behind.
+
+    Raises LaunchError for an environment that contradicts itself or a group that can't form,
+    LayoutError for a layout that does not fit.
+    """
+    placement = environ.placement()
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    resolved = parsed.resolve(placement.size)
+    if timeout <= 0 or prepare_timeout <= 0:
+        raise LaunchError(
+            given=f"timeout={timeout}, prepare_timeout={prepare_timeout}",
+            found="a time limit is a positive number of seconds",
+            fix="for example timeout=600, prepare_timeout=3600",
+        )
+    place = choose_device(device, placement)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    group = _join(placement, backend or ("nccl" if place.type == "cuda" else "gloo"), prepare_timeout)
+    return World(placement, resolved, place, group, seed, timeout, deterministic=deterministic)
+
+
+def choose_device(device: str | torch.device | None, placement: Placement) -> torch.device:
+    """The device of this rank: as given, else the visible GPU of its local rank, else the CPU.
+
+    Where each task sees one GPU only, that one is its device whatever its local rank is.
+    """
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise LaunchError(
+                given=f"device={device!r}",
+                found=str(error).splitlines()[0],
+                fix="device='cpu', device='cuda', or leave it out",
+            ) from None
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible > 1 and placement.local_rank >= visible:
+        raise LaunchError(
+            given=f"{placement.local_size} processes on {socket.gethostname()}",
+            found=f"{visible} visible GPUs, none for local rank {placement.local_rank}",
+            fix=f"start {visible} processes per machine, or shoal.init(device='cpu')",
+        )
+    return torch.device("cuda", placement.local_rank if visible > 1 else 0)
+
+
+def _join(placement: Placement, backend: str, timeout: float) -> dist.ProcessGroup | None:
+    if not dist.is_backend_available(backend):
+        raise LaunchError(
+            given=f"backend={backend!r}",
+            found=f"torch {torch.__version__} here has {', '.join(_backends())}",
+            fix="backend='gloo' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
+        )
+    if placement.size == 1:
+        return None
+    address = f"tcp://{placement.address}:{placement.port}"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=address,
+            rank=placement.rank,
+            world_size=placement.size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
+            found=str(error).splitlines()[0],
+            fix="check that every rank was started, and that the first rank's host can be reached; "
+            "a port in use: shoal run --port N",
+        ) from error
+    group = dist.group.WORLD
+    if group is None:  # pragma: no cover - init_process_group has just set it
+        raise RuntimeError("torch.distributed has no default group after init_process_group")
+    return group
+
+
+def _backends() -> list[str]:
+    return [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
+
+
+class World:
+    """The processes of a run as this one sees them. A world of one has every method too."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        layout: Layout,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        seed: int,
+        timeout: float,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.placement = placement
+        self.layout = layout
+        self.device = device
+        self.group = group
+        self.seed = seed
+        self.timeout = timeout
+        self.rank = placement.rank
+        self.size = placement.size
+        self.data_rank = layout.data_rank(placement.rank)
+        self.data_size = layout.data_size
+        self._engines: list[weakref.ref[Engine]] = []
+        self._mesh: DeviceMesh | None = None
+        self._sections = 0
+        self._stepping = False
+        self._closed = False
+        self._were_deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic:
+            environ.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+            torch.use_deterministic_algorithms(True)
+        self._deterministic = deterministic
+        self.reseed("weights", by_rank=False)
+        atexit.register(self.close)
+
+    @property
+    def first(self) -> bool:
+        """True on global rank 0, and on no other, however many ranks believe to be local rank 0."""
+        return self.rank == 0
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """torch's device mesh over all axes of the layout, outermost first. Collective, once."""
+        if self.group is None:
+            raise LayoutError(
+                given="world.mesh in a world of one process",
+                found="torch's device mesh needs a process group, which one process has not",
+                fix="shoal run -n 1 is a world of one too; ask world.size before world.mesh",
+            )
+        if self._mesh is None:
+            degrees = tuple(self.layout.degree(axis) for axis in AXES)
+            self._mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
+        return self._mesh
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce `tensor` over all ranks in place ("sum", "max" or "min") and return it."""
+        operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        if op not in operations:
+            raise AgreementError(
+                given=f"world.all_reduce(…, op={op!r})",
+                found=f"the operations are {', '.join(operations)}",
+                fix="op='sum', divided by world.size for a mean",
+            )
+        if self.group is not None:
+            dist.all_reduce(tensor, operations[op], group=self.group)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value, in rank order, on every rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source` on every rank."""
+        if self.group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=source, group=self.group)
+        return values[0]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.group is not None:
+            self.all_reduce(torch.zeros((), device=self.device))
+
+    def agree(self, value: Any, what: str) -> Any:
+        """Return `value` if every rank has the same; raise AgreementError naming the odd ones."""
+        values = self.gather(value)
+        odd = [rank for rank, other in enumerate(values) if other != values[0]]
+        if odd:
+            raise AgreementError(
+                given=f"{what}: {values[0]!r} on rank 0",
+                found=f"{values[odd[0]]!r} on rank {odd[0]}"
+                + (f", and {len(odd) - 1} more ranks differ" if len(odd) > 1 else ""),
+                fix=f"make {what} the same on every rank",
+            )
+        return value
+
+    @contextlib.contextmanager
+    def first_rank_first(self) -> Iterator[bool]:
+        """Rank 0 runs the body alone, then the others do: to download or prepare something once.
+
+            with world.first_rank_first():
+                data = prepare("cache/")
+
+        The wait has no time limit, since it polls a key and starts no collective. If rank 0 fails,
+        the others raise within a second instead of waiting.
+        """
+        self._sections += 1
+        if self.group is None:
+            yield True
+            return
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            "shoal/first", dist.distributed_c10d._get_default_store()
+        )
+        key = f"{self._sections}"
+        if self.first:
+            try:
+                yield True
+            except BaseException as error:
+                store.set(key, f"failed: {type(error).__name__}: {error}")
+                raise
+            store.set(key, "done")
+            return
+        while not store.check([key]):
+            time.sleep(POLL_SECONDS)
+        outcome = store.get(key).decode()
+        if outcome != "done":
+            raise LaunchError(
+                given="a section that rank 0 runs first",
+                found=f"rank 0 {outcome}",
+                fix="see rank 0's own error",
+            )
+        yield False
+
+    def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
+        """A generator of its own for `purpose`, different on each rank unless `by_rank` is False."""
+        generator = torch.Generator(self.device)
+        return generator.manual_seed(self.seed_for(purpose, by_rank=by_rank))
+
+    def seed_for(self, purpose: str, *, by_rank: bool = True) -> int:
+        """A 63-bit seed derived from (seed, purpose) and, with `by_rank`, this rank."""
+        return derive_seed(self.seed, purpose, self.rank if by_rank else 0)
+
+    def reseed(self, purpose: str, *, by_rank: bool = True) -> None:
+        """Set the global generators of Python, NumPy and torch to the stream of `purpose`.
+
+        `init` calls it with "weights", the same on all ranks; `parallelize` with "noise", by rank.
+        """
+        seed = self.seed_for(purpose, by_rank=by_rank)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def attach(self, engine: Engine) -> None:
+        """Know the engine of a parallelized model for as long as the model lives."""
+        self._engines.append(weakref.ref(engine))
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the parallelized models that are alive, oldest first."""
+        return [engine for reference in self._engines if (engine := reference()) is not None]
+
+    def stepping(self) -> None:
+        """From now on collectives get the time limit for steps; called before the first step."""
+        if not self._stepping and self.group is not None:
+            limit = timedelta(seconds=self.timeout)
+            dist.distributed_c10d._set_pg_timeout(limit, self.group)
+        self._stepping = True
+
+    def close(self) -> None:
+        """Leave the group and restore what `init` changed; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._engines.clear()
+        self._mesh = None
+        if self._deterministic:
+            torch.use_deterministic_algorithms(self._were_deterministic)
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+        self.group = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, ShoalError) and error.where is None:
+            error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, {self.layout}, {self.device})"
+
+
+def derive_seed(seed: int, purpose: str, index: int) -> int:
+    """A 63-bit seed from a root seed, a purpose and an index: the head of a SHA-256."""
+    digest = hashlib.sha256(f"shoal/{seed}/{purpose}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _line(trace: TracebackType | None) -> str:
+    """Where in the user's own file the error came from: the outermost frame of the `with` block."""
+    frames = traceback.extract_tb(trace)
+    return f", {frames[0].filename}:{frames[0].lineno}" if frames else ""

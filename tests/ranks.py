@@ -1,0 +1,118 @@
+"""Real ranks for tests: N processes in one gloo group, started once and used for many calls."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import shoal
+
+CALL_SECONDS = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+class Ranks:
+    """`ranks.call(function, *arguments)` runs `function(world, *arguments)` on every rank."""
+
+    def __init__(self, size: int, *, seed: int = 0, timeout: float = 60.0) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "shoal.step", "shoal.data"])
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, port, seed, timeout), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results in rank order; an exception of any rank is raised here with its traceback."""
+        results = self.attempt(function, *arguments)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                raise AssertionError(f"rank {rank} of {self.size}: {result.args[-1]}") from result
+        return results
+
+    def attempt(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results, or the exceptions in their place."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(CALL_SECONDS):
+                self.kill()
+                raise AssertionError(f"rank {rank} of {self.size} gave no answer")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append(Failed(None, f"rank {rank} died"))
+        return results
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+class Failed(Exception):
+    """What a rank raised: the ShoalError itself where it was one, and the traceback as text."""
+
+    def __init__(self, error: shoal.ShoalError | None, text: str) -> None:
+        super().__init__(error, text)
+        self.error = error
+        self.text = text
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, seed: int, timeout: float) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    with shoal.init(seed=seed, timeout=timeout, prepare_timeout=timeout) as world:
+        while True:
+            try:
+                function, arguments = pipe.recv()
+            except EOFError:
+                return
+            try:
+                result = function(world, *arguments)
+            except BaseException as error:
+                known = error if isinstance(error, shoal.ShoalError) else None
+                result = Failed(known, traceback.format_exc())
+            pipe.send(result)
