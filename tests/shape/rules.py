@@ -102,9 +102,7 @@ def _touches_environment(node: ast.AST) -> bool:
 
 
 def _prints(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    )
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
 
 def _roots(names: list[ast.alias]) -> set[str]:
@@ -150,9 +148,7 @@ def missing_paths(document: str, root: Path) -> Iterator[str]:
         if path.is_dir() and path.name not in ignored
     )
     inside = rf"(?:(?:{folders})/|(?=[\w.-]+\.(?:md|toml|txt|yaml)$))[\w./-]*"
-    quoted = [
-        found for found in re.findall(r"`([^`\n]+)`", document) if re.fullmatch(inside, found)
-    ]
+    quoted = [found for found in re.findall(r"`([^`\n]+)`", document) if re.fullmatch(inside, found)]
     linked = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", document)
     for path in [*quoted, *linked]:
         if not (root / path).exists():

@@ -22,9 +22,7 @@ def test_every_path_in_the_readme_exists(repository: Path) -> None:
 
 
 def test_targets_are_read_from_the_makefile() -> None:
-    makefile = (
-        "PY := python\nVENV:=x\n.PHONY: demo\ndemo: venv ## words\n\ttest: x\ntest-all: demo\n"
-    )
+    makefile = "PY := python\nVENV:=x\n.PHONY: demo\ndemo: venv ## words\n\ttest: x\ntest-all: demo\n"
     assert rules.targets(makefile) == {"demo", "test-all"}
 
 

@@ -13,9 +13,7 @@ import pytest
 from shape import rules
 
 
-def find_python(
-    repository: Path, folder: Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def find_python(repository: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["/bin/sh", str(repository / "scripts" / "find-python")],
         env={"PATH": str(folder), **variables},
