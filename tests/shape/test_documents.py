@@ -27,7 +27,10 @@ def test_targets_are_read_from_the_makefile() -> None:
 
 
 def test_unknown_targets_are_named() -> None:
-    document = "To make sure, run `make PYTHON=/bin/x demo`, `make test nothing`:\n```\nmake tset-all  # all\n```\n"
+    document = (
+        "To make sure, run `make PYTHON=/bin/x demo`, `make test nothing`:\n"
+        "```\nmake tset-all  # all\n```\n"
+    )
     found = list(rules.unknown_targets(document, {"demo", "test"}))
     assert found == ["make nothing", "make tset-all"]
 
