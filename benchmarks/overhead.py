@@ -1,0 +1,207 @@
+"""What Shoal costs per step, beside torch loops, interleaved in one run.
+
+    python benchmarks/overhead.py [--rounds 40] [--json]
+
+Loops: `plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutorials write it), `tuned`
+(batches fetched by one index from tensors, fused AdamW), and Shoal (Loader, Step, Run with events)
+with each of the two optimizers. A round runs every loop for the same number of steps, in an order
+that rotates; ratios are taken within rounds, so that drift cancels. First in one process, then in two
+under DDP through `shoal run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import shoal
+
+SAMPLES = 4096
+CLASSES = 10
+MODELS = {"tiny": (32, 1, 16), "wide": (512, 4, 64)}
+"""Name: width, hidden layers, global batch."""
+
+PAIRS = [("shoal", "plain"), ("shoal fused", "tuned")]
+
+
+def build(width: int, layers: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    hidden = itertools.chain.from_iterable((nn.Linear(width, width), nn.ReLU()) for _ in range(layers))
+    return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
+
+
+def dataset(width: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, width, generator=generator)
+    return inputs, torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+
+
+def adamw(model: nn.Module, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused or None)
+
+
+def wrapped(model: nn.Module, world: shoal.World) -> nn.Module:
+    if world.size == 1:
+        return model
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def plain(world: shoal.World, width: int, layers: int, batch: int) -> Iterator[None]:
+    """The loop of the tutorials."""
+    model = wrapped(build(width, layers), world)
+    optimizer = adamw(model, fused=False)
+    data = TensorDataset(*dataset(width))
+    sampler = DistributedSampler(data, world.size, world.rank) if world.size > 1 else None
+    loader = DataLoader(data, batch // world.size, shuffle=sampler is None, sampler=sampler)
+    for epoch in itertools.count():
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def tuned(world: shoal.World, width: int, layers: int, batch: int) -> Iterator[None]:
+    """What an expert makes of it: no DataLoader, one index per tensor, fused AdamW."""
+    model = wrapped(build(width, layers), world)
+    optimizer = adamw(model, fused=True)
+    inputs, labels = dataset(width)
+    share = batch // world.size
+    for epoch in itertools.count():
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(SAMPLES, generator=generator)[world.rank :: world.size]
+        for indices in order.split(share):
+            loss = F.cross_entropy(model(inputs[indices]), labels[indices])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    """The same loss as a sum and a count."""
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def through_shoal(
+    world: shoal.World, width: int, layers: int, batch: int, *, fused: bool
+) -> Iterator[None]:
+    """Loader, Step, and a Run that records every step."""
+    model = shoal.parallelize(build(width, layers), world)
+    step = shoal.Step(model, adamw(model, fused=fused), shoal.Task(loss), clip=1.0)
+    data = shoal.Loader(dataset(width), world, batch_size=batch)
+    with tempfile.TemporaryDirectory() as directory:
+        path = world.broadcast(directory)
+        with shoal.Run(path, step, data) as run:
+            for each in data.epochs(10**9):
+                step(each)
+                run.tick()
+                yield
+
+
+def contenders() -> dict[str, Callable[..., Iterator[None]]]:
+    return {
+        "plain": plain,
+        "shoal": lambda *given: through_shoal(*given, fused=False),
+        "tuned": tuned,
+        "shoal fused": lambda *given: through_shoal(*given, fused=True),
+    }
+
+
+def measure(world: shoal.World, name: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Microseconds per step of each loop, and the paired ratios."""
+    loops = {who: make(world, *MODELS[name]) for who, make in contenders().items()}
+    for loop in loops.values():
+        consume(loop, 50)
+    times: dict[str, list[float]] = {who: [] for who in loops}
+    names = list(loops)
+    for number in range(rounds):
+        turn = number % len(names)
+        for who in names[turn:] + names[:turn]:
+            world.barrier()
+            begun = time.perf_counter()
+            consume(loops[who], steps)
+            times[who].append((time.perf_counter() - begun) / steps * 1e6)
+    for loop in loops.values():
+        loop.close()  # type: ignore[attr-defined]
+    figures: dict[str, Any] = {"model": name, "processes": world.size}
+    figures["microseconds"] = {who: statistics.median(values) for who, values in times.items()}
+    figures["ratios"] = {
+        f"{ours} / {theirs}": ratio(times[ours], times[theirs]) for ours, theirs in PAIRS
+    }
+    return figures
+
+
+def consume(loop: Iterator[None], steps: int) -> None:
+    for _ in range(steps):
+        next(loop)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """The median of the paired ratios and their quartiles."""
+    low, middle, high = statistics.quantiles(
+        [a / b for a, b in zip(ours, theirs, strict=True)], n=4, method="inclusive"
+    )
+    return {"low": low, "median": middle, "high": high}
+
+
+def show(figures: dict[str, Any]) -> None:
+    print(f"\n{figures['model']} model, {figures['processes']} process(es): µs per step (median)")
+    for who, value in figures["microseconds"].items():
+        print(f"  {who:<12} {value:9.1f}")
+    for pair, found in figures["ratios"].items():
+        print(f"  {pair:<20} {found['median']:.3f}  (quartiles {found['low']:.3f} to {found['high']:.3f})")
+
+
+def run_here(rounds: int, steps: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    with shoal.init() as world:
+        return [measure(world, name, rounds, steps) for name in MODELS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    figures = run_here(options.rounds, options.steps)
+    if options.inside is not None:
+        if shoal.Placement and figures:
+            options.inside.write_text(json.dumps(figures))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        result = Path(directory) / "two.json"
+        again = ["--rounds", str(options.rounds), "--steps", str(options.steps), "--inside", str(result)]
+        command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *again]
+        subprocess.run(command, check=True)
+        figures += json.loads(result.read_text())
+    for each in figures:
+        show(each)
+    if options.json:
+        print(json.dumps({"overhead": figures}))
+
+
+if __name__ == "__main__":
+    main()
