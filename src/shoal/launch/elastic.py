@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
 from ..environ import RUN_ID, worker_variables
 from .failure import Failure, culprit, report
 from .processes import Workers
+from .signals import Interrupted
 from .worker import Script
 
 _ADDRESS = "127.0.0.1"
@@ -128,7 +129,12 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._workers is None:
             return RunResult(state=WorkerState.UNKNOWN)
-        failures = self._workers.wait()
+        try:
+            failures = self._workers.wait()
+        except Interrupted as interrupted:
+            # Here and not in `_shutdown`, which would hear of SIGTERM whatever the signal was.
+            self._workers.stop(interrupted.passed_on, self._grace)
+            raise
         if not failures:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)

@@ -151,12 +151,13 @@ def locate(error: BaseException) -> str | None:
 
 
 def _is_library(filename: str) -> bool:
-    if filename.startswith("<"):
-        return True
-    paths = sysconfig.get_paths()
-    roots = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    roots.append(str(Path(__file__).parents[1]))
-    return any(Path(filename).is_relative_to(root) for root in roots)
+    path = Path(filename)
+    return (
+        filename.startswith("<")
+        or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        or path.is_relative_to(sysconfig.get_path("stdlib"))
+        or path.is_relative_to(Path(__file__).parents[1])
+    )
 
 
 def _is_by_peer(error: BaseException) -> bool:

@@ -84,6 +84,8 @@ class Workers:
                 rank.kill()
             for rank in self._ranks:
                 rank.join()
+            # Their ids may be given to other processes from here on.
+            self._ranks = []
 
 
 class _Rank:

@@ -17,6 +17,11 @@ class Interrupted(BaseException):
         super().__init__(signum)
         self.signum = signum
 
+    @property
+    def passed_on(self) -> int:
+        """What ranks are sent: Ctrl-C as it is, all else as the request to end that they expect."""
+        return self.signum if self.signum == signal.SIGINT else signal.SIGTERM
+
 
 class Interrupts:
     """Raises Interrupted in the main thread at the first and the second signal.
