@@ -138,9 +138,12 @@ class Agent(SimpleElasticAgent):
         if not failures:
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        self._workers.stop(signal.SIGTERM, self._grace)
         self.failure = culprit(failures)
-        self._report(self.failure, worker_group)
+        try:
+            self._workers.stop(signal.SIGTERM, self._grace)
+        finally:
+            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
+            self._report(self.failure, worker_group)
         return RunResult(state=WorkerState.FAILED)
 
     def _report(self, failure: Failure, group: WorkerGroup) -> None:

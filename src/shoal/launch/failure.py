@@ -40,6 +40,11 @@ class Failure:
     text: str = ""
     by_peer: bool = False
 
+    @property
+    def killed(self) -> bool:
+        """Whether it was killed from outside; libraries abort themselves over others' errors."""
+        return self.signal not in (0, signal.SIGABRT)
+
 
 def encode(failure: Failure) -> bytes:
     """Write a failure as JSON, to cross from a rank to its launcher."""
@@ -55,13 +60,12 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     """Decide which of the failures (at least one) caused the others.
 
     A rank killed from outside beats all errors, since the others may have noticed its death and
-    recorded theirs before the launcher did. SIGABRT does not: libraries abort over another rank's
-    error. Then come the ranks' own errors before those that read as the death of a peer; among
-    equals the earliest.
+    recorded theirs before the launcher did. Then come the ranks' own errors, before those that
+    read as the death of a peer; among equals the earliest.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
-        if failure.signal not in (0, signal.SIGABRT):
+        if failure.killed:
             return 0, failure.when
         return 2 if failure.by_peer else 1, failure.when
 

@@ -11,10 +11,10 @@ import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 
 from .failure import Failure, decode, from_exit
-from .worker import Script, main
+from .worker import SHIELDED, Script, main
 
 _PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker"]
 
@@ -25,15 +25,15 @@ _SETTLE = 0.2
 def start_server() -> None:
     """Start the fork server; it imports torch while the caller goes on."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
-    # Ignored signals stay ignored across exec: schedulers signal every process of a job, and the
-    # ranks' parent must not die before they have saved.
-    ignored = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_IGN) for number in ignored]
+    # On its own first: it unblocks signals when it has started.
+    resource_tracker.ensure_running()
+    # Schedulers signal every process of a job, and the ranks' parent must not die before they have
+    # saved. It inherits the mask; ranks lift it when they are ready, and lose no signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
         forkserver.ensure_running()
     finally:
-        for number, handler in zip(ignored, before, strict=True):
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Workers:
@@ -57,7 +57,7 @@ class Workers:
         deadline: float | None = None
         while True:
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
-            if any(failure.signal for failure in failures):
+            if any(failure.killed for failure in failures):
                 return failures
             if failures and deadline is None:
                 deadline = time.monotonic() + _SETTLE

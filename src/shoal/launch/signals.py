@@ -39,7 +39,7 @@ class Interrupts:
     def handled(self) -> Iterator[None]:
         """Handle signals inside this context."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
-        mine = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+        mine = [n for n, handler in before.items() if handler not in (signal.SIG_IGN, None)]
         for number in mine:
             signal.signal(number, self._handle)
         try:

@@ -23,6 +23,9 @@ from multiprocessing.connection import Connection
 from ..environ import write_variables
 from .failure import encode, exit_status, from_exception
 
+SHIELDED = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that the fork server blocks, and so a rank in its first moments."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
@@ -74,8 +77,7 @@ def _bind_to_launcher() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not launcher.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
-    # The fork server ignores what schedulers send to every process of a job.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def _become_main() -> None:
