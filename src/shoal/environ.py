@@ -96,6 +96,41 @@ def worker_threads(processes: int, env: Mapping[str, str] | None = None) -> dict
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
 
 
+def worker_variables(
+    *,
+    rank: int,
+    size: int,
+    local_rank: int,
+    local_size: int,
+    address: str,
+    port: int,
+    attempt: int,
+    restarts: int,
+) -> dict[str, str]:
+    """The variables that tell one worker of one machine its place, named as torchrun names them.
+
+    The store at `address` and `port` is the launcher's, so no worker opens one.
+    """
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCHELASTIC_MAX_RESTARTS": restarts,
+        "TORCHELASTIC_RUN_ID": RUN_ID,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
 @contextmanager
 def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables of this process for the length of a block (None removes one), then restore."""

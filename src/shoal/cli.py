@@ -1,0 +1,105 @@
+"""The command line: reads options, calls the library, prints what it says."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from .errors import LaunchError, ShoalError
+
+app = typer.Typer(
+    name="shoal",
+    help="A PyTorch script from one process to a cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"shoal {version('shoal')}")
+        raise typer.Exit
+
+
+@app.callback()
+def shoal(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """A PyTorch script from one process to a cluster."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    *,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
+    processes: Annotated[
+        str, typer.Option("-n", "--processes", metavar="N", help="How many processes to start.")
+    ],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the script.")
+    ] = None,
+    restarts: Annotated[
+        str,
+        typer.Option(metavar="N", help="How often to start all again after a failure."),
+    ] = "0",
+    port: Annotated[
+        str | None, typer.Option(metavar="PORT", help="Where the processes meet; else a free one.")
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(min=0.0, metavar="SECONDS", help="From asking processes to end to SIGKILL."),
+    ] = 3.0,
+) -> None:
+    """Run a script in N processes on this machine.
+
+    The script finds its place as under torchrun; it need not use Shoal. The exit code is that of
+    the first process that fails.
+    """
+    from .launch import local
+
+    given = args or []
+    raise typer.Exit(
+        local.run(
+            script,
+            given[1:] if given[:1] == ["--"] else given,
+            processes=_whole(processes, "-n"),
+            restarts=_whole(restarts, "--restarts"),
+            port=None if port is None else _whole(port, "--port"),
+            grace=grace,
+        )
+    )
+
+
+def _whole(text: str, option: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            given=f"{option} {text}",
+            found=f"{text!r} is not a whole number",
+            fix=f"give a number, as in `{option} 2`",
+        ) from None
+
+
+def main() -> None:
+    """Run the command; a ShoalError becomes its lines and exit code 2."""
+    try:
+        app(prog_name="shoal")
+    except ShoalError as error:
+        print(str(error).strip(), file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Starting the processes of a run, and saying once and clearly which of them failed first."""

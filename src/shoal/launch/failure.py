@@ -1,0 +1,173 @@
+"""The first failure of a run: recorded by the rank that fails, decided purely, reported once."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import ShoalError
+
+# How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore).
+_BY_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
+    r"|communicator was aborted|failed to recv|peer closed",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one rank failed.
+
+    `code` is what a shell shows (128 + signal for a killed rank), `signal` is 0 for ranks that
+    ended by themselves. `when` is in seconds of `time.monotonic`, which all processes of a machine
+    share. `text` is a traceback or the message of `sys.exit`, without the place; `by_peer` says
+    that the error reads as the consequence of another rank's death.
+    """
+
+    rank: int
+    code: int
+    when: float
+    where: str
+    signal: int = 0
+    text: str = ""
+    by_peer: bool = False
+
+    @property
+    def killed(self) -> bool:
+        """Whether it was killed from outside; libraries abort themselves over others' errors."""
+        return self.signal not in (0, signal.SIGABRT)
+
+
+def encode(failure: Failure) -> bytes:
+    """Write a failure as JSON, to cross from a rank to its launcher."""
+    return json.dumps(asdict(failure)).encode()
+
+
+def decode(data: bytes) -> Failure:
+    """Read what `encode` wrote."""
+    return Failure(**json.loads(data))
+
+
+def culprit(failures: Sequence[Failure]) -> Failure:
+    """Decide which of the failures (at least one) caused the others.
+
+    A rank killed from outside beats all errors, since the others may have noticed its death and
+    recorded theirs before the launcher did. Then come the ranks' own errors, before those that
+    read as the death of a peer; among equals the earliest.
+    """
+
+    def order(failure: Failure) -> tuple[int, float]:
+        if failure.killed:
+            return 0, failure.when
+        return 2 if failure.by_peer else 1, failure.when
+
+    return min(failures, key=order)
+
+
+def report(failure: Failure, *, size: int) -> str:
+    """Spell a failure for the screen: the traceback or the reason, then the place."""
+    text = failure.text.rstrip("\n")
+    if failure.signal:
+        text = f"killed by {_signal_name(failure.signal)}"
+        if failure.signal == signal.SIGKILL:
+            text += ", which is often the system running out of memory"
+    elif not text:
+        text = f"ended with exit code {failure.code}"
+    where = f"where: rank {failure.rank} of {size} on {failure.where}"
+    others = size - 1
+    if others:
+        where += f" (the other {others} were stopped)" if others > 1 else " (the other was stopped)"
+    return f"{text}\n{where}\n"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"{signal.Signals(number).name} (signal {number})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def from_exit(*, rank: int, host: str, pid: int, exitcode: int, when: float) -> Failure:
+    """Describe a rank that left nothing but its exit code (negative: the signal that killed it)."""
+    signum = max(0, -exitcode)
+    code = 128 + signum if signum else exitcode
+    return Failure(rank=rank, code=code, when=when, where=f"{host}, pid {pid}", signal=signum)
+
+
+def from_exception(error: BaseException, *, rank: int, host: str, when: float) -> Failure:
+    """Describe the exception that ended a rank."""
+    place = locate(error)
+    where = host if place is None else f"{host}, {place}"
+    if isinstance(error, SystemExit):
+        code, text = exit_status(error)
+        return Failure(rank=rank, code=code, when=when, where=where, text=text)
+    return Failure(
+        rank=rank, code=1, when=when, where=where, text=_spell(error), by_peer=_is_by_peer(error)
+    )
+
+
+def exit_status(error: SystemExit) -> tuple[int, str]:
+    """The exit code and the message that Python makes of a `sys.exit`."""
+    if error.code is None:
+        return 0, ""
+    if isinstance(error.code, int):
+        return error.code & 0xFF, ""
+    return 1, str(error.code)
+
+
+def _spell(error: BaseException) -> str:
+    """The traceback from the user's script on."""
+    where = None
+    if isinstance(error, ShoalError):
+        # The report ends with the place, once.
+        where, error.where = error.where, None
+    try:
+        return "".join(traceback.format_exception(type(error), error, _skip_launcher(error)))
+    finally:
+        if isinstance(error, ShoalError):
+            error.where = where
+
+
+def _skip_launcher(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    here = str(Path(__file__).parent)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+        trace = trace.tb_next
+    return trace
+
+
+def locate(error: BaseException) -> str | None:
+    """Name the innermost `file:line` of the user's own code in a traceback, if it has any."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(_skip_launcher(error))
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    chosen = own or list(frames)
+    return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
+
+
+def _is_library(filename: str) -> bool:
+    path = Path(filename)
+    return (
+        filename.startswith("<")
+        or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        or path.is_relative_to(sysconfig.get_path("stdlib"))
+        or path.is_relative_to(Path(__file__).parents[1])
+    )
+
+
+def _is_by_peer(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if _BY_PEER.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

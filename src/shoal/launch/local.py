@@ -1,0 +1,99 @@
+"""`shoal run`: N processes of one script on this machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+
+from ..environ import set_variables, worker_threads
+from ..errors import LaunchError
+from .signals import Interrupted, Interrupts
+
+GRACE = 3.0
+"""Seconds between asking ranks to end and killing them."""
+
+
+def run(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    processes: int,
+    restarts: int = 0,
+    port: int | None = None,
+    grace: float = GRACE,
+) -> int:
+    """Run `script` in `processes` processes and return the exit code of the whole.
+
+    The processes find each other by torchrun's variables. When one fails the others are stopped,
+    and the first failure is reported on stderr; up to `restarts` times all are started again.
+    `port` is where they meet (default: a free one). `grace` is how many seconds ranks have between
+    the signal that ends them and SIGKILL. The code is 0, that of the first rank that failed, or
+    128 + n for a rank or launcher ended by signal n. Call it once per process, in the main thread.
+    Raises LaunchError before anything is started where the arguments can't work.
+    """
+    _check(script, processes=processes, restarts=restarts, port=port)
+    interrupts = Interrupts()
+    # The threads' variable must be there when the fork server loads torch.
+    with interrupts.handled(), set_variables(worker_threads(processes)):
+        try:
+            with interrupts.held():
+                # These two importing torch at the same time is most of the time to start.
+                from .processes import start_server
+
+                start_server()
+                from .elastic import launch
+                from .worker import Script
+            return launch(
+                Script(path=script, args=tuple(args)),
+                processes=processes,
+                restarts=restarts,
+                port=port or 0,
+                grace=grace,
+                undisturbed=interrupts.held,
+            )
+        except Interrupted as interrupted:
+            return 128 + interrupted.signum
+
+
+def _check(script: str, *, processes: int, restarts: int, port: int | None) -> None:
+    if processes < 1:
+        raise LaunchError(
+            given=f"-n {processes}",
+            found="a run has at least one process",
+            fix=f"shoal run -n 1 {script}",
+        )
+    if restarts < 0:
+        raise LaunchError(
+            given=f"--restarts {restarts}",
+            found="the number of restarts is 0 (none) or more",
+            fix=f"shoal run -n {processes} --restarts 0 {script}",
+        )
+    if not os.path.isfile(script):
+        is_directory = os.path.isdir(script)
+        raise LaunchError(
+            given=script,
+            found=f"{os.path.abspath(script)} is a directory"
+            if is_directory
+            else f"there is no file {os.path.abspath(script)}",
+            fix=f"give the path of a Python file: shoal run -n {processes} script.py",
+        )
+    if port is not None:
+        _check_port(port)
+
+
+def _check_port(port: int) -> None:
+    fix = "leave --port out (a free one is found), or give another"
+    if not 1 <= port <= 65535:
+        raise LaunchError(given=f"--port {port}", found="ports are 1 to 65535", fix=fix)
+    with socket.socket() as probe:
+        # As the store's server does, so that ports in TIME_WAIT count as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            busy = error.errno == errno.EADDRINUSE
+            found = f"port {port} is in use" if busy else f"port {port}: {error.strerror}"
+            raise LaunchError(given=f"--port {port}", found=found, fix=fix) from None

@@ -1,0 +1,180 @@
+"""The processes of one attempt on this machine: started, watched until the first failure, ended."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, forkserver, resource_tracker
+
+from .failure import Failure, decode, from_exit
+from .worker import SHIELDED, Script, main
+
+_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker"]
+
+# Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
+_SETTLE = 0.2
+
+
+def start_server() -> None:
+    """Start the fork server; it imports torch while the caller goes on."""
+    multiprocessing.set_forkserver_preload(_PRELOAD)
+    # On its own first: it unblocks signals when it has started.
+    resource_tracker.ensure_running()
+    # Schedulers signal every process of a job, and the ranks' parent must not die before they have
+    # saved. It inherits the mask; ranks lift it when they are ready, and lose no signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Workers:
+    """The ranks of this machine in one attempt.
+
+    `variables` holds one environment per process, each with its RANK.
+    """
+
+    def __init__(self, script: Script, variables: Sequence[Mapping[str, str]]) -> None:
+        self._ranks = [_Rank(script, values) for values in variables]
+
+    def start(self) -> list[int]:
+        """Start all processes; returns their ids."""
+        return [rank.start() for rank in self._ranks]
+
+    def wait(self) -> list[Failure]:
+        """Wait until all have ended well (the empty list) or one has failed.
+
+        After the first failure, a moment passes in which others may show theirs.
+        """
+        deadline: float | None = None
+        while True:
+            failures = [rank.failure for rank in self._ranks if rank.failure is not None]
+            if any(failure.killed for failure in failures):
+                return failures
+            if failures and deadline is None:
+                deadline = time.monotonic() + _SETTLE
+            running = [rank for rank in self._ranks if not rank.ended]
+            if not running or (deadline is not None and time.monotonic() >= deadline):
+                return failures
+            _poll(running, deadline)
+
+    def stop(self, signum: int, grace: float) -> None:
+        """Send `signum`, and after `grace` seconds SIGKILL to whatever is left.
+
+        An exception in the wait, such as a second Ctrl-C, ends the wait and still kills.
+        """
+        try:
+            running = [rank for rank in self._ranks if not rank.ended]
+            for rank in running:
+                rank.send(signum)
+            deadline = time.monotonic() + grace
+            while running and time.monotonic() < deadline:
+                _poll(running, deadline)
+                running = [rank for rank in running if not rank.ended]
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+            for rank in self._ranks:
+                rank.join()
+            # Their ids may be given to other processes from here on.
+            self._ranks = []
+
+
+class _Rank:
+    """One process, and what is known of its end."""
+
+    def __init__(self, script: Script, variables: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.rank = int(variables["RANK"])
+        self.ended = False
+        self.failure: Failure | None = None
+        self._reports, self._sender = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=main, args=(script, self.rank, variables, self._sender)
+        )
+
+    def start(self) -> int:
+        with _without_main():
+            self._process.start()
+        self._sender.close()
+        return self._id()
+
+    def _id(self) -> int:
+        if self._process.pid is None:
+            raise RuntimeError("the process has not been started")
+        return self._process.pid
+
+    def handles(self) -> list[connection.Connection | int]:
+        """What to wait for."""
+        reports = [] if self._reports.closed else [self._reports]
+        return [*reports, self._process.sentinel]
+
+    def poll(self) -> None:
+        """Take notice of a failure or an end."""
+        with suppress(EOFError, OSError):
+            if not self._reports.closed and self._reports.poll():
+                try:
+                    self.failure = decode(self._reports.recv_bytes())
+                finally:
+                    # One report at most; afterwards only the end is of interest.
+                    self._reports.close()
+        exitcode = self._process.exitcode
+        if exitcode is None:
+            return
+        self.ended = True
+        if exitcode and self.failure is None:
+            self.failure = from_exit(
+                rank=self.rank,
+                host=socket.gethostname(),
+                pid=self._id(),
+                exitcode=exitcode,
+                when=time.monotonic(),
+            )
+
+    def send(self, signum: int) -> None:
+        """Signal the process itself: its children are its own affair."""
+        with suppress(ProcessLookupError):
+            os.kill(self._id(), signum)
+
+    def kill(self) -> None:
+        """Kill the process and whatever it started and left."""
+        if self._process.pid is None:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # It has not got as far as making its group, or all of it is gone.
+            if self._process.exitcode is None:
+                self.send(signal.SIGKILL)
+
+    def join(self) -> None:
+        if self._process.pid is not None:
+            self._process.join()
+            self.ended = True
+
+
+def _poll(ranks: Sequence[_Rank], deadline: float | None) -> None:
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    handles = [handle for rank in ranks for handle in rank.handles()]
+    if connection.wait(handles, left):
+        for rank in ranks:
+            rank.poll()
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the launcher's own `__main__`, which new processes would otherwise import first."""
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module

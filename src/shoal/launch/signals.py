@@ -1,0 +1,72 @@
+"""Signals to the launcher, turned into one exception at a place where it can be handled."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """The launcher was told to end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+    @property
+    def passed_on(self) -> int:
+        """What ranks are sent: Ctrl-C as it is, all else as the request to end that they expect."""
+        return self.signum if self.signum == signal.SIGINT else signal.SIGTERM
+
+
+class Interrupts:
+    """Raises Interrupted in the main thread at the first and the second signal.
+
+    The first asks the ranks to end, the second kills them; more must not interrupt the killing.
+    Signals that were ignored (by `nohup`, or in the background) stay ignored.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._held = False
+        self._pending = 0
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle signals inside this context."""
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        mine = [n for n, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+        for number in mine:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number in mine:
+                signal.signal(number, before[number])
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Put signals off to the end of this context."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._pending:
+            signum, self._pending = self._pending, 0
+            self._raise(signum)
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        if self._held:
+            self._pending = signum
+        else:
+            self._raise(signum)
+
+    def _raise(self, signum: int) -> None:
+        self._count += 1
+        if self._count <= 2:
+            raise Interrupted(signum)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal import cli
+from shoal.errors import LaunchError
+from shoal.launch import local
+
+
+def shoal(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shoal", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=folder,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('this must not be started')\n")
+    return str(path)
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+def test_help_names_the_command_without_torch() -> None:
+    done = shoal("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "run" in done.stdout
+    probe = (
+        "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'rich', 'numpy') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        shoal("--help")
+        times.append(time.perf_counter() - started)
+    # The best of five: what it costs, not what else the machine does.
+    assert min(times) < 0.3
+
+
+def test_version() -> None:
+    done = CliRunner().invoke(cli.app, ["--version"])
+    assert done.exit_code == 0
+    assert re.fullmatch(r"shoal \d+\.\d+\.\d+\S*\n", done.output)
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["-n", "0"], "-n 0"),
+        (["-n", "-2"], "-n -2"),
+        (["-n", "two"], "-n two"),
+        (["-n", "1.5"], "-n 1.5"),
+        (["-n", "1", "--restarts", "-1"], "--restarts -1"),
+        (["-n", "1", "--port", "70000"], "--port 70000"),
+        (["-n", "1", "--port", "http"], "--port http"),
+    ],
+)
+def test_numbers_that_cannot_work(script: str, options: list[str], given: str) -> None:
+    done = CliRunner().invoke(cli.app, ["run", *options, script])
+    assert isinstance(done.exception, LaunchError)
+    assert done.exception.given == given
+    assert done.exception.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("missing.py", "there is no file"), ("folder", "is a directory")]
+)
+def test_a_script_that_is_not_there_is_told_in_plain_lines(
+    tmp_path: Path, name: str, found: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    done = shoal("run", "-n", "2", name, folder=tmp_path)
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert [line.split(":")[0] for line in lines] == ["given", "found", "fix"]
+    assert lines[0] == f"given: {name}"
+    assert found in lines[1]
+    assert str(tmp_path / name) in lines[1]
+
+
+def test_a_port_in_use(script: str, busy_port: int) -> None:
+    with pytest.raises(LaunchError, match="in use") as caught:
+        local.run(script, processes=1, port=busy_port)
+    assert caught.value.given == f"--port {busy_port}"
+
+
+@pytest.mark.parametrize("arguments", [["fly"], ["run", "--fast"], ["run", "-n", "2"]])
+def test_unknown_commands_and_options_are_refused(arguments: list[str]) -> None:
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 2
+    assert "Usage" in done.output
+
+
+def test_nothing_is_started_for_a_run_that_cannot_work(script: str) -> None:
+    before = dict(os.environ)
+    with pytest.raises(LaunchError):
+        local.run(script, processes=0)
+    assert dict(os.environ) == before

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from shoal.errors import DataError
+from shoal.launch.failure import (
+    Failure,
+    culprit,
+    decode,
+    encode,
+    from_exception,
+    from_exit,
+    locate,
+    report,
+)
+
+OWN = Failure(rank=0, code=1, when=2.0, where="a, train.py:7", text="ValueError: boom\n")
+LATER = replace(OWN, rank=3, when=3.0)
+BY_PEER = replace(OWN, rank=1, when=1.0, text="Connection closed by peer", by_peer=True)
+KILLED = Failure(rank=2, code=137, when=4.0, where="a, pid 5", signal=signal.SIGKILL)
+ABORTED = Failure(rank=4, code=134, when=5.0, where="a, pid 6", signal=signal.SIGABRT)
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([OWN], OWN),
+        ([LATER, OWN], OWN),
+        # A rank that noticed the death of another one recorded its error before the cause did.
+        ([BY_PEER, OWN], OWN),
+        ([BY_PEER], BY_PEER),
+        # A killed rank records nothing: the launcher sees it last, and it is still the cause.
+        ([BY_PEER, OWN, LATER, KILLED], KILLED),
+        ([KILLED, replace(KILLED, rank=5, when=3.5)], replace(KILLED, rank=5, when=3.5)),
+        # Libraries abort over the error of another rank; but not over the loss of a connection.
+        ([ABORTED, OWN], OWN),
+        ([ABORTED, BY_PEER], ABORTED),
+        ([replace(ABORTED, when=0.5), OWN], replace(ABORTED, when=0.5)),
+    ],
+)
+def test_culprit(failures: list[Failure], expected: Failure) -> None:
+    assert culprit(failures) == expected
+    assert culprit(failures[::-1]) == expected
+
+
+@pytest.mark.parametrize("failure", [OWN, BY_PEER, KILLED, ABORTED])
+def test_failures_cross_processes(failure: Failure) -> None:
+    assert decode(encode(failure)) == failure
+
+
+def test_report_of_an_error() -> None:
+    assert report(OWN, size=1) == "ValueError: boom\nwhere: rank 0 of 1 on a, train.py:7\n"
+    assert report(OWN, size=2).endswith("train.py:7 (the other was stopped)\n")
+    assert report(OWN, size=4).endswith("train.py:7 (the other 3 were stopped)\n")
+
+
+def test_report_of_signals_and_exit_codes() -> None:
+    assert report(KILLED, size=1).startswith("killed by SIGKILL (signal 9), which is often")
+    assert report(replace(KILLED, signal=64), size=1).startswith("killed by ")
+    assert report(replace(OWN, text="", code=3), size=1).startswith("ended with exit code 3\n")
+
+
+def test_from_exit() -> None:
+    killed = from_exit(rank=2, host="a", pid=5, exitcode=-9, when=4.0)
+    assert killed == KILLED
+    ended = from_exit(rank=2, host="a", pid=5, exitcode=3, when=4.0)
+    assert (ended.code, ended.signal, ended.where) == (3, 0, "a, pid 5")
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "text"),
+    [(None, 0, ""), (0, 0, ""), (3, 3, ""), (-1, 255, ""), ("no data", 1, "no data")],
+)
+def test_from_sys_exit(argument: str | int | None, code: int, text: str) -> None:
+    failure = from_exception(raised(SystemExit(argument)), rank=1, host="a", when=1.0)
+    assert (failure.code, failure.text) == (code, text)
+
+
+def test_from_an_error_keeps_the_traceback_and_the_place() -> None:
+    failure = from_exception(raised(ValueError("boom")), rank=1, host="a", when=1.0)
+    assert failure.text.startswith("Traceback (most recent call last):\n")
+    assert failure.text.endswith("ValueError: boom\n")
+    host, _, place = failure.where.partition(", ")
+    assert host == "a"
+    assert "test_failure.py:" in place
+    assert not failure.by_peer
+
+
+def test_a_shoal_error_tells_its_place_once() -> None:
+    error = raised(DataError(given="g", found="f", fix="x"))
+    assert isinstance(error, DataError)
+    error.where = "somewhere"
+    failure = from_exception(error, rank=1, host="a", when=1.0)
+    assert failure.text.endswith("given: g\nfound: f\nfix:   x\n")
+    assert report(failure, size=1).count("where:") == 1
+    assert error.where == "somewhere"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1234",
+        "[/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer",
+        "ncclRemoteError: A call failed possibly due to a network error; remote process exited",
+        "[Errno 32] Broken pipe",
+    ],
+)
+def test_consequences_are_recognised_also_as_causes_of_other_errors(message: str) -> None:
+    error = RuntimeError("step 5 failed")
+    error.__cause__ = RuntimeError(message)
+    for seen in (error, RuntimeError(message)):
+        assert from_exception(raised(seen), rank=1, host="a", when=1.0).by_peer
+
+
+def test_the_place_is_the_users_innermost_line() -> None:
+    # Raised inside the standard library, called from here.
+    with pytest.raises(ValueError, match="Expecting value") as caught:
+        decode(b"x")
+    place = locate(caught.value)
+    assert place is not None
+    assert "test_failure.py:" in place
+
+
+def test_the_place_of_a_syntax_error_is_in_its_file() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        compile("x = 1\nif x\n", "train.py", "exec")
+    assert locate(caught.value) == "train.py:2"
