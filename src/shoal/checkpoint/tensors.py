@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -47,6 +48,7 @@ from shoal.checkpoint.state import DTYPES
 
 Table = dict[str, Any]
 
+_ALL = "tensors"
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -72,9 +74,9 @@ def save_tensors(
     """
     with _no_warning():
         metadata = save(
-            dict(tensors),
+            {_ALL: tensors},
             storage_writer=_Writer(write, finish),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
             no_dist=group is None,
         )
@@ -134,6 +136,18 @@ def serialize(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryvie
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class _Planner(DefaultSavePlanner):
+    """Unwraps the state: `save` spends 0.1 ms on each entry at the top, tensor or not."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(dict(state_dict[_ALL]), storage_meta, is_coordinator)
 
 
 class _Writer(StorageWriter):
