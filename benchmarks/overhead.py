@@ -170,7 +170,9 @@ def show(figures: dict[str, Any]) -> None:
     for who, value in figures["microseconds"].items():
         print(f"  {who:<12} {value:9.1f}")
     for pair, found in figures["ratios"].items():
-        print(f"  {pair:<20} {found['median']:.3f}  (quartiles {found['low']:.3f} to {found['high']:.3f})")
+        print(
+            f"  {pair:<20} {found['median']:.3f}  (quartiles {found['low']:.3f} to {found['high']:.3f})"
+        )
 
 
 def run_here(rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -193,7 +195,14 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "two.json"
-        again = ["--rounds", str(options.rounds), "--steps", str(options.steps), "--inside", str(result)]
+        again = [
+            "--rounds",
+            str(options.rounds),
+            "--steps",
+            str(options.steps),
+            "--inside",
+            str(result),
+        ]
         command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *again]
         subprocess.run(command, check=True)
         figures += json.loads(result.read_text())

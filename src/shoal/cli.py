@@ -31,9 +31,7 @@ def _print_version(wanted: bool) -> None:
 def shoal(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """A PyTorch script from one process to a cluster."""

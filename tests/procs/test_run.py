@@ -235,9 +235,7 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
         ),
     ],
 )
-def test_the_first_failure_is_told_last_and_once(
-    start: Start, line: str, code: int, told: str
-) -> None:
+def test_the_first_failure_is_told_last_and_once(start: Start, line: str, code: int, told: str) -> None:
     run = start(f"{RANKS}\nif rank == 1:\n    {line}\n{TALK}", "-n", "3", "script.py")
     ended = run.end()
     assert ended.code == code

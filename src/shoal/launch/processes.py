@@ -97,9 +97,7 @@ class _Rank:
         self.ended = False
         self.failure: Failure | None = None
         self._reports, self._sender = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=main, args=(script, self.rank, variables, self._sender)
-        )
+        self._process = context.Process(target=main, args=(script, self.rank, variables, self._sender))
 
     def start(self) -> int:
         with _without_main():

@@ -1,0 +1,9 @@
+"""Checkpoints that exist whole or not at all, readable at any number of ranks."""
+
+from __future__ import annotations
+
+from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
+from shoal.checkpoint.state import Tree, compare_names, shapes
+from shoal.checkpoint.store import Files
+
+__all__ = ["Checkpoints", "Files", "Loaded", "Skipped", "Tree", "compare_names", "shapes"]

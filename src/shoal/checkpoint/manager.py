@@ -1,0 +1,270 @@
+"""Saving and restoring, agreed by all ranks."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
+from shoal.checkpoint.state import Parts, Tree, names_in, put_together, take_apart
+from shoal.checkpoint.store import DamageError, Files, Manifest, Store, step_of
+from shoal.checkpoint.tensors import (
+    Table,
+    Written,
+    allocate,
+    load_tensors,
+    save_tensors,
+    serialize,
+)
+from shoal.errors import CheckpointError
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A directory that a restore passed over, and why."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A restored checkpoint.
+
+    `rank_state` is None when it was saved by another number of ranks. `skipped` are the newer ones
+    that were found damaged, newest first: whoever restores prints them.
+    """
+
+    path: Path
+    step: int
+    state: Tree
+    rank_state: Tree | None
+    info: dict[str, Any]
+    skipped: tuple[Skipped, ...]
+
+
+class Checkpoints:
+    """The checkpoints of a run, below one directory that all ranks see.
+
+    All methods are collective, and a failure on one rank is the same CheckpointError on all.
+    """
+
+    def __init__(
+        self, directory: Path, world: Ranks, *, keep: int = 3, files: Files | None = None
+    ) -> None:
+        """Keep the newest `keep` ones known to be whole, and everything newer than these."""
+        if keep < 1:
+            raise CheckpointError(
+                given=f"keep={keep}", found="no checkpoint would be kept", fix="keep=1 or more"
+            )
+        self._directory = directory
+        self._world = world
+        self._agreement = Agreement(world)
+        self._keep = keep
+        self._store = Store(directory, files or Files())
+        # Steps whose files this process has seen verified, by writing or by reading them.
+        self._verified: set[int] = set()
+
+    def check(self) -> None:
+        """Raise CheckpointError unless every rank can write into the directory."""
+        self._agreement.together(
+            f"{self._directory} for checkpoints", lambda: self._store.probe(self._world.rank)
+        )
+
+    def save(self, step: int, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> Path:
+        """Save; when this returns, the checkpoint is on the disk.
+
+        `state` is the same on all ranks but for the shards of its DTensors, `rank_state` is this
+        rank's own, `info` holds plain values only, rank 0's are kept. What can't be stored is
+        refused before anything is written. A checkpoint of the same step is replaced; until the new
+        one is whole the old one stays. Returns its directory.
+        """
+        given = f"a checkpoint of step {step} in {self._directory}"
+        parts, own_parts, info_json = self._agreement.together(
+            given, lambda: self._prepare(step, state, rank_state, info)
+        )
+        rank = self._world.rank
+
+        def write(chunks: dict[str, torch.Tensor]) -> Written:
+            name = f"rank-{rank}.safetensors"
+            outcome = self._agreement.attempt(
+                given, lambda: self._store.write(step, name, serialize(chunks))
+            )
+            return Written(name, (outcome, own_parts.json))
+
+        def finish(table: Callable[[], Table], written: list[Written]) -> str | CheckpointError:
+            return self._agreement.attempt(
+                given, lambda: self._commit(step, parts.json, info_json, table, written)
+            )
+
+        outcome = self._agreement.exchange(
+            given,
+            lambda: save_tensors(parts.tensors | own_parts.tensors, self._world.group, write, finish),
+        )
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        path: Path = self._directory / outcome
+        self._verified.add(step)
+        if rank == 0:
+            self._retire()
+        return path
+
+    def restore(self, template: Tree | None = None) -> Loaded | None:
+        """Load the newest checkpoint that is whole; None if there is none at all.
+
+        Tensors come back on the CPU. Where `template` has a tensor of the same path and shape, that
+        one is filled in place (DTensors by their shards) and appears in the result; otherwise the
+        template is ignored. Raises CheckpointError if there are checkpoints and none is whole.
+        """
+        given = f"checkpoints in {self._directory}"
+        found = self._world.broadcast(
+            self._agreement.together(given, lambda: self._survey() if self._world.rank == 0 else None)
+        )
+        skipped: list[Skipped] = []
+        for name, text, invalid in found:
+            path = self._directory / name
+            if text is None:
+                skipped.append(Skipped(path, invalid))
+                continue
+            manifest = Manifest.parse(text.encode())
+            damage = self._damage(path, manifest)
+            if damage is not None:
+                skipped.append(Skipped(path, damage))
+                continue
+            loaded = self._load(path, manifest, template, tuple(skipped))
+            self._verified.add(loaded.step)
+            return loaded
+        if skipped:
+            where = shlex.quote(str(self._directory))
+            listing = "; ".join(f"{one.path.name}: {one.reason}" for one in skipped)
+            raise CheckpointError(
+                given=given,
+                found=f"none is whole: {listing}",
+                fix=f"to start afresh, rm -r {where}/step-* (or choose another directory)",
+            )
+        return None
+
+    def _prepare(
+        self, step: int, state: Tree, rank_state: Tree, info: Mapping[str, Any]
+    ) -> tuple[Parts, Parts, Any]:
+        parts = take_apart(state, "state")
+        own_parts = take_apart(rank_state, "rank", str(self._world.rank))
+        described = take_apart(dict(info), "info")
+        if described.tensors:
+            raise CheckpointError(
+                given=f"the info of a checkpoint, at {next(iter(described.tensors))}",
+                found="a tensor or an array",
+                fix="put it into the state",
+            )
+        if self._world.rank == 0:
+            self._store.begin(step)
+        return parts, own_parts, described.json
+
+    def _commit(
+        self,
+        step: int,
+        state: Any,
+        info: Any,
+        table: Callable[[], Table],
+        written: list[Written],
+    ) -> str | CheckpointError:
+        records = {part.file: part.outcome[0] for part in written}
+        failure = first_failure(list(records.values()))
+        if failure is not None:
+            self._store.discard(step)
+            return failure
+        try:
+            rank_states = [part.outcome[1] for part in written]
+            content = {"state": state, "rank_state": rank_states, "tensors": table()}
+            text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+            records[STATE] = self._store.write(step, STATE, [text.encode()])
+            self._store.seal(step, Manifest(step, self._world.size, info, records))
+        except Exception:
+            self._store.discard(step)
+            raise
+        return self._store.publish(step).name
+
+    def _retire(self) -> None:
+        kept = sorted(self._verified, reverse=True)[: self._keep]
+        if len(kept) < self._keep:
+            return
+        try:
+            for path in self._store.candidates():
+                if step_of(path) < kept[-1]:
+                    self._store.remove(path)
+        except OSError as error:
+            # The new one is safe, so this is no reason to stop.
+            warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
+
+    def _survey(self) -> list[tuple[str, str | None, str]]:
+        """Of each candidate its name and its manifest, or None and why that is invalid."""
+        with suppress(OSError):
+            # Reading needs no tidy directory: it may be someone else's, or read-only.
+            self._store.tidy()
+        found: list[tuple[str, str | None, str]] = []
+        for path in self._store.candidates():
+            try:
+                found.append((path.name, self._store.manifest(path).render().decode(), ""))
+            except DamageError as damage:
+                found.append((path.name, None, str(damage)))
+        return found
+
+    def _damage(self, path: Path, manifest: Manifest) -> str | None:
+        world = self._world
+        found = world.gather(self._store.damage(path, manifest, share=world.rank, of=world.size))
+        seen = ((reason, rank) for rank, reason in enumerate(found) if reason is not None)
+        return next((f"{reason} (seen by rank {rank})" for reason, rank in seen), None)
+
+    def _load(
+        self, path: Path, manifest: Manifest, template: Tree | None, skipped: tuple[Skipped, ...]
+    ) -> Loaded:
+        given = f"the checkpoint {path}"
+        group = self._world.group
+        content, targets = self._agreement.together(
+            given, lambda: self._targets(path, manifest, template)
+        )
+        failure = self._agreement.exchange(
+            given, lambda: load_tensors(path, content["tensors"], targets, group)
+        )
+
+        def assemble() -> Loaded:
+            if failure is not None:
+                raise failure
+            own = self._own(content, manifest)
+            return Loaded(
+                path=path,
+                step=manifest.step,
+                state=put_together(content["state"], targets),
+                rank_state=None if own is None else put_together(own, targets),
+                info=put_together(manifest.info, {}),
+                skipped=skipped,
+            )
+
+        return self._agreement.together(given, assemble)
+
+    def _targets(
+        self, path: Path, manifest: Manifest, template: Tree | None
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        content = json.loads((path / STATE).read_bytes())
+        offered = {} if template is None else take_apart(template, "state").tensors
+        targets: dict[str, torch.Tensor] = {}
+        for name in names_in([content["state"], self._own(content, manifest)]):
+            row = content["tensors"][name]
+            tensor = offered.get(name)
+            fits = tensor is not None and list(tensor.shape) == row["shape"]
+            targets[name] = tensor if tensor is not None and fits else allocate(row)
+        return content, targets
+
+    def _own(self, content: dict[str, Any], manifest: Manifest) -> Any:
+        same_size = manifest.world_size == self._world.size
+        return content["rank_state"][self._world.rank] if same_size else None

@@ -1,0 +1,327 @@
+"""Checkpoints as directories: what commits one, what proves one whole, what removes one safely.
+
+A save fills `step-N.partial/`. Its manifest, written and synced last, is the commit; the rename to
+`step-N/` only tidies up. Removal begins with a rename to `step-N.trash/`. So whatever moment a
+process dies at, each directory is a whole checkpoint, or visibly none.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MANIFEST = "manifest.json"
+FORMAT = "shoal checkpoint"
+VERSION = 1
+
+_DIRECTORY = re.compile(r"step-(0|[1-9]\d*)(\.partial|\.trash)?")
+# Some network file systems refuse to sync a directory; they have nothing to sync there.
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
+
+
+class Files:
+    """Every operation by which a checkpoint changes the disk.
+
+    Nothing else in this package does, so that a subclass can count, refuse or cut short each one.
+    """
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory and its parents; one that exists is fine."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> BinaryIO:
+        """Open a new file; one that exists belongs to another writer and is an error."""
+        return path.open("xb", buffering=1 << 20)
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """Append to an open file."""
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Bring a file's content to the disk."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_directory(self, path: Path) -> None:
+        """Bring a directory's entries to the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                error.filename = str(path)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a directory."""
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        path.rmdir()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a file must be: its size in bytes and the SHA-256 of its content."""
+
+    bytes: int
+    sha256: str
+
+
+class DamageError(Exception):
+    """A directory that is no whole checkpoint; its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of; `info` is JSON of the caller's."""
+
+    step: int
+    world_size: int
+    info: Any
+    files: Mapping[str, Record]
+
+    def render(self) -> bytes:
+        """The one text of this manifest: a reader accepts it byte for byte or not at all."""
+        body = {
+            "step": self.step,
+            "world_size": self.world_size,
+            "info": self.info,
+            "files": {name: asdict(record) for name, record in self.files.items()},
+        }
+        digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        content = {"format": FORMAT, "version": VERSION, "sha256": digest, "manifest": body}
+        return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+    @staticmethod
+    def parse(raw: bytes) -> Manifest:
+        """The manifest that renders as `raw`; raises DamageError if there is none."""
+        try:
+            content = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise DamageError(f"{MANIFEST} is torn or altered (not JSON)") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise DamageError(f"{MANIFEST} is not one of a Shoal checkpoint")
+        if content.get("version") != VERSION:
+            found = content.get("version")
+            raise DamageError(f"it has format version {found!r}, this Shoal reads {VERSION}")
+        try:
+            body = content["manifest"]
+            files = {name: Record(**record) for name, record in body["files"].items()}
+            manifest = Manifest(body["step"], body["world_size"], body["info"], files)
+            whole = manifest.render() == raw and all(Path(name).name == name for name in files)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            whole = False
+        if not whole:
+            raise DamageError(f"{MANIFEST} is altered (its own SHA-256 differs)")
+        return manifest
+
+
+class Store:
+    """The checkpoints below one directory.
+
+    Any rank may call `write`, `damage` and `probe`; what moves or removes directories is for one
+    rank only, and only while no other rank writes.
+    """
+
+    def __init__(self, directory: Path, files: Files) -> None:
+        self.directory = directory
+        self._files = files
+
+    def candidates(self) -> list[Path]:
+        """What may be a checkpoint, newest first.
+
+        At the same step the partial one comes first: its manifest was written later. A partial one
+        without a valid manifest was never committed and is not listed.
+        """
+        found = [
+            (step, suffix == ".partial", path)
+            for step, suffix, path in self._directories()
+            if suffix == "" or (suffix == ".partial" and self._is_committed(path))
+        ]
+        return [path for _, _, path in sorted(found, reverse=True)]
+
+    def manifest(self, path: Path) -> Manifest:
+        """The manifest of a candidate; raises DamageError."""
+        try:
+            manifest = Manifest.parse((path / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise DamageError(f"{MANIFEST} is missing") from None
+        except OSError as error:
+            raise DamageError(f"{MANIFEST} can't be read: {error}") from None
+        if manifest.step != step_of(path):
+            raise DamageError(f"its {MANIFEST} is of step {manifest.step}")
+        return manifest
+
+    def damage(self, path: Path, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:
+        """Why the files of a checkpoint are not what its manifest says; None if they are.
+
+        Looks at every `of`-th file, beginning with number `share`, so that ranks divide the work.
+        """
+        for name in sorted(manifest.files)[share::of]:
+            try:
+                reason = _difference(path / name, manifest.files[name])
+            except FileNotFoundError:
+                reason = "is missing"
+            except OSError as error:
+                reason = f"can't be read: {error}"
+            if reason is not None:
+                return f"{name} {reason}"
+        return None
+
+    def tidy(self) -> None:
+        """Finish what a killed save or removal began, without losing a checkpoint."""
+        leftovers = [entry for entry in self._directories() if entry[1]]
+        for step, suffix, path in leftovers:
+            if suffix == ".partial":
+                self._settle(step, path)
+        for _, suffix, path in leftovers:
+            if suffix == ".trash":
+                self._remove_tree(path)
+
+    def begin(self, step: int) -> None:
+        """Make room for a checkpoint; before any rank writes to it."""
+        self.tidy()
+        partial = self._partial(step)
+        if partial.exists():
+            raise FileExistsError(
+                errno.EEXIST, "a whole checkpoint that can't be renamed is there", str(partial)
+            )
+
+    def write(self, step: int, name: str, blocks: Iterable[bytes | memoryview]) -> Record:
+        """Write and sync one file of a checkpoint under way; hashed on the way, read by nobody."""
+        partial = self._partial(step)
+        self._files.make_directory(partial)
+        return self._write(partial / name, blocks)
+
+    def seal(self, step: int, manifest: Manifest) -> None:
+        """Commit: from the moment the manifest is on the disk the checkpoint exists."""
+        partial = self._partial(step)
+        self._write(partial / MANIFEST, [manifest.render()])
+        self._files.sync_directory(partial)
+        self._files.sync_directory(self.directory)
+
+    def publish(self, step: int) -> Path:
+        """Give a sealed checkpoint its final name, replacing one of the same step.
+
+        Where that fails it stays where it is, and is as good there. Nothing needs to be synced: a
+        rename that a power cut undoes leaves it there too.
+        """
+        partial, final, trash = self._partial(step), self._final(step), self._trash(step)
+        with suppress(OSError):
+            if final.exists():
+                self._files.rename(final, trash)
+            self._files.rename(partial, final)
+            if trash.exists():
+                self._remove_tree(trash)
+        return partial if partial.exists() else final
+
+    def discard(self, step: int) -> None:
+        """Free what a failed save has taken, as far as possible; before it is published."""
+        with suppress(OSError):
+            self._remove_tree(self._partial(step))
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint so that no moment shows half of it."""
+        trash = self._trash(step_of(path))
+        if trash.exists():
+            self._remove_tree(trash)
+        self._files.rename(path, trash)
+        self._remove_tree(trash)
+
+    def probe(self, rank: int) -> None:
+        """Write, sync and remove a small file; raises OSError where that is not possible."""
+        self._files.make_directory(self.directory)
+        path = self.directory / f".probe-{rank}"
+        if path.exists():
+            self._files.unlink(path)
+        self._write(path, [b"?"])
+        self._files.unlink(path)
+
+    def _settle(self, step: int, partial: Path) -> None:
+        if not self._is_committed(partial):
+            self._remove_tree(partial)
+        elif self._final(step).exists() and self.damage(partial, self.manifest(partial)):
+            # The older one of the same step must not give way to a damaged newer one.
+            self.remove(partial)
+        else:
+            self.publish(step)
+
+    def _write(self, path: Path, blocks: Iterable[bytes | memoryview]) -> Record:
+        digest, size = hashlib.sha256(), 0
+        try:
+            with self._files.create(path) as file:
+                for block in blocks:
+                    self._files.write(file, block)
+                    digest.update(block)
+                    size += len(block)
+                self._files.sync(file)
+        except OSError as error:
+            # Errors of write and fsync name no file.
+            error.filename = error.filename or str(path)
+            raise
+        return Record(size, digest.hexdigest())
+
+    def _remove_tree(self, path: Path) -> None:
+        # The manifest goes first: what is half removed is visibly no checkpoint.
+        for child in sorted(path.iterdir(), key=lambda child: child.name != MANIFEST):
+            if child.is_dir() and not child.is_symlink():
+                self._remove_tree(child)
+            else:
+                self._files.unlink(child)
+        self._files.remove_directory(path)
+
+    def _is_committed(self, path: Path) -> bool:
+        try:
+            self.manifest(path)
+        except DamageError:
+            return False
+        return True
+
+    def _directories(self) -> list[tuple[int, str, Path]]:
+        if not self.directory.is_dir():
+            return []
+        matches = [(_DIRECTORY.fullmatch(path.name), path) for path in self.directory.iterdir()]
+        return [(int(match[1]), match[2] or "", path) for match, path in matches if match]
+
+    def _partial(self, step: int) -> Path:
+        return self.directory / f"step-{step}.partial"
+
+    def _final(self, step: int) -> Path:
+        return self.directory / f"step-{step}"
+
+    def _trash(self, step: int) -> Path:
+        return self.directory / f"step-{step}.trash"
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's directory."""
+    match = _DIRECTORY.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint")
+    return int(match[1])
+
+
+def _difference(path: Path, record: Record) -> str | None:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != record.bytes:
+            return f"has {size:,} bytes, should have {record.bytes:,}"
+        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+            return "is altered (its SHA-256 differs)"
+    return None
