@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """What JSON holds."""
@@ -90,7 +90,7 @@ class Events:
             self._file = -1
 
 
-def read(path: Path) -> Iterator[dict[str, Plain]]:
+def read(path: Path) -> Iterator[dict[str, Any]]:
     """The events of one file in order, without the lines that a kill cut in two."""
     with path.open("rb") as lines:
         for line in lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -77,6 +78,7 @@ class Run:
         self.events = Events(self.directory / "events" / f"rank-{self.world.rank}.jsonl")
         self._progress = Progress(sys.stdout) if self.world.first else None
         self._begun = False
+        self._saved: tuple[int, Path] | None = None
 
     @property
     def step(self) -> int:
@@ -110,6 +112,9 @@ class Run:
         else:
             self.world.reseed(f"noise from step {loaded.step}")
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
+        self.events.write(
+            "restore", {"step": loaded.step, "position": restored.position, "path": str(loaded.path)}
+        )
         self.world.say(
             f"resumed at sample {restored.position:,} "
             f"(step {restored.step:,}, epoch {restored.epoch}) from {restored.path}"
@@ -148,7 +153,12 @@ class Run:
             self.save()
 
     def save(self) -> Path:
-        """Commit a checkpoint of everything from which the run goes on. Collective."""
+        """Commit a checkpoint of everything from which the run goes on. Collective.
+
+        A second call at the same step returns the checkpoint that the first one committed.
+        """
+        if self._saved is not None and self._saved[0] == self.step:
+            return self._saved[1]
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         state = {
@@ -161,6 +171,7 @@ class Run:
         )
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
+        self._saved = (self.step, path)
         return path
 
     def close(self) -> None:
@@ -187,6 +198,7 @@ class Run:
             "start",
             {
                 "rank": self.world.rank,
+                "pid": os.getpid(),
                 "size": self.world.size,
                 "layout": str(self.world.layout),
                 "launcher": self.world.placement.launcher,

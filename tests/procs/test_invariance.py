@@ -119,7 +119,9 @@ def specification(row: Row) -> Trained:
     """The same training in plain torch: one process, whole batches, one mean."""
     model, data = build(row), dataset(row)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    norms, losses, epoch = [], [], 0
+    norms: list[float] = []
+    losses: list[float] = []
+    epoch = 0
     while len(losses) < STEPS:
         order = torch.from_numpy(
             shoal.Order(row.samples, seed=SEED, epoch=epoch).indices(0, row.samples)
@@ -155,13 +157,15 @@ def train(world: shoal.World, row: Row, mutation: str = "") -> Trained:
         if row.raw:
             for micro in batch:
                 batch.backward(*loss(row, model(micro[0]), micro[1]), model)
-            done = batch.finish(model, clip=row.clip)
+            finished = batch.finish(model, clip=row.clip)
             optimizer.step()
             optimizer.zero_grad()
+            norms.append(finished.norm)
+            losses.append(finished.loss)
         else:
-            done = step(batch)
-        norms.append(done.norm)
-        losses.append(done.loss)
+            result = step(batch)
+            norms.append(result.norm)
+            losses.append(result.loss)
     return Trained(_arrays(model), norms, losses)
 
 
