@@ -248,9 +248,28 @@ def test_a_whole_newcomer_replaces(tmp_path: Path) -> None:
     assert restore(tmp_path).skipped == ()
 
 
+def test_a_manifest_that_can_not_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    partial = tmp_path / "step-2.partial"
+    (partial / "manifest.json").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"step-2\.partial/manifest\.json"):
+        save(tmp_path, 3)
+    assert partial.exists()
+
+
+def test_leftovers_of_one_step_in_every_form(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for form in ("step-1.partial", "step-1.trash"):
+        shutil.copytree(tmp_path / "step-1", tmp_path / form)
+    flip(tmp_path / "step-1.partial" / "state.json")
+    save(tmp_path, 1)
+    assert restore(tmp_path).skipped == ()
+    assert names(tmp_path) == ["step-1"]
+
+
 def test_reading_does_not_need_to_write(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    (tmp_path / "step-2").rename(tmp_path / "step-2.partial")
+    shutil.copytree(tmp_path / "step-2", tmp_path / "step-2.partial")
     (tmp_path / "step-3.partial").mkdir()
 
     class ReadOnly(NoRename):
@@ -259,7 +278,9 @@ def test_reading_does_not_need_to_write(tmp_path: Path) -> None:
 
     loaded = Checkpoints(tmp_path, Alone(), files=ReadOnly()).restore()
     assert loaded is not None
-    assert loaded.step == 2
+    # Its manifest was written later than that of step-2.
+    assert loaded.path == tmp_path / "step-2.partial"
+    assert names(tmp_path) == ["step-1", "step-2", "step-2.partial", "step-3.partial"]
 
 
 def test_what_can_not_be_removed_does_not_stop_a_run(tmp_path: Path) -> None:

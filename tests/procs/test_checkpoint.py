@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from processes import Alone, OverGloo, Processes, run
 from shoal.checkpoint import Checkpoints, Files
+from shoal.checkpoint.store import Store
 from shoal.errors import CheckpointError
 
 
@@ -109,6 +110,14 @@ def own(rank: int) -> dict[str, Any]:
     return {"rank": rank, "random": torch.full((3,), rank, dtype=torch.uint8)}
 
 
+def assert_no_half(directory: Path) -> None:
+    """What has the name of a checkpoint is whole, before anything tidies up."""
+    store = Store(directory, Files())
+    for path in directory.iterdir():
+        if not path.suffix:
+            assert store.damage(path, store.manifest(path)) is None
+
+
 def version_of(directory: Path) -> tuple[int, int]:
     """Restore; the step and the version of the state, having looked at all of it."""
     loaded = Checkpoints(directory, Alone()).restore()
@@ -177,6 +186,7 @@ def test_killed_at_every_operation(
         killed = replace(new, directory=directory, files=Killed(number))
         with Processes(3, save, killed) as processes:
             assert processes.wait_for_exit(victim) == -signal.SIGKILL, operation
+        assert_no_half(directory)
         seen.append(version_of(directory))
         assert seen[-1] in (before, (2, 21)), (number, operation)
         checkpoints = Checkpoints(directory, Alone(), keep=keep)

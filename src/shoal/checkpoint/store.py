@@ -191,7 +191,7 @@ class Store:
             if suffix == ".partial":
                 self._settle(step, path)
         for _, suffix, path in leftovers:
-            if suffix == ".trash":
+            if suffix == ".trash" and path.exists():
                 self._remove_tree(path)
 
     def begin(self, step: int) -> None:
@@ -222,13 +222,12 @@ class Store:
         Where that fails it stays where it is, and is as good there. Nothing needs to be synced: a
         rename that a power cut undoes leaves it there too.
         """
-        partial, final, trash = self._partial(step), self._final(step), self._trash(step)
+        partial, final = self._partial(step), self._final(step)
         with suppress(OSError):
-            if final.exists():
-                self._files.rename(final, trash)
+            replaced = self._to_trash(final) if final.exists() else None
             self._files.rename(partial, final)
-            if trash.exists():
-                self._remove_tree(trash)
+            if replaced is not None:
+                self._remove_tree(replaced)
         return partial if partial.exists() else final
 
     def discard(self, step: int) -> None:
@@ -238,11 +237,7 @@ class Store:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint so that no moment shows half of it."""
-        trash = self._trash(step_of(path))
-        if trash.exists():
-            self._remove_tree(trash)
-        self._files.rename(path, trash)
-        self._remove_tree(trash)
+        self._remove_tree(self._to_trash(path))
 
     def probe(self, rank: int) -> None:
         """Write, sync and remove a small file; raises OSError where that is not possible."""
@@ -261,6 +256,13 @@ class Store:
             self.remove(partial)
         else:
             self.publish(step)
+
+    def _to_trash(self, path: Path) -> Path:
+        trash = self.directory / f"step-{step_of(path)}.trash"
+        if trash.exists():
+            self._remove_tree(trash)
+        self._files.rename(path, trash)
+        return trash
 
     def _write(self, path: Path, blocks: Iterable[bytes | memoryview]) -> Record:
         digest, size = hashlib.sha256(), 0
@@ -287,11 +289,11 @@ class Store:
         self._files.remove_directory(path)
 
     def _is_committed(self, path: Path) -> bool:
+        # A manifest that can't be read just now may be a valid one: that raises, and is no "no".
         try:
-            self.manifest(path)
-        except DamageError:
+            return Manifest.parse((path / MANIFEST).read_bytes()).step == step_of(path)
+        except (FileNotFoundError, DamageError):
             return False
-        return True
 
     def _directories(self) -> list[tuple[int, str, Path]]:
         if not self.directory.is_dir():
@@ -304,9 +306,6 @@ class Store:
 
     def _final(self, step: int) -> Path:
         return self.directory / f"step-{step}"
-
-    def _trash(self, step: int) -> Path:
-        return self.directory / f"step-{step}.trash"
 
 
 def step_of(path: Path) -> int:
