@@ -38,14 +38,17 @@ while True:
     dist.all_reduce(one)
 """
 
-# Ranks that only SIGKILL ends, one of them with children of its own.
+# Ranks that only SIGKILL ends, one of them with children that do not notice.
 STUCK = """
+import subprocess
 from torch.utils.data import DataLoader
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 batches = iter(DataLoader(range(10**6), num_workers=1)) if rank == 0 else None
-next(batches) if batches else None
+if batches:
+    next(batches)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 dist.all_reduce(one)
 """
 
@@ -383,14 +386,14 @@ if rank == random.Random(attempt).randrange(4):
     assert min(back) > 0
 
 
-def test_the_library_function_is_what_the_command_calls(tmp_path: Path) -> None:
+def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     target = tmp_path / "target.py"
     target.write_text("import sys; sys.exit(5)")
+    # Processes that imported this script again would start runs of their own.
     script.write_text(
         "from shoal.launch.local import run\n"
-        "if __name__ == '__main__':\n"
-        f"    print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
+        f"print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True
