@@ -75,11 +75,14 @@ class Run:
         self.folder = folder
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
-        path = folder / "script.py"
-        path.write_text(textwrap.dedent(script))
+        (folder / "script.py").write_text(textwrap.dedent(script))
+        # As the installed command is: a file whose folder is not the current one.
+        command = folder / "bin" / "shoal"
+        command.parent.mkdir()
+        command.write_text("from shoal.cli import main; main()")
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTHONUNBUF"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "run", *options],
+            [sys.executable, str(command), "run", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -191,6 +194,18 @@ def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
             "sum": 2.0,
         }
     assert list(run.temporary.iterdir()) == []
+
+
+def test_files_named_like_standard_modules_hide_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "sibling.py").write_text("value = 5")
+    (tmp_path / "elsewhere" / "script.py").write_text(
+        "import os, sibling; print(sibling.value, os.environ.get('PYTHONSAFEPATH'))"
+    )
+    (tmp_path / "pickle.py").write_text("raise RuntimeError('not the standard one')")
+    script = str(tmp_path / "elsewhere" / "script.py")
+    ended = start("", "-n", "1", script).end()
+    assert (ended.code, ended.out, ended.err) == (0, "5 None\n", "")
 
 
 def test_one_process_with_data_loaders_that_import_the_script_again(start: Start) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from collections.abc import Sequence
 
 from ..environ import set_variables, worker_threads
@@ -46,7 +47,7 @@ def run(
                 from .elastic import launch
                 from .worker import Script
             return launch(
-                Script(path=script, args=tuple(args)),
+                Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path),
                 processes=processes,
                 restarts=restarts,
                 port=port or 0,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 
-from ..environ import write_variables
+from ..environ import SAFE_PATH, write_variables
 from .failure import encode, exit_status, from_exception
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP)
@@ -29,17 +29,21 @@ SHIELDED = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A Python file and its arguments, as typed."""
+    """A Python file and its arguments, as typed.
+
+    `safe_path` is whether Python was told not to look for modules beside the file (`-P`).
+    """
 
     path: str
     args: tuple[str, ...] = ()
+    safe_path: bool = False
 
 
 def main(script: Script, rank: int, variables: Mapping[str, str], reports: Connection) -> None:
     """Run `script` as rank `rank`; a failure goes to `reports` and is not printed here."""
     _bind_to_launcher()
     _become_main()
-    write_variables(variables)
+    write_variables({**variables, SAFE_PATH: "1" if script.safe_path else None})
     try:
         run_script(script)
     except KeyboardInterrupt:
@@ -104,7 +108,7 @@ def run_script(script: Script) -> None:
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     sys.argv = [script.path, *script.args]
-    if not sys.flags.safe_path:
+    if not script.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     with io.open_code(path) as file:
         # Not inheriting this file's own `from __future__` lines.
