@@ -18,14 +18,14 @@ from ..errors import LaunchError
 from .failure import Failure, decode, from_exit
 from .worker import SHIELDED, Script, main
 
-_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker"]
+_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker", "shoal.launch.elastic"]
 
 # Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
 _SETTLE = 0.2
 
 
 def start_server() -> None:
-    """Start the fork server; it imports torch while the caller goes on."""
+    """Start the fork server, the only process of a run that imports torch."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
     with set_variables({SAFE_PATH: "1"}):
         # On its own first: it unblocks signals when it has started.
@@ -120,7 +120,7 @@ class _Rank:
         )
 
     def start(self) -> int:
-        with _without_main():
+        with without_main():
             self._process.start()
         self._sender.close()
         return self._id()
@@ -185,7 +185,7 @@ def _poll(ranks: Sequence[_Rank], deadline: float | None) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def without_main() -> Iterator[None]:
     """Hide the launcher's own `__main__`, which new processes would otherwise import first."""
     main_module = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -41,7 +41,8 @@ class Script:
 
 def main(script: Script, rank: int, variables: Mapping[str, str], reports: Connection) -> None:
     """Run `script` as rank `rank`; a failure goes to `reports` and is not printed here."""
-    _bind_to_launcher()
+    bind_to_launcher()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     _become_main()
     write_variables({**variables, SAFE_PATH: "1" if script.safe_path else None})
     try:
@@ -63,8 +64,8 @@ def main(script: Script, rank: int, variables: Mapping[str, str], reports: Conne
     sys.exit(code)
 
 
-def _bind_to_launcher() -> None:
-    """Put this rank and its children in a process group that dies with the launcher.
+def bind_to_launcher() -> None:
+    """Put this process and its children in a process group that dies with the launcher.
 
     The group also keeps the terminal's Ctrl-C from reaching ranks: the launcher passes it on, once.
     The parent is a fork server that outlives the launcher as long as ranks do, so the parent's
@@ -81,7 +82,6 @@ def _bind_to_launcher() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not launcher.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def _become_main() -> None:

@@ -1,0 +1,116 @@
+"""The launcher of a run: starts elastic's agent, carries out its orders, tells the failure."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+
+from ..errors import LaunchError
+from .failure import culprit, report
+from .processes import Workers, start_server, without_main
+from .signals import Interrupted
+from .worker import Script, bind_to_launcher
+
+
+class Launcher:
+    """Carries out the orders of one run's agent.
+
+    `undisturbed()` makes a context in which no signal interrupts.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        processes: int,
+        restarts: int,
+        port: int,
+        grace: float,
+        undisturbed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._script = script
+        self._processes = processes
+        self._restarts = restarts
+        self._grace = grace
+        self._undisturbed = undisturbed
+        self._attempts = 0
+        self._workers = Workers(script, [])
+        context = multiprocessing.get_context("forkserver")
+        self._orders, self._theirs = context.Pipe()
+        self._agent = context.Process(
+            target=_supervise, args=(self._theirs, processes, restarts, port), daemon=True
+        )
+
+    def run(self) -> int:
+        """Run all attempts; returns the exit code. Raises Interrupted at a signal."""
+        with self._undisturbed():
+            start_server()
+            with without_main():
+                self._agent.start()
+            self._theirs.close()
+        try:
+            return self._obey()
+        except Interrupted as interrupted:
+            self._workers.stop(interrupted.passed_on, self._grace)
+            raise
+        finally:
+            self._workers.stop(signal.SIGKILL, 0.0)
+            self._agent.kill()
+            self._agent.join()
+
+    def _obey(self) -> int:
+        code = 0
+        while True:
+            try:
+                variables = json.loads(self._orders.recv_bytes())
+            except EOFError:
+                break
+            if variables is None:
+                code = self._watch()
+                answer: object = code != 0
+            else:
+                with self._undisturbed():
+                    self._attempts += 1
+                    self._workers = Workers(self._script, variables)
+                    answer = self._workers.start()
+            self._orders.send_bytes(json.dumps(answer).encode())
+        self._agent.join()
+        if self._agent.exitcode:
+            raise LaunchError(
+                given=f"{self._processes} processes of {self._script.path}",
+                found="torch elastic's agent ended, for the reason printed above",
+                fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
+            )
+        return code
+
+    def _watch(self) -> int:
+        """Wait for the end of an attempt; stops what is left of it and tells why."""
+        failures = self._workers.wait()
+        if not failures:
+            return 0
+        failure = culprit(failures)
+        try:
+            self._workers.stop(signal.SIGTERM, self._grace)
+        finally:
+            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
+            text = report(failure, size=self._processes)
+            if self._attempts <= self._restarts:
+                text += f"restart {self._attempts} of {self._restarts}\n"
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return failure.code
+
+
+def _supervise(orders: Connection, processes: int, restarts: int, port: int) -> None:
+    """Be the agent's process; here, where the launcher can name it without importing torch."""
+    # It ends when the launcher says so.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    bind_to_launcher()
+    from .elastic import supervise
+
+    supervise(orders, processes=processes, restarts=restarts, port=port)
