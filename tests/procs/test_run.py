@@ -337,6 +337,16 @@ def test_ctrl_c_ends_ranks_without_handlers_quietly(start: Start) -> None:
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
+def test_a_signal_while_the_run_starts(start: Start) -> None:
+    run = start("raise SystemExit('too late')", "-n", "2", "script.py")
+    # The fork server and its companion are there: torch is being imported.
+    wait_for(lambda: len(run.members()) >= 3)
+    run.process.terminate()
+    ended = run.end(timeout=3 * GONE_WITHIN)
+    assert (ended.code, ended.out, ended.err) == (143, "", "")
+    assert run.members() == []
+
+
 def test_a_second_ctrl_c_kills(start: Start) -> None:
     notice = """
 signal.signal(signal.SIGINT, lambda *_: (here / f"asked{rank}").touch())

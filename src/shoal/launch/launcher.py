@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from multiprocessing.connection import Connection
 
 from ..errors import LaunchError
@@ -48,45 +48,60 @@ class Launcher:
 
     def run(self) -> int:
         """Run all attempts; returns the exit code. Raises Interrupted at a signal."""
-        with self._undisturbed():
-            start_server()
-            with without_main():
-                self._agent.start()
-            self._theirs.close()
         try:
+            self._start_agent()
             return self._obey()
         except Interrupted as interrupted:
             self._workers.stop(interrupted.passed_on, self._grace)
             raise
         finally:
             self._workers.stop(signal.SIGKILL, 0.0)
-            self._agent.kill()
-            self._agent.join()
+            if self._agent.pid is not None:
+                self._agent.kill()
+                self._agent.join()
+
+    def _start_agent(self) -> None:
+        with self._undisturbed():
+            start_server()
+            try:
+                with without_main():
+                    self._agent.start()
+            except (EOFError, OSError) as error:
+                raise self._agent_lost(str(error)) from None
+            self._theirs.close()
 
     def _obey(self) -> int:
         code = 0
         while True:
             try:
                 variables = json.loads(self._orders.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionError):
                 break
             if variables is None:
                 code = self._watch()
                 answer: object = code != 0
             else:
-                with self._undisturbed():
-                    self._attempts += 1
-                    self._workers = Workers(self._script, variables)
-                    answer = self._workers.start()
-            self._orders.send_bytes(json.dumps(answer).encode())
+                answer = self._start_workers(variables)
+            with suppress(ConnectionError):
+                # An agent that has died is noticed above.
+                self._orders.send_bytes(json.dumps(answer).encode())
         self._agent.join()
         if self._agent.exitcode:
-            raise LaunchError(
-                given=f"{self._processes} processes of {self._script.path}",
-                found="torch elastic's agent ended, for the reason printed above",
-                fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
-            )
+            raise self._agent_lost(f"exit code {self._agent.exitcode}")
         return code
+
+    def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
+        with self._undisturbed():
+            self._attempts += 1
+            self._workers = Workers(self._script, variables)
+            return self._workers.start()
+
+    def _agent_lost(self, why: str) -> LaunchError:
+        return LaunchError(
+            given=f"{self._processes} processes of {self._script.path}",
+            found=f"torch elastic's agent ended ({why}), for the reason printed above, if any",
+            fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
+        )
 
     def _watch(self) -> int:
         """Wait for the end of an attempt; stops what is left of it and tells why."""
