@@ -17,6 +17,9 @@ _T = TypeVar("_T")
 RUN_ID = "shoal-run"
 """The run identifier that `shoal run` gives to torch elastic, by which workers know it."""
 
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Keeps a new Python from looking for modules in the current directory."""
+
 _FIX = "start the script with `shoal run -n N script.py`, or unset {names}"
 
 # Slurm numbers its own steps (batch script, interactive shell, extern) from here up: not tasks.

@@ -38,14 +38,17 @@ while True:
     dist.all_reduce(one)
 """
 
-# Ranks that only SIGKILL ends, one of them with children of its own.
+# Ranks that only SIGKILL ends, one of them with children that do not notice.
 STUCK = """
+import subprocess
 from torch.utils.data import DataLoader
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 batches = iter(DataLoader(range(10**6), num_workers=1)) if rank == 0 else None
-next(batches) if batches else None
+if batches:
+    next(batches)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 dist.all_reduce(one)
 """
 
@@ -72,11 +75,14 @@ class Run:
         self.folder = folder
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
-        path = folder / "script.py"
-        path.write_text(textwrap.dedent(script))
+        (folder / "script.py").write_text(textwrap.dedent(script))
+        # As the installed command is: a file whose folder is not the current one.
+        command = folder / "bin" / "shoal"
+        command.parent.mkdir()
+        command.write_text("from shoal.cli import main; main()")
         env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTHONUNBUF"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "run", *options],
+            [sys.executable, str(command), "run", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -188,6 +194,18 @@ def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
             "sum": 2.0,
         }
     assert list(run.temporary.iterdir()) == []
+
+
+def test_files_named_like_standard_modules_hide_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "sibling.py").write_text("value = 5")
+    (tmp_path / "elsewhere" / "script.py").write_text(
+        "import os, sibling; print(sibling.value, os.environ.get('PYTHONSAFEPATH'))"
+    )
+    (tmp_path / "pickle.py").write_text("raise RuntimeError('not the standard one')")
+    script = str(tmp_path / "elsewhere" / "script.py")
+    ended = start("", "-n", "1", script).end()
+    assert (ended.code, ended.out, ended.err) == (0, "5 None\n", "")
 
 
 def test_one_process_with_data_loaders_that_import_the_script_again(start: Start) -> None:
@@ -317,6 +335,16 @@ def test_ctrl_c_ends_ranks_without_handlers_quietly(start: Start) -> None:
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
+def test_a_signal_while_the_run_starts(start: Start) -> None:
+    run = start("raise SystemExit('too late')", "-n", "2", "script.py")
+    # The fork server and its companion are there: torch is being imported.
+    wait_for(lambda: len(run.members()) >= 3)
+    run.process.terminate()
+    ended = run.end(timeout=3 * GONE_WITHIN)
+    assert (ended.code, ended.out, ended.err) == (143, "", "")
+    assert run.members() == []
+
+
 def test_a_second_ctrl_c_kills(start: Start) -> None:
     notice = """
 signal.signal(signal.SIGINT, lambda *_: (here / f"asked{rank}").touch())
@@ -381,14 +409,14 @@ if rank == random.Random(attempt).randrange(4):
     assert min(back) > 0
 
 
-def test_the_library_function_is_what_the_command_calls(tmp_path: Path) -> None:
+def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     target = tmp_path / "target.py"
     target.write_text("import sys; sys.exit(5)")
+    # Processes that imported this script again would start runs of their own.
     script.write_text(
         "from shoal.launch.local import run\n"
-        "if __name__ == '__main__':\n"
-        f"    print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
+        f"print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True

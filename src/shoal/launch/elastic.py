@@ -1,16 +1,18 @@
 """Torch elastic as a library: its agent and restarts, over processes that have torch loaded.
 
 Elastic's own local agent hard-codes half a minute of waiting for ranks that are stuck, and leaves
-files behind. This one fills in the four methods that elastic leaves open to agents.
+files behind. This one fills in the four methods that elastic leaves open to agents. It runs in a
+process of its own, so that torch is imported once for all and never by the launcher.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
@@ -29,10 +31,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ..environ import RUN_ID, worker_variables
-from .failure import Failure, culprit, report
-from .processes import Workers
-from .signals import Interrupted
-from .worker import Script
 
 _ADDRESS = "127.0.0.1"
 
@@ -87,25 +85,19 @@ class LocalRendezvous(RendezvousHandler):
 
 
 class Agent(SimpleElasticAgent):
-    """Elastic's agent over `Workers`; reports each attempt's first failure on stderr.
+    """Elastic's agent, which decides; the launcher at the other end of `orders` acts.
 
-    `undisturbed()` makes a context in which no signal interrupts the launcher.
+    The launcher stops what is left of an attempt before it says that it failed, so that nothing is
+    left to stop here.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        script: Script,
-        *,
-        grace: float,
-        undisturbed: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, orders: Connection) -> None:
         super().__init__(spec)
-        self._script = script
-        self._grace = grace
-        self._undisturbed = undisturbed
-        self._workers: Workers | None = None
-        self.failure: Failure | None = None
+        self._orders = orders
+
+    def _ask(self, order: list[dict[str, str]] | None) -> Any:
+        self._orders.send_bytes(json.dumps(order).encode())
+        return json.loads(self._orders.recv_bytes())
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -117,47 +109,21 @@ class Agent(SimpleElasticAgent):
                 local_size=spec.local_world_size,
                 address=cast(str, worker_group.master_addr),
                 port=cast(int, worker_group.master_port),
-                attempt=self._attempt(spec),
+                attempt=spec.max_restarts - self._remaining_restarts,
                 restarts=spec.max_restarts,
             )
             for worker in worker_group.workers
         ]
-        with self._undisturbed():
-            self._workers = Workers(self._script, variables)
-            return dict(enumerate(self._workers.start()))
+        return dict(enumerate(self._ask(variables)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._workers is None:
-            return RunResult(state=WorkerState.UNKNOWN)
-        try:
-            failures = self._workers.wait()
-        except Interrupted as interrupted:
-            # Here and not in `_shutdown`, which would hear of SIGTERM whatever the signal was.
-            self._workers.stop(interrupted.passed_on, self._grace)
-            raise
-        if not failures:
-            values = {worker.global_rank: None for worker in worker_group.workers}
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        self.failure = culprit(failures)
-        try:
-            self._workers.stop(signal.SIGTERM, self._grace)
-        finally:
-            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            self._report(self.failure, worker_group)
-        return RunResult(state=WorkerState.FAILED)
-
-    def _report(self, failure: Failure, group: WorkerGroup) -> None:
-        text = report(failure, size=group.workers[0].world_size)
-        if self._remaining_restarts:
-            text += f"restart {self._attempt(group.spec) + 1} of {group.spec.max_restarts}\n"
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-    def _attempt(self, spec: WorkerSpec) -> int:
-        return int(spec.max_restarts - self._remaining_restarts)
+        if self._ask(None):
+            return RunResult(state=WorkerState.FAILED)
+        values = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
-        self._shutdown()
+        pass
 
     def _shutdown(
         self,
@@ -166,8 +132,7 @@ class Agent(SimpleElasticAgent):
         is_restart: bool = False,
     ) -> None:
         # The options are elastic's, which differ from version to version.
-        if self._workers is not None:
-            self._workers.stop(death_sig, self._grace)
+        pass
 
     def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
         # Elastic's own looks up this host's full name for each event, which takes seconds where
@@ -175,28 +140,18 @@ class Agent(SimpleElasticAgent):
         return Event(state, source)
 
 
-def launch(
-    script: Script,
-    *,
-    processes: int,
-    restarts: int,
-    port: int,
-    grace: float,
-    undisturbed: Callable[[], AbstractContextManager[None]],
-) -> int:
-    """Run `script` in `processes` ranks of this machine; returns the exit code."""
+def supervise(orders: Connection, *, processes: int, restarts: int, port: int) -> None:
+    """Order attempts until one succeeds or the restarts are used up."""
     spec = WorkerSpec(
         role="rank",
         local_world_size=processes,
         rdzv_handler=LocalRendezvous(port),
-        entrypoint=script.path,
+        entrypoint="script",
         max_restarts=restarts,
-        monitor_interval=0.001,  # the agent itself waits without polling
+        monitor_interval=0.001,  # the launcher itself waits, without polling
     )
-    agent = Agent(spec, script, grace=grace, undisturbed=undisturbed)
     with _quiet():
-        result = agent.run()
-    return agent.failure.code if result.is_failed() and agent.failure is not None else 0
+        Agent(spec, orders).run()
 
 
 @contextmanager

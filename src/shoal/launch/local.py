@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from collections.abc import Sequence
 
 from ..environ import set_variables, worker_threads
 from ..errors import LaunchError
+from .launcher import Launcher
 from .signals import Interrupted, Interrupts
+from .worker import Script
 
 GRACE = 3.0
 """Seconds between asking ranks to end and killing them."""
@@ -30,29 +33,24 @@ def run(
     and the first failure is reported on stderr; up to `restarts` times all are started again.
     `port` is where they meet (default: a free one). `grace` is how many seconds ranks have between
     the signal that ends them and SIGKILL. The code is 0, that of the first rank that failed, or
-    128 + n for a rank or launcher ended by signal n. Call it once per process, in the main thread.
+    128 + n for a rank or launcher ended by signal n. Whatever ranks leave running is ended too.
+    Call it once per process, in the main thread.
     Raises LaunchError before anything is started where the arguments can't work.
     """
     _check(script, processes=processes, restarts=restarts, port=port)
     interrupts = Interrupts()
+    launcher = Launcher(
+        Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path),
+        processes=processes,
+        restarts=restarts,
+        port=port or 0,
+        grace=grace,
+        undisturbed=interrupts.held,
+    )
     # The threads' variable must be there when the fork server loads torch.
     with interrupts.handled(), set_variables(worker_threads(processes)):
         try:
-            with interrupts.held():
-                # These two importing torch at the same time is most of the time to start.
-                from .processes import start_server
-
-                start_server()
-                from .elastic import launch
-                from .worker import Script
-            return launch(
-                Script(path=script, args=tuple(args)),
-                processes=processes,
-                restarts=restarts,
-                port=port or 0,
-                grace=grace,
-                undisturbed=interrupts.held,
-            )
+            return launcher.run()
         except Interrupted as interrupted:
             return 128 + interrupted.signum
 

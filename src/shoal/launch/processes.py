@@ -13,25 +13,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 
+from ..environ import SAFE_PATH, set_variables
+from ..errors import LaunchError
 from .failure import Failure, decode, from_exit
 from .worker import SHIELDED, Script, main
 
-_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker"]
+_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker", "shoal.launch.elastic"]
 
 # Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
 _SETTLE = 0.2
 
 
 def start_server() -> None:
-    """Start the fork server; it imports torch while the caller goes on."""
+    """Start the fork server, the only process of a run that imports torch."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
-    # On its own first: it unblocks signals when it has started.
-    resource_tracker.ensure_running()
+    with set_variables({SAFE_PATH: "1"}):
+        # On its own first: it unblocks signals when it has started.
+        resource_tracker.ensure_running()
     # Schedulers signal every process of a job, and the ranks' parent must not die before they have
     # saved. It inherits the mask; ranks lift it when they are ready, and lose no signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
-        forkserver.ensure_running()
+        # Python runs the server with `-c`, for which a file in this directory that is named like a
+        # standard module would hide it.
+        with set_variables({SAFE_PATH: "1"}):
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -43,11 +49,23 @@ class Workers:
     """
 
     def __init__(self, script: Script, variables: Sequence[Mapping[str, str]]) -> None:
-        self._ranks = [_Rank(script, values) for values in variables]
+        self._waiting = [_Rank(script, values) for values in variables]
+        self._ranks: list[_Rank] = []
 
     def start(self) -> list[int]:
         """Start all processes; returns their ids."""
-        return [rank.start() for rank in self._ranks]
+        pids: list[int] = []
+        for rank in self._waiting:
+            try:
+                pids.append(rank.start())
+            except (EOFError, OSError) as error:
+                raise LaunchError(
+                    given=f"process {len(pids) + 1} of {len(self._waiting)}",
+                    found=f"it could not be forked ({error})",
+                    fix="try `python -c 'import torch.distributed'`, and `ulimit -u` (processes)",
+                ) from None
+            self._ranks.append(rank)
+        return pids
 
     def wait(self) -> list[Failure]:
         """Wait until all have ended well (the empty list) or one has failed.
@@ -100,7 +118,7 @@ class _Rank:
         self._process = context.Process(target=main, args=(script, self.rank, variables, self._sender))
 
     def start(self) -> int:
-        with _without_main():
+        with without_main():
             self._process.start()
         self._sender.close()
         return self._id()
@@ -144,19 +162,16 @@ class _Rank:
 
     def kill(self) -> None:
         """Kill the process and whatever it started and left."""
-        if self._process.pid is None:
-            return
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._id(), signal.SIGKILL)
         except ProcessLookupError:
             # It has not got as far as making its group, or all of it is gone.
             if self._process.exitcode is None:
                 self.send(signal.SIGKILL)
 
     def join(self) -> None:
-        if self._process.pid is not None:
-            self._process.join()
-            self.ended = True
+        self._process.join()
+        self.ended = True
 
 
 def _poll(ranks: Sequence[_Rank], deadline: float | None) -> None:
@@ -168,7 +183,7 @@ def _poll(ranks: Sequence[_Rank], deadline: float | None) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def without_main() -> Iterator[None]:
     """Hide the launcher's own `__main__`, which new processes would otherwise import first."""
     main_module = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 
-from ..environ import write_variables
+from ..environ import SAFE_PATH, write_variables
 from .failure import encode, exit_status, from_exception
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP)
@@ -29,17 +29,22 @@ SHIELDED = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A Python file and its arguments, as typed."""
+    """A Python file and its arguments, as typed.
+
+    `safe_path` is whether Python was told not to look for modules beside the file (`-P`).
+    """
 
     path: str
     args: tuple[str, ...] = ()
+    safe_path: bool = False
 
 
 def main(script: Script, rank: int, variables: Mapping[str, str], reports: Connection) -> None:
     """Run `script` as rank `rank`; a failure goes to `reports` and is not printed here."""
-    _bind_to_launcher()
+    bind_to_launcher()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     _become_main()
-    write_variables(variables)
+    write_variables({**variables, SAFE_PATH: "1" if script.safe_path else None})
     try:
         run_script(script)
     except KeyboardInterrupt:
@@ -59,8 +64,8 @@ def main(script: Script, rank: int, variables: Mapping[str, str], reports: Conne
     sys.exit(code)
 
 
-def _bind_to_launcher() -> None:
-    """Put this rank and its children in a process group that dies with the launcher.
+def bind_to_launcher() -> None:
+    """Put this process and its children in a process group that dies with the launcher.
 
     The group also keeps the terminal's Ctrl-C from reaching ranks: the launcher passes it on, once.
     The parent is a fork server that outlives the launcher as long as ranks do, so the parent's
@@ -77,7 +82,6 @@ def _bind_to_launcher() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not launcher.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
 
 
 def _become_main() -> None:
@@ -104,7 +108,7 @@ def run_script(script: Script) -> None:
     module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     sys.argv = [script.path, *script.args]
-    if not sys.flags.safe_path:
+    if not script.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     with io.open_code(path) as file:
         # Not inheriting this file's own `from __future__` lines.

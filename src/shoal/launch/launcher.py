@@ -1,0 +1,131 @@
+"""The launcher of a run: starts elastic's agent, carries out its orders, tells the failure."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from multiprocessing.connection import Connection
+
+from ..errors import LaunchError
+from .failure import culprit, report
+from .processes import Workers, start_server, without_main
+from .signals import Interrupted
+from .worker import Script, bind_to_launcher
+
+
+class Launcher:
+    """Carries out the orders of one run's agent.
+
+    `undisturbed()` makes a context in which no signal interrupts.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        processes: int,
+        restarts: int,
+        port: int,
+        grace: float,
+        undisturbed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._script = script
+        self._processes = processes
+        self._restarts = restarts
+        self._grace = grace
+        self._undisturbed = undisturbed
+        self._attempts = 0
+        self._workers = Workers(script, [])
+        context = multiprocessing.get_context("forkserver")
+        self._orders, self._theirs = context.Pipe()
+        self._agent = context.Process(
+            target=_supervise, args=(self._theirs, processes, restarts, port), daemon=True
+        )
+
+    def run(self) -> int:
+        """Run all attempts; returns the exit code. Raises Interrupted at a signal."""
+        try:
+            self._start_agent()
+            return self._obey()
+        except Interrupted as interrupted:
+            self._workers.stop(interrupted.passed_on, self._grace)
+            raise
+        finally:
+            self._workers.stop(signal.SIGKILL, 0.0)
+            if self._agent.pid is not None:
+                self._agent.kill()
+                self._agent.join()
+
+    def _start_agent(self) -> None:
+        with self._undisturbed():
+            start_server()
+            try:
+                with without_main():
+                    self._agent.start()
+            except (EOFError, OSError) as error:
+                raise self._agent_lost(str(error)) from None
+            self._theirs.close()
+
+    def _obey(self) -> int:
+        code = 0
+        while True:
+            try:
+                variables = json.loads(self._orders.recv_bytes())
+            except (EOFError, ConnectionError):
+                break
+            if variables is None:
+                code = self._watch()
+                answer: object = code != 0
+            else:
+                answer = self._start_workers(variables)
+            with suppress(ConnectionError):
+                # An agent that has died is noticed above.
+                self._orders.send_bytes(json.dumps(answer).encode())
+        self._agent.join()
+        if self._agent.exitcode:
+            raise self._agent_lost(f"exit code {self._agent.exitcode}")
+        return code
+
+    def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
+        with self._undisturbed():
+            self._attempts += 1
+            self._workers = Workers(self._script, variables)
+            return self._workers.start()
+
+    def _agent_lost(self, why: str) -> LaunchError:
+        return LaunchError(
+            given=f"{self._processes} processes of {self._script.path}",
+            found=f"torch elastic's agent ended ({why}), for the reason printed above, if any",
+            fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
+        )
+
+    def _watch(self) -> int:
+        """Wait for the end of an attempt; stops what is left of it and tells why."""
+        failures = self._workers.wait()
+        if not failures:
+            return 0
+        failure = culprit(failures)
+        try:
+            self._workers.stop(signal.SIGTERM, self._grace)
+        finally:
+            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
+            text = report(failure, size=self._processes)
+            if self._attempts <= self._restarts:
+                text += f"restart {self._attempts} of {self._restarts}\n"
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        return failure.code
+
+
+def _supervise(orders: Connection, processes: int, restarts: int, port: int) -> None:
+    """Be the agent's process; here, where the launcher can name it without importing torch."""
+    # It ends when the launcher says so.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    bind_to_launcher()
+    from .elastic import supervise
+
+    supervise(orders, processes=processes, restarts=restarts, port=port)
