@@ -106,7 +106,8 @@ class LocalEngine(OpenEngine):
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients, and what was recorded of the batch that they are of."""
+        self._shown.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
