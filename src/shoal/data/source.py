@@ -95,17 +95,19 @@ def source(dataset: Any, collate: Collate | None, share: int) -> Source:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …), an IterableDataset",
             found="it has no sample at a position, which exact resume rests on",
-            fix="a map-style dataset with __len__ and __getitem__; streams come with a later version",
+            fix="a map-style dataset with __len__ and __getitem__, for example list(dataset) where it "
+            "fits into memory",
         )
+    _check_structure(dataset, collate)
     arrays = None if collate is not None else _arrays(dataset)
     if arrays is not None:
         structure, tensors = arrays
         lengths = {key: len(tensor) for key, tensor in tensors.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(
-                given="Loader with several tensors",
+                given="Loader((…, …), …), several tensors",
                 found=f"they hold different numbers of samples: {lengths}",
-                fix="give tensors with the same first dimension",
+                fix="give tensors with the same first dimension: print([len(t) for t in tensors])",
             )
         found: Source = Arrays(structure, tensors, share)
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
@@ -113,16 +115,40 @@ def source(dataset: Any, collate: Collate | None, share: int) -> Source:
     else:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
-            found="it has not both __len__ and __getitem__",
-            fix="a map-style dataset, tensors, or NumPy arrays",
+            found="it lacks __len__ or __getitem__, by which samples are found at a position",
+            fix="a map-style dataset, tensors or NumPy arrays; of a DataLoader its .dataset",
         )
     if found.size == 0:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found="a dataset without a sample",
-            fix="check the path or the filter that it was made from",
+            fix="print(len(dataset)) before it, and check the path or the filter that it was made from",
         )
     return found
+
+
+def _check_structure(dataset: Any, collate: Collate | None) -> None:
+    """Refuse tuples and mappings whose *entries*, or keys, would be taken for the samples."""
+    if not isinstance(dataset, tuple | Mapping):
+        return
+    entries = list(dataset.values() if isinstance(dataset, Mapping) else dataset)
+    kinds = ", ".join(dict.fromkeys(type(entry).__name__ for entry in entries))
+    if collate is not None and _all_arrays(entries):
+        raise DataError(
+            given=f"Loader({type(dataset).__name__} of {kinds}, collate_fn=…)",
+            found="tensors are cut into batches as they are; there is nothing to collate",
+            fix="leave collate_fn out, or collate torch.utils.data.TensorDataset(*tensors)",
+        )
+    mixed = any(isinstance(entry, Tensor | np.ndarray) for entry in entries)
+    if not _all_arrays(entries) and (mixed or (entries and isinstance(dataset, Mapping))):
+        names = (
+            f" with the keys {', '.join(map(repr, dataset))}" if isinstance(dataset, Mapping) else ""
+        )
+        raise DataError(
+            given=f"Loader({type(dataset).__name__} of {kinds}, …)" + names,
+            found="its entries are not all tensors or arrays, so what a sample is can't be known",
+            fix="torch.tensor(…) for each entry; of several datasets one, such as dataset['train']",
+        )
 
 
 def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
@@ -143,8 +169,15 @@ def _all_arrays(values: Sequence[Any]) -> bool:
 
 
 def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
-    if tensor.dim() == 0:
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    except TypeError:
+        raise DataError(
+            given=f"Loader with an array of dtype {value.dtype}",
+            found="torch has no tensor for it",
+            fix="array.astype('float32') of numbers, np.unique(array, return_inverse=True)[1] of names",
+        ) from None
+    if value.ndim == 0:
         raise DataError(
             given="Loader with a tensor without dimensions",
             found="the first dimension counts samples",
