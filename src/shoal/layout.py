@@ -102,11 +102,11 @@ class Layout:
         known = math.prod(degree for axis in AXES if (degree := self.degree(axis)) != -1)
         open_axis = next((axis for axis in AXES if self.degree(axis) == -1), None)
         if world_size % known or (open_axis is None and known != world_size):
+            needs = f"{known}" if open_axis is None else f"a multiple of {known}"
             raise LayoutError(
-                given=f"layout='{self}' on {world_size} processes",
-                found=f"its degrees multiply to {known}"
-                + (f", which does not divide {world_size}" if world_size % known else ""),
-                fix=f"start a multiple of {known} processes with one degree -1, or change a degree",
+                given=f"layout='{self}' on {world_size} process(es)",
+                found=f"its degrees need {needs} processes",
+                fix=f"shoal.init(layout='replicate=-1'), or start {needs}: shoal run -n {known} …",
             )
         if open_axis is None:
             return self
