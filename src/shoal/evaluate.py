@@ -42,8 +42,8 @@ class Accuracy:
             raise DataError(
                 given=f"Accuracy with scores of shape {tuple(output.shape)}",
                 found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
-                fix="the classes belong in the last dimension of the model's output; or give "
-                "evaluate a function (output, target) -> (sum, count)",
+                fix="classes in the last dimension of the output, or a metric of your own: "
+                "metrics={'accuracy': lambda output, target: (correct, counted)}",
             )
         counted = target != self.ignore_index
         return ((output.argmax(-1) == target) & counted).sum(), counted.sum()

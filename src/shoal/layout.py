@@ -47,7 +47,7 @@ class Layout:
             raise LayoutError(
                 given=f"layout with {' and '.join(f'{axis}=-1' for axis in open_axes)}",
                 found="only one degree can be left open",
-                fix=f"give a number for {open_axes[0]} or for {open_axes[1]}",
+                fix=f"a number for one of them: layout='{open_axes[0]}=2,{open_axes[1]}=-1'",
             )
 
     @classmethod

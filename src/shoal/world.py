@@ -77,21 +77,28 @@ def init(
 def choose_device(device: str | torch.device | None, placement: Placement) -> torch.device:
     """The device of this rank: as given, else the visible GPU of its local rank, else the CPU.
 
-    Where each task sees one GPU only, that one is its device whatever its local rank is.
+    "cuda" without a number is the GPU of the local rank too. Where each task sees one GPU only,
+    that one is its device whatever its local rank is.
     """
     if device is not None:
         try:
-            place = torch.device(device)
-            if str(place) != "cuda" or not torch.cuda.is_available():
-                return torch.empty(1, device=place).device
-        except (RuntimeError, AssertionError, TypeError) as error:
+            chosen = torch.device(device)
+            if str(chosen) != "cuda":
+                return torch.empty(1, device=chosen).device
+        except (RuntimeError, AssertionError) as error:
             raise LaunchError(
                 given=f"device={device!r}",
                 found=str(error).splitlines()[0].partition(". ")[0],
-                fix=f"device='{'cuda' if torch.cuda.is_available() else 'cpu'}', or leave it out",
+                fix="device='cpu', device='cuda', or leave it out",
             ) from None
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        if device is None:
+            return torch.device("cpu")
+        raise LaunchError(
+            given=f"device={str(device)!r}",
+            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}",
+            fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
+        )
     visible = torch.cuda.device_count()
     if visible > 1 and placement.local_rank >= visible:
         raise LaunchError(

@@ -58,7 +58,7 @@ class Arrays(Source):
             return pieces
         if self._structure is dict:
             return dict(zip(self._tensors, pieces, strict=True))
-        return pieces[0]
+        return pieces[0] if self._structure is None else self._structure(pieces)
 
 
 class Mapped(Source):
@@ -86,6 +86,23 @@ class Mapped(Source):
         return values
 
 
+class Rows(Dataset[Any]):
+    """A tuple or mapping of arrays as samples, for a collate function of the user's own."""
+
+    def __init__(self, structure: Any, columns: Any) -> None:
+        self._structure = structure
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return min(len(column) for column in _values(self._columns))
+
+    def __getitem__(self, index: int) -> Any:
+        rows = [column[index] for column in _values(self._columns)]
+        if self._structure is dict:
+            return dict(zip(self._columns, rows, strict=True))
+        return self._structure(rows)
+
+
 def source(dataset: Any, collate: Collate | None, share: int) -> Source:
     """What serves `dataset`; `share` is the samples a rank takes of a full batch.
 
@@ -98,25 +115,28 @@ def source(dataset: Any, collate: Collate | None, share: int) -> Source:
             fix="a map-style dataset with __len__ and __getitem__, for example list(dataset) where it "
             "fits into memory",
         )
-    _check_structure(dataset, collate)
-    arrays = None if collate is not None else _arrays(dataset)
+    arrays = _arrays(dataset)
     if arrays is not None:
         structure, tensors = arrays
         lengths = {key: len(tensor) for key, tensor in tensors.items()}
         if len(set(lengths.values())) != 1:
             raise DataError(
-                given="Loader((…, …), …), several tensors",
+                given="Loader with several tensors",
                 found=f"they hold different numbers of samples: {lengths}",
                 fix="give tensors with the same first dimension: print([len(t) for t in tensors])",
             )
+    if arrays is not None and collate is None:
         found: Source = Arrays(structure, tensors, share)
+    elif isinstance(dataset, tuple | Mapping) and arrays is not None:
+        found = Mapped(Rows(structure, dataset), collate or default_collate)
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         found = Mapped(dataset, collate or default_collate)
     else:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
             found="it lacks __len__ or __getitem__, by which samples are found at a position",
-            fix="a map-style dataset, tensors or NumPy arrays; of a DataLoader its .dataset",
+            fix="a map-style dataset, tensors or NumPy arrays, for example list(samples); of a "
+            "DataLoader its .dataset",
         )
     if found.size == 0:
         raise DataError(
@@ -127,45 +147,32 @@ def source(dataset: Any, collate: Collate | None, share: int) -> Source:
     return found
 
 
-def _check_structure(dataset: Any, collate: Collate | None) -> None:
-    """Refuse tuples and mappings whose *entries*, or keys, would be taken for the samples."""
-    if not isinstance(dataset, tuple | Mapping):
-        return
-    entries = list(dataset.values() if isinstance(dataset, Mapping) else dataset)
-    kinds = ", ".join(dict.fromkeys(type(entry).__name__ for entry in entries))
-    if collate is not None and _all_arrays(entries):
-        raise DataError(
-            given=f"Loader({type(dataset).__name__} of {kinds}, collate_fn=…)",
-            found="tensors are cut into batches as they are; there is nothing to collate",
-            fix="leave collate_fn out, or collate torch.utils.data.TensorDataset(*tensors)",
-        )
-    mixed = any(isinstance(entry, Tensor | np.ndarray) for entry in entries)
-    if not _all_arrays(entries) and (mixed or (entries and isinstance(dataset, Mapping))):
-        names = (
-            f" with the keys {', '.join(map(repr, dataset))}" if isinstance(dataset, Mapping) else ""
-        )
-        raise DataError(
-            given=f"Loader({type(dataset).__name__} of {kinds}, …)" + names,
-            found="its entries are not all tensors or arrays, so what a sample is can't be known",
-            fix="torch.tensor(…) for each entry; of several datasets one, such as dataset['train']",
-        )
-
-
 def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
     """(structure, tensors) of a dataset that is nothing but tensors or arrays, else None."""
     if isinstance(dataset, TensorDataset):
         return tuple, dict(enumerate(dataset.tensors))
     if isinstance(dataset, Tensor | np.ndarray):
         return None, {0: _tensor(dataset)}
-    if isinstance(dataset, Mapping) and _all_arrays(list(dataset.values())):
+    if not isinstance(dataset, tuple | Mapping) or not dataset:
+        return None
+    others = [value for value in _values(dataset) if not isinstance(value, Tensor | np.ndarray)]
+    if others and (isinstance(dataset, Mapping) or len(others) < len(dataset)):
+        raise DataError(
+            given=f"Loader({type(dataset).__name__}, …)",
+            found=f"it holds a {type(others[0]).__name__}, which is neither a tensor nor an array",
+            fix="tensors or arrays only, as in (torch.tensor(images), torch.tensor(labels)); one "
+            "split of a DatasetDict: dataset['train']",
+        )
+    if others:
+        return None
+    if isinstance(dataset, Mapping):
         return dict, {key: _tensor(value) for key, value in dataset.items()}
-    if isinstance(dataset, tuple) and _all_arrays(dataset):
-        return tuple, {number: _tensor(value) for number, value in enumerate(dataset)}
-    return None
+    structure = getattr(dataset, "_make", tuple)  # of a namedtuple
+    return structure, {number: _tensor(value) for number, value in enumerate(dataset)}
 
 
-def _all_arrays(values: Sequence[Any]) -> bool:
-    return bool(values) and all(isinstance(value, Tensor | np.ndarray) for value in values)
+def _values(columns: tuple[Any, ...] | Mapping[Any, Any]) -> Sequence[Any]:
+    return list(columns.values()) if isinstance(columns, Mapping) else columns
 
 
 def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
@@ -181,6 +188,6 @@ def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
         raise DataError(
             given="Loader with a tensor without dimensions",
             found="the first dimension counts samples",
-            fix="give a tensor of shape (samples, …)",
+            fix="a tensor of shape (samples, …): tensor[None] is one sample",
         )
     return tensor

@@ -31,7 +31,7 @@ class LocalEngine(OpenEngine):
             raise StepError(
                 given=f"parallelize({type(module).__name__}, world)",
                 found="a model without trainable parameters",
-                fix="set requires_grad on what should learn before parallelize",
+                fix="parameter.requires_grad_(True) for what should learn, before parallelize",
             )
         self._shown: list[tuple[Tensor, Count, float]] = []
         self._unused_checked = False
