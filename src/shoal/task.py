@@ -6,6 +6,7 @@ with `apply`, and an engine.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -358,14 +359,17 @@ class Batch:
             )
 
     def _engine(self, model: nn.Module | None) -> OpenEngine:
-        known = self._world.engines if self._world is not None else []
-        engines = [engine for engine in known if model in (None, engine.module)]
+        engines = self._engines(model)
+        if len(engines) > 1:
+            del engines
+            gc.collect()  # models that were dropped live on in reference cycles until now
+            engines = self._engines(model)
         if len(engines) != 1:
             found = (
                 f"{len(engines)} parallelized models"
                 if engines
                 else "the model given has no engine"
-                if known
+                if self._engines(None)
                 else "no parallelized model"
             )
             raise StepError(
@@ -381,6 +385,10 @@ class Batch:
                 fix="step = shoal.Step(model, optimizer, task), then step(batch)",
             )
         return engine
+
+    def _engines(self, model: nn.Module | None) -> list[Engine]:
+        known = self._world.engines if self._world is not None else []
+        return [engine for engine in known if model in (None, engine.module)]
 
 
 def not_finite(result: Correction, batch: Batch) -> StepError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TypeVar
 
 from torch import nn
@@ -70,16 +71,23 @@ def _check_model(model: object, world: World) -> None:
             found="it is not a torch.nn.Module",
             fix="model = shoal.parallelize(Model(), world)",
         )
+    if _sharing(model, world):
+        gc.collect()  # models that were dropped live on in reference cycles until now
+    for other in _sharing(model, world):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, world)",
+            found=f"its parameters already belong to a parallelized {type(other).__name__}; they "
+            "would be reduced over ranks twice",
+            fix="call parallelize once, on the module that holds all of them, or on a "
+            "copy.deepcopy(model)",
+        )
+
+
+def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
+    """The parallelized models that share parameters with `model`."""
     own = {id(parameter) for parameter in model.parameters()}
-    for engine in world.engines:
-        if any(id(parameter) in own for parameter in engine.module.parameters()):
-            raise StepError(
-                given=f"parallelize({type(model).__name__}, world)",
-                found=f"its parameters already belong to a parallelized "
-                f"{type(engine.module).__name__}; they would be reduced over ranks twice",
-                fix="call parallelize once, on the module that holds all of them, or on a "
-                "copy.deepcopy(model)",
-            )
+    others = [engine.module for engine in world.engines]
+    return [other for other in others if any(id(p) in own for p in other.parameters())]
 
 
 def engine_of(model: nn.Module) -> Engine:
