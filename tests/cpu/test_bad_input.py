@@ -391,3 +391,12 @@ def test_numpy_integers_are_sizes_and_counts(rig: Rig) -> None:
     assert type(loader.batch_size) is int
     result = rig.step(lambda o, b: (loss(o, b)[0], np.int64(len(b[1]))))(next(loader.epochs(1)))
     assert result.counted == 8
+
+
+def test_models_that_were_dropped_are_no_choice(rig: Rig) -> None:
+    backbone = nn.Linear(4, 3)
+    for _ in range(3):
+        del rig.model
+        rig.model = shoal.parallelize(nn.Sequential(backbone), rig.world)  # type: ignore[assignment]
+        rig.optimizer = torch.optim.AdamW(rig.model.parameters())
+        rig.finish()
