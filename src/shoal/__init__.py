@@ -82,9 +82,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for home, names in _HOMES.items():
         if name in names:
-            value = getattr(import_module(f"shoal.{home}"), name)
-            globals()[name] = value  # the next look-up does not come here
-            return value
+            module = import_module(f"shoal.{home}")
+            # All at once: the import has just bound the module `shoal.evaluate` to the function's name.
+            globals().update({each: getattr(module, each) for each in names})
+            return getattr(module, name)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from shoal.data.source import Collate
 from shoal.errors import DataError, StepError
 from shoal.step import Step
 from shoal.task import Count
+from shoal.trial import evaluation
 from shoal.world import World
 
 BATCH = 256
@@ -42,8 +42,8 @@ class Accuracy:
             raise DataError(
                 given=f"Accuracy with scores of shape {tuple(output.shape)}",
                 found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
-                fix="the classes belong in the last dimension of the model's output; or give "
-                "evaluate a function (output, target) -> (sum, count)",
+                fix="classes in the last dimension of the output, or a metric of your own: "
+                "metrics={'accuracy': lambda output, target: (correct, counted)}",
             )
         counted = target != self.ignore_index
         return ((output.argmax(-1) == target) & counted).sum(), counted.sum()
@@ -69,15 +69,15 @@ def evaluate(
     Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
     """
     world = step.engine.world
+    metrics = _checked({} if metrics is None else metrics)
     loader = Loader(
         dataset,
         world,
-        batch_size=batch_size or BATCH * world.data_size,
+        batch_size=BATCH * world.data_size if batch_size is None else batch_size,
         shuffle=False,
         collate_fn=collate_fn,
         num_workers=num_workers,
     )
-    metrics = dict(metrics or {})
     foreign = {name: _local(name, metric) for name, metric in metrics.items() if _foreign(metric)}
     sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
     samples = 0
@@ -85,16 +85,15 @@ def evaluate(
         for batch in loader.epochs(1):
             for micro in batch.micros:
                 output = step.infer(micro, batch.seed)
-                if not micro.weight:
-                    continue
-                sums.add("loss", step.task.reduce(output, micro, batch.seed))
+                # A stand-in goes through everything too: what can't work fails on all ranks.
+                sums.add("loss", step.task.reduce(output, micro, batch.seed), micro.weight)
                 target = (targets or default_targets)(micro.value) if metrics else None
                 for name, metric in metrics.items():
-                    if name in foreign:
+                    if name not in foreign:
+                        sums.add(name, metric(output, target), micro.weight)
+                    elif micro.weight:
                         foreign[name].update(output, target)
-                    else:
-                        sums.add(name, metric(output, target))
-                samples += micro.samples
+                samples += micro.samples if micro.weight else 0
     result: dict[str, Any] = sums.means(world)
     result["samples"] = int(world.all_reduce(torch.tensor(samples, device=world.device)))
     for name, metric in foreign.items():
@@ -108,17 +107,22 @@ class Sums:
     def __init__(self, names: list[str]) -> None:
         self._totals = {name: [0.0, 0.0] for name in names}
 
-    def add(self, name: str, result: tuple[Tensor, Count]) -> None:
-        """Add one (sum, count)."""
-        if not isinstance(result, tuple) or len(result) != 2:
+    def add(self, name: str, result: tuple[Tensor, Count], weight: float = 1.0) -> None:
+        """Add one (sum, count), or nothing for a weight of 0."""
+        try:
+            value, count = (float(number) for number in result)
+        except (TypeError, ValueError, RuntimeError):
+            shown = repr(result) if not isinstance(result, Tensor) else f"shape {tuple(result.shape)}"
             raise StepError(
-                given=f"metric {name!r}",
-                found=f"it returned {type(result).__name__} instead of a pair",
-                fix="return (sum over the samples, count)",
-            )
-        total = self._totals[name]
-        total[0] += float(result[0])
-        total[1] += float(result[1])
+                given=f"metrics={{{name!r}: …}}",
+                found=f"it returned a {type(result).__name__}, not two numbers: {shown:.60}",
+                fix="return (sum over the samples, count), as in "
+                "lambda output, target: ((output - target).abs().sum(), len(target))",
+            ) from None
+        if weight:
+            total = self._totals[name]
+            total[0] += value
+            total[1] += count
 
     def means(self, world: World) -> dict[str, float]:
         """Σ sum / Σ count over all ranks; NaN where nothing was counted."""
@@ -128,18 +132,6 @@ class Sums:
             name: total / count if count else float("nan")
             for name, (total, count) in zip(self._totals, table.tolist(), strict=True)
         }
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode that it was found in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def default_targets(value: Any) -> Any:
@@ -155,13 +147,32 @@ def default_targets(value: Any) -> Any:
     )
 
 
+def _checked(metrics: object) -> dict[str, Any]:
+    """`metrics` by name; StepError for what is no mapping of metrics."""
+    fix = "metrics={'accuracy': shoal.Accuracy()}"
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise StepError(given=f"metrics of type {kind}", found="metrics have no names there", fix=fix)
+    for name, metric in metrics.items():
+        if name in ("loss", "samples"):
+            found = f"{name!r} is what evaluate itself returns under this name"
+        elif isinstance(metric, type):
+            found = f"{metric.__name__} is a class; a metric is an object made from it"
+        elif not callable(metric):
+            found = f"{metric!r} can't be called with (output, target)"
+        else:
+            continue
+        raise StepError(given=f"metrics={{{name!r}: …}}", found=found, fix=fix)
+    return dict(metrics)
+
+
 def _foreign(metric: Any) -> bool:
     return all(hasattr(metric, name) for name in ("update", "compute", "reset"))
 
 
 def _local(name: str, metric: Any) -> Any:
     """A fresh copy of a torchmetrics Metric that never talks to other ranks by itself."""
-    if not hasattr(metric, "metric_state"):
+    if isinstance(metric, nn.ModuleDict) or not hasattr(metric, "metric_state"):
         raise StepError(
             given=f"metrics={{{name!r}: {type(metric).__name__}}}",
             found="a collection, whose states can't be merged over ranks",

@@ -47,7 +47,7 @@ class Layout:
             raise LayoutError(
                 given=f"layout with {' and '.join(f'{axis}=-1' for axis in open_axes)}",
                 found="only one degree can be left open",
-                fix=f"give a number for {open_axes[0]} or for {open_axes[1]}",
+                fix=f"a number for one of them: layout='{open_axes[0]}=2,{open_axes[1]}=-1'",
             )
 
     @classmethod
@@ -102,11 +102,11 @@ class Layout:
         known = math.prod(degree for axis in AXES if (degree := self.degree(axis)) != -1)
         open_axis = next((axis for axis in AXES if self.degree(axis) == -1), None)
         if world_size % known or (open_axis is None and known != world_size):
+            needs = f"{known}" if open_axis is None else f"a multiple of {known}"
             raise LayoutError(
-                given=f"layout='{self}' on {world_size} processes",
-                found=f"its degrees multiply to {known}"
-                + (f", which does not divide {world_size}" if world_size % known else ""),
-                fix=f"start a multiple of {known} processes with one degree -1, or change a degree",
+                given=f"layout='{self}' on {world_size} process(es)",
+                found=f"its degrees need {needs} processes",
+                fix=f"shoal.init(layout='replicate=-1'), or start {needs}: shoal run -n {known} …",
             )
         if open_axis is None:
             return self

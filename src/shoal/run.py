@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from shoal.checkpoint import Checkpoints
+from shoal.checkpoint import Agreement, Checkpoints
 from shoal.data import Loader
 from shoal.errors import CheckpointError, StepError
 from shoal.events import Events, StepEvent
@@ -63,19 +63,14 @@ class Run:
         keep: int = 3,
     ) -> None:
         self.directory = Path(directory)
-        self.steps = {"step": step} if isinstance(step, Step) else dict(step)
-        if not self.steps:
-            raise StepError(
-                given="shoal.Run with no Step",
-                found="nothing whose progress could be counted",
-                fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
-            )
+        self.steps = _named_steps(step)
         self.loader = loader
         self.world: World = loader.world
         self.state = dict(state or {})
         self.checkpoints = Checkpoints(self.directory / "checkpoints", self.world, keep=keep)
         self.checkpoints.check()
-        self.events = Events(self.directory / "events" / f"rank-{self.world.rank}.jsonl")
+        events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
+        self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._progress = Progress(sys.stdout) if self.world.first else None
         self._begun = False
         self._saved: tuple[int, Path] | None = None
@@ -102,6 +97,10 @@ class Run:
             self.world.say(f"skipped {skipped.path}: {skipped.reason}")
         saved = loaded.state
         self._check_names(saved)
+        # All are asked before the first one changes.
+        for name, step in self.steps.items():
+            step.check_state(saved["steps"][name])
+        self.loader.check_state(saved["loader"])
         for name, step in self.steps.items():
             step.load_state_dict(saved["steps"][name])
         for name, item in self.state.items():
@@ -226,6 +225,17 @@ class Run:
                     found=f"a checkpoint with {what} {sorted(saved[what])}",
                     fix="give Run the same names as before, or choose another directory",
                 )
+
+
+def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:
+    named = {"step": step} if isinstance(step, Step) else step
+    if isinstance(named, Mapping) and named and all(isinstance(s, Step) for s in named.values()):
+        return dict(named)
+    raise StepError(
+        given=f"shoal.Run(directory, {type(step).__name__}, loader)",
+        found="no Step whose progress could be counted",
+        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
+    )
 
 
 def check_interval(every: int) -> int:

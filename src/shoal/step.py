@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.errors import CheckpointError, StepError
 from shoal.parallel import engine_of
-from shoal.task import Batch, Micro, Task, Totals, correct, not_finite
+from shoal.task import Batch, Micro, Task, Totals, check_clip, correct, not_finite
+from shoal.trial import check_loss_adds_up
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "script")
@@ -91,18 +92,18 @@ class Step:
                 found=f"the compilers are {', '.join(COMPILERS)}",
                 fix="compile='inductor', or leave it out",
             )
-        if clip is not None and not clip > 0:
+        if not isinstance(task, Task):
             raise StepError(
-                given=f"clip={clip}",
-                found="the largest gradient norm allowed is a positive number",
-                fix="clip=1.0, or leave it out",
+                given=f"Step(model, optimizer, {type(task).__name__})",
+                found="the third is a Task, which says what is computed from a batch",
+                fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
         self.model = model
         self.engine = engine_of(model)
         self.optimizer = optimizer
         self.task = task
         self.precision = precision
-        self.clip = clip
+        self.clip = check_clip(clip)
         self.schedule = schedule
         self.number = 0
         self.last: Result | None = None
@@ -120,9 +121,13 @@ class Step:
         if self.last is None:
             self._prepare(batch)
         scale = 1.0 if self._scale is None else self._scale.value
-        totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
-        begun = time.perf_counter()
-        decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
+        try:
+            totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
+            begun = time.perf_counter()
+            decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
+        except BaseException:
+            self.engine.discard()  # whoever catches it goes on with the next batch
+            raise
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         if decided.finite:
             self.engine.update(self.optimizer, decided.factor)
@@ -146,7 +151,7 @@ class Step:
         """Everything from which this step goes on; the optimizer's state by parameter name."""
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
-            "optimizer": _named(self.optimizer.state_dict(), self._names),
+            "optimizer": _named(self.optimizer, self._names),
             "number": self.number,
             "engine": self.engine.state(),
         }
@@ -159,20 +164,10 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned.
 
-        Raises CheckpointError, before anything changes, when the state is of another model,
-        optimizer, schedule or precision.
+        Raises CheckpointError before anything changes, as `check_state` does.
         """
-        _check_model(self.model, state["model"])
+        self.check_state(state)
         optimizer = _numbered(state["optimizer"], self._names)
-        parts = {"schedule": self.schedule, "scale": self._scale}
-        for part, here in parts.items():
-            if (part in state) != (here is not None):
-                raise CheckpointError(
-                    given=f"a Step {'with' if here is not None else 'without'} a {part}",
-                    found=f"a checkpoint {'with' if part in state else 'without'} one",
-                    fix="build the Step as in the run that wrote the checkpoint (schedule=, "
-                    "precision=), or choose another run directory",
-                )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(optimizer)
         if self.schedule is not None:
@@ -183,79 +178,29 @@ class Step:
         self.engine.load_state(state["engine"])
         self.number = state["number"]
 
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if `state` is of another model, optimizer, schedule or precision."""
+        _check_model(self.model, state["model"])
+        _check_optimizer(self.optimizer, state["optimizer"], self._names)
+        parts = {"schedule": self.schedule, "scale": self._scale}
+        for part, here in parts.items():
+            if (part in state) != (here is not None):
+                raise CheckpointError(
+                    given=f"a Step {'with' if here is not None else 'without'} a {part}",
+                    found=f"a checkpoint {'with' if part in state else 'without'} one",
+                    fix="build the Step as in the run that wrote the checkpoint (schedule=, "
+                    "precision=), or start afresh: shoal.Run('runs/b', …)",
+                )
+
     def _prepare(self, batch: Batch) -> None:
-        self._check_loss_adds_up(batch)
+        check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)
-
-    def _check_loss_adds_up(self, batch: Batch) -> None:
-        """Once: the loss of a micro-batch must be the sum of the losses of its halves.
-
-        Only losses and outputs that can be cut along their first dimension are tried. The model runs
-        once, in eval mode and with the random state put back, so that nothing else changes.
-        """
-        micro = batch.micros[0]
-        if micro.samples < 2:
-            return
-        middle = micro.samples // 2
-        training = self.model.training
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(self.model)):
-            self.model.eval()
-            try:
-                output = self.infer(micro, batch.seed)
-            finally:
-                self.model.train(training)
-            pieces = _halves(output, micro, middle)
-            if pieces is None:
-                return
-            whole, _ = self.task.reduce(output, micro, batch.seed)
-            halves = [self.task.reduce(half, part, batch.seed) for half, part in pieces]
-        first, second = (loss.item() for loss, _ in halves)
-        total = whole.item()
-        if math.isclose(total, first + second, rel_tol=0.02, abs_tol=1e-4):
-            return
-        mean = (first * middle + second * (micro.samples - middle)) / micro.samples
-        if not math.isclose(total, mean, rel_tol=0.02, abs_tol=1e-4):
-            return  # samples are coupled (contrastive losses and the like): their own business
-        raise StepError(
-            given=f"a loss of {total:.6g} for {micro.samples} samples",
-            found=f"its halves give {first:.6g} and {second:.6g}: it is a mean, not a sum",
-            fix="reduction='sum' in the loss function, and the number of samples as the count",
-        )
 
 
 def _result(loss: float, norm: float, totals: Totals, skipped: bool, begun: float) -> Result:
     seconds = time.perf_counter() - begun
     return Result(loss, norm, totals.counted, skipped, totals.forward, totals.backward, seconds)
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    devices = {p.device for p in model.parameters()}
-    return [device.index for device in devices if device.type == "cuda"]
-
-
-def _halves(output: Any, micro: Micro, middle: int) -> list[tuple[Any, Micro]] | None:
-    size = micro.samples
-    parts = []
-    for start, stop in ((0, middle), (middle, size)):
-        cut = (_cut(output, start, stop, size), _cut(micro.value, start, stop, size))
-        if cut[0] is None or cut[1] is None:
-            return None
-        parts.append((cut[0], Micro(cut[1], micro.first + start, stop - start, micro.weight)))
-    return parts
-
-
-def _cut(value: Any, start: int, stop: int, size: int) -> Any:
-    """Samples [start, stop) of tensors in tuples, lists and dicts; None where that can't be done."""
-    if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() and len(value) == size else None
-    if type(value) is dict:
-        cut = {key: _cut(item, start, stop, size) for key, item in value.items()}
-        return None if any(item is None for item in cut.values()) else cut
-    if type(value) in (tuple, list):
-        items = [_cut(item, start, stop, size) for item in value]
-        return None if any(item is None for item in items) else type(value)(items)
-    return None
 
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -274,26 +219,43 @@ def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [names[id(p)] for p in parameters]
 
 
-def _named(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
+    state = optimizer.state_dict()
     groups = [
         {**group, "params": [names[number] for number in group["params"]]}
         for group in state["param_groups"]
     ]
-    return {"state": {names[n]: item for n, item in state["state"].items()}, "groups": groups}
+    return {
+        "type": type(optimizer).__name__,
+        "state": {names[n]: item for n, item in state["state"].items()},
+        "groups": groups,
+    }
 
 
-def _numbered(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], names: list[str]
+) -> None:
+    kind = type(optimizer).__name__
+    if state["type"] != kind:
+        raise CheckpointError(
+            given=f"a Step with {kind}",
+            found=f"a checkpoint of one with {state['type']}",
+            fix=f"torch.optim.{state['type']}, or start afresh: shoal.Run('runs/b', …)",
+        )
     saved = [name for group in state["groups"] for name in group["params"]]
     if saved != names:
         missing = [name for name in names if name not in saved]
         unexpected = [name for name in saved if name not in names]
         raise CheckpointError(
-            given=f"an optimizer over {len(names)} parameters",
+            given=f"{kind} over {len(names)} parameters",
             found=f"a checkpoint of one over {len(saved)}; missing in it: {_first(missing)}; "
             f"unexpected: {_first(unexpected)}" + ("" if missing or unexpected else " (other order)"),
-            fix="give the optimizer the same parameters in the same groups, or choose another run "
-            "directory",
+            fix="give the optimizer the same parameters in the same groups, or start afresh: "
+            "shoal.Run('runs/b', …)",
         )
+
+
+def _numbered(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
         {**group, "params": [numbers[name] for name in group["params"]]} for group in state["groups"]
@@ -327,7 +289,7 @@ def _check_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
                 )
                 if names
             ),
-            fix="build the same model, or choose another run directory",
+            fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
         )
 
 

@@ -6,6 +6,7 @@ with `apply`, and an engine.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -112,15 +113,17 @@ def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> C
     so is their norm; clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's
     1e-6 in the denominator).
     """
-    if totals.counted == 0 and totals.loss_sum == 0:
+    if not totals.counted > 0:  # a count of NaN neither
         raise StepError(
             given=f"a global batch of {size} samples",
-            found="its losses report a count of 0 in total, so their mean does not exist",
-            fix="drop samples without targets from the dataset, or return the number of samples",
+            found=f"its losses report a count of {totals.counted:g} in total, so their mean does not "
+            "exist; the parameters were not touched",
+            fix="drop samples without targets from the dataset, or return the number of samples: "
+            "(loss_sum, len(batch[1]))",
         )
-    correction = size / (totals.counted * scale) if totals.counted else math.nan
+    correction = size / (totals.counted * scale)
     norm = totals.norm * correction
-    loss = totals.loss_sum / totals.counted if totals.counted else math.nan
+    loss = totals.loss_sum / totals.counted
     factor = correction
     if clip is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
@@ -162,7 +165,7 @@ class Task:
             result = self.loss(output, micro.value, noise=noise)
         else:
             result = self.loss(output, micro.value)
-        return check_loss(result)
+        return check_loss(result, self.loss)
 
     @cached_property
     def _inputs_take_noise(self) -> bool:
@@ -173,26 +176,46 @@ class Task:
         return _takes_noise(self.loss)
 
 
-def check_loss(result: object) -> tuple[Tensor, Count]:
-    """`result` as (sum, count), or a StepError that says what it is instead."""
+def check_loss(result: object, function: Callable[..., object] | None = None) -> tuple[Tensor, Count]:
+    """`result` as (sum, count), or a StepError that says what it is instead.
+
+    `function` is the loss function that returned it; None where a loop of one's own computed it.
+    """
     if isinstance(result, tuple) and len(result) == 2:
         loss, count = result
         if isinstance(loss, Tensor) and loss.dim() == 0:
             if isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1):
                 return loss, count
-            found = f"a count of type {type(count).__name__}"
+            if isinstance(count, np.number):
+                return loss, count.item()
+            shape = f" and shape {tuple(count.shape)}" if isinstance(count, Tensor) else ""
+            found = f"a count of type {type(count).__name__}{shape} instead of one number"
         elif isinstance(loss, Tensor):
-            found = f"a loss of shape {tuple(loss.shape)} instead of one number"
+            found = f"a loss of shape {tuple(loss.shape)} instead of a tensor without dimensions"
         else:
             found = f"a loss of type {type(loss).__name__} instead of a tensor"
     else:
-        found = f"a {type(result).__name__} instead of a pair"
+        of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        found = f"a {type(result).__name__}{of} instead of a tuple of two, (sum, count)"
+    example = "F.cross_entropy(output, y, reduction='sum'), len(y)"
     raise StepError(
-        given="a loss function",
-        found=f"it returned {found}",
-        fix="return (sum of the losses, count), for example "
-        "(F.cross_entropy(output, y, reduction='sum'), y.numel())",
+        given="batch.backward(loss, count)"
+        if function is None
+        else f"the loss function {place(function)}",
+        found=found if function is None else f"it returned {found}",
+        fix=f"batch.backward({example})" if function is None else f"return {example}",
     )
+
+
+def check_clip(clip: float | None) -> float | None:
+    """`clip` if gradients can be clipped to it."""
+    if clip is not None and not clip > 0:
+        raise StepError(
+            given=f"clip={clip}",
+            found="the largest gradient norm allowed is a positive number",
+            fix="clip=1.0, or leave it out",
+        )
+    return clip
 
 
 def default_inputs(value: Any) -> Any:
@@ -206,6 +229,13 @@ def default_inputs(value: Any) -> Any:
         found="it is neither a tuple nor a mapping, so what to call the model with can't be known",
         fix="shoal.Task(loss, inputs=lambda batch: batch), or whatever the model takes",
     )
+
+
+def place(function: Callable[..., object]) -> str:
+    """What a user calls his function, and where he wrote it."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
 
 def _takes_noise(function: Callable[..., Any]) -> bool:
@@ -228,7 +258,7 @@ class Batch:
         optimizer.zero_grad()
     """
 
-    __slots__ = ("_current", "_world", "first", "micros", "seed", "size", "wait")
+    __slots__ = ("_backwards", "_current", "_world", "first", "micros", "seed", "size", "wait")
 
     def __init__(
         self,
@@ -247,6 +277,7 @@ class Batch:
         self.wait = wait
         self._world = world
         self._current = -1
+        self._backwards: list[OpenEngine] = []
 
     @property
     def share(self) -> tuple[int, int]:
@@ -272,8 +303,8 @@ class Batch:
         """The micro-batch that the loop `for … in batch` stands at, with its positions and weight."""
         if self._current < 0:
             raise StepError(
-                given="the current micro-batch of a Batch",
-                found="no loop over it is under way",
+                given="batch.backward, batch.micro or batch.noise outside a loop over the batch",
+                found="no micro-batch is under way",
                 fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro))",
             )
         return self.micros[self._current]
@@ -295,29 +326,50 @@ class Batch:
         engine = self._engine(model)
         last = self._current == len(self.micros) - 1
         engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
+        self._backwards.append(engine)
 
     def finish(self, model: nn.Module, *, clip: float | None = None) -> Correction:
         """Make the gradients those of `Σ loss / Σ count` over the global batch, and clip them.
 
         Returns the global mean loss and the gradient norm before clipping. Raises StepError when
-        they are not finite; the parameters are untouched then.
+        they are not finite; the parameters are untouched then, and the gradients dropped.
         """
         engine = self._engine(model)
-        result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
-        if not result.finite:
-            raise not_finite(result, self)
+        self._check_backwards(engine)
+        check_clip(clip)
+        try:
+            result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
+            if not result.finite:
+                raise not_finite(result, self)
+        except StepError:
+            engine.discard()
+            raise
         engine.multiply(result.factor)
         return result
 
+    def _check_backwards(self, engine: OpenEngine) -> None:
+        done = self._backwards.count(engine)
+        self._backwards = [other for other in self._backwards if other is not engine]
+        if done != len(self.micros):
+            raise StepError(
+                given=f"batch.finish(model) for {len(self.micros)} micro-batch(es)",
+                found=f"batch.backward was called {done} times, not once for each",
+                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro)), and add "
+                "several losses of a model up before it",
+            )
+
     def _engine(self, model: nn.Module | None) -> OpenEngine:
-        known = self._world.engines if self._world is not None else []
-        engines = [engine for engine in known if model in (None, engine.module)]
+        engines = self._engines(model)
+        if len(engines) > 1:
+            del engines
+            gc.collect()  # models that were dropped live on in reference cycles until now
+            engines = self._engines(model)
         if len(engines) != 1:
             found = (
                 f"{len(engines)} parallelized models"
                 if engines
                 else "the model given has no engine"
-                if known
+                if self._engines(None)
                 else "no parallelized model"
             )
             raise StepError(
@@ -334,15 +386,20 @@ class Batch:
             )
         return engine
 
+    def _engines(self, model: nn.Module | None) -> list[Engine]:
+        known = self._world.engines if self._world is not None else []
+        return [engine for engine in known if model in (None, engine.module)]
+
 
 def not_finite(result: Correction, batch: Batch) -> StepError:
     """The error of a step whose loss or gradients are not numbers."""
     what = "loss" if not math.isfinite(result.loss) else "gradient norm"
     value = result.loss if what == "loss" else result.norm
     start, stop = batch.share
+    share = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
     return StepError(
         given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
-        f"(this rank: {start:,} to {stop - 1:,})",
+        f"(this rank: {share})",
         found=f"a {what} of {value}, over all ranks; the parameters were not touched",
         fix="lower the learning rate, clip gradients (clip=1.0), or look at these samples with "
         "torch.autograd.set_detect_anomaly(True)",

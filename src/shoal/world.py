@@ -27,6 +27,8 @@ from shoal.layout import AXES, Layout
 from shoal.task import Engine
 
 POLL_SECONDS = 0.05
+LONGEST = 365 * 86400.0
+"""The longest time limit in seconds: torch can't count to infinity."""
 
 
 def init(
@@ -51,12 +53,18 @@ def init(
     LayoutError for a layout that does not fit.
     """
     placement = environ.placement()
+    if not isinstance(layout, str | Layout):
+        raise LayoutError(
+            given=f"layout={layout!r}",
+            found=f"a {type(layout).__name__}, not a text or a Layout",
+            fix="for example layout='replicate=-1'",
+        )
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
     resolved = parsed.resolve(placement.size)
-    if timeout <= 0 or prepare_timeout <= 0:
+    if not all(0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
         raise LaunchError(
             given=f"timeout={timeout}, prepare_timeout={prepare_timeout}",
-            found="a time limit is a positive number of seconds",
+            found="a time limit is a positive number of seconds, a year at most",
             fix="for example timeout=600, prepare_timeout=3600",
         )
     place = choose_device(device, placement)
@@ -69,19 +77,28 @@ def init(
 def choose_device(device: str | torch.device | None, placement: Placement) -> torch.device:
     """The device of this rank: as given, else the visible GPU of its local rank, else the CPU.
 
-    Where each task sees one GPU only, that one is its device whatever its local rank is.
+    "cuda" without a number is the GPU of the local rank too. Where each task sees one GPU only,
+    that one is its device whatever its local rank is.
     """
     if device is not None:
         try:
-            return torch.device(device)
-        except RuntimeError as error:
+            chosen = torch.device(device)
+            if str(chosen) != "cuda":
+                return torch.empty(1, device=chosen).device
+        except (RuntimeError, AssertionError) as error:
             raise LaunchError(
                 given=f"device={device!r}",
-                found=str(error).splitlines()[0],
+                found=str(error).splitlines()[0].partition(". ")[0],
                 fix="device='cpu', device='cuda', or leave it out",
             ) from None
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        if device is None:
+            return torch.device("cpu")
+        raise LaunchError(
+            given=f"device={str(device)!r}",
+            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}",
+            fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
+        )
     visible = torch.cuda.device_count()
     if visible > 1 and placement.local_rank >= visible:
         raise LaunchError(
@@ -111,12 +128,15 @@ def _join(placement: Placement, backend: str, timeout: float) -> dist.ProcessGro
             timeout=timedelta(seconds=timeout),
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
+        in_use = "EADDRINUSE" in str(error)
         raise LaunchError(
             given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
-            found=str(error).splitlines()[0],
-            fix="check that every rank was started, and that the first rank's host can be reached; "
-            "a port in use: shoal run --port N",
-        ) from error
+            found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
+            fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
+            if in_use
+            else "check that every rank was started, and that the first rank's host can be reached: "
+            f"ping {placement.address}",
+        ) from None
     group = dist.group.WORLD
     if group is None:  # pragma: no cover - init_process_group has just set it
         raise RuntimeError("torch.distributed has no default group after init_process_group")

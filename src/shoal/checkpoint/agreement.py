@@ -21,7 +21,9 @@ _FIXES = {
     errno.EACCES: "make the directory writable for you (ls -ld shows its owner), or choose another",
     errno.EPERM: "make the directory writable for you (ls -ld shows its owner), or choose another",
     errno.EROFS: "choose a directory on a file system that is not mounted read-only",
-    errno.ENOTDIR: "choose a directory whose parents are not files",
+    errno.ENOTDIR: "choose a directory that is not below a file (ls -ld shows which it is)",
+    errno.EISDIR: "move what has this name away (ls -ld shows it), or choose another directory",
+    errno.EEXIST: "move what has this name away (ls -ld shows it), or choose another directory",
 }
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -45,7 +46,7 @@ class Loader:
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        check_sizes(batch_size, micro_batches, world.data_size)
+        batch_size, micro_batches = check_sizes(batch_size, micro_batches, world.data_size)
         self.world = world
         self._source = source(dataset, collate_fn, -(-batch_size // world.data_size))
         self._sampler = Sampler(
@@ -137,22 +138,27 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position; DataError if the data or its order are not the same."""
+        self.check_state(state)
+        self.position = state["position"]
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise DataError if `state` is of other data or another order; nothing changes."""
         here = self.state_dict()
         names = {
-            "size": "dataset of {} samples",
+            "size": "a dataset of {:,} samples",
             "seed": "seed {}",
             "shuffle": "shuffle={}",
-            "epoch_size": "epoch of {} samples",
+            "epoch_size": "epochs of {:,} samples (drop_last, batch_size)",
         }
         for key, text in names.items():
             if state[key] != here[key]:
                 raise DataError(
-                    given="a " + text.format(here[key]),
-                    found=f"the checkpoint was written with a {text.format(state[key])}, so samples "
-                    "would be repeated or missed",
-                    fix="train on the same data in the same order, or start in another run directory",
+                    given="a Loader with " + text.format(here[key]),
+                    found=f"a checkpoint written with {text.format(state[key])}: samples would be "
+                    "repeated or missed",
+                    fix="train on the same data in the same order, or start afresh in another run "
+                    "directory: shoal.Run('runs/b', …)",
                 )
-        self.position = state["position"]
 
 
 class _Blocks:
@@ -169,22 +175,23 @@ class _Blocks:
             yield shares
 
 
-def check_sizes(batch_size: int, micro_batches: int, ranks: int) -> None:
-    """Refuse batches that can't be cut into ranks x micro-batches."""
-    whole = all(isinstance(n, int) and n > 0 for n in (batch_size, micro_batches))
-    if not whole:
+def check_sizes(batch_size: int, micro_batches: int, ranks: int) -> tuple[int, int]:
+    """Both as plain integers; refuses batches that can't be cut into ranks x micro-batches."""
+    sizes = (batch_size, micro_batches)
+    if not all(isinstance(n, int | np.integer) and n is not True and n > 0 for n in sizes):
         raise DataError(
             given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
-            found="both are positive whole numbers",
+            found="both must be positive whole numbers",
             fix="for example batch_size=512, micro_batches=4",
         )
     if batch_size < ranks * micro_batches:
         raise DataError(
-            given=f"batch_size={batch_size}, micro_batches={micro_batches}",
-            found=f"a global batch of {batch_size} for {ranks} data ranks x {micro_batches} "
-            f"micro-batches: {ranks * micro_batches - batch_size} of them would never get a sample",
-            fix=f"batch_size={ranks * micro_batches} or more (it counts all ranks together)",
+            given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
+            found=f"{batch_size} sample(s) for {ranks} x {micro_batches} micro-batches: "
+            f"{ranks * micro_batches - batch_size} of them would never get one",
+            fix=f"batch_size={ranks * micro_batches} or more: it counts all ranks together",
         )
+    return int(batch_size), int(micro_batches)
 
 
 def _as_it_is(value: Any) -> Any:

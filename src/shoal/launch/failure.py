@@ -124,16 +124,18 @@ def exit_status(error: SystemExit) -> tuple[int, str]:
 
 
 def _spell(error: BaseException) -> str:
-    """The traceback from the user's script on."""
-    where = None
-    if isinstance(error, ShoalError):
-        # The report ends with the place, once.
-        where, error.where = error.where, None
+    """The traceback from the user's script on; of a ShoalError only the user's own lines."""
+    trace = _skip_launcher(error)
+    if not isinstance(error, ShoalError):
+        return "".join(traceback.format_exception(type(error), error, trace))
+    own = [frame for frame in traceback.extract_tb(trace) if not _is_library(frame.filename)]
+    head = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+    # The report ends with the place, once.
+    where, error.where = error.where, None
     try:
-        return "".join(traceback.format_exception(type(error), error, _skip_launcher(error)))
+        return "".join([*head, *traceback.format_exception_only(error)])
     finally:
-        if isinstance(error, ShoalError):
-            error.where = where
+        error.where = where
 
 
 def _skip_launcher(error: BaseException) -> TracebackType | None:

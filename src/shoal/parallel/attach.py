@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TypeVar
 
 from torch import nn
@@ -35,14 +36,16 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
     The model is moved to the world's device; build the optimizer afterwards. Without a `strategy`
     the layout decides: replicated data-parallel ranks, or nothing in a world of one.
 
-    Raises StepError for what is no strategy, LayoutError for axes that the strategy does not serve.
+    Raises StepError for what is no model or no strategy and for a model that shares parameters with
+    one parallelized before, LayoutError for axes that the strategy does not serve.
     """
+    _check_model(model, world)
     if strategy is None:
         strategy = DDP()
     if isinstance(strategy, str | type) or not hasattr(strategy, "apply"):
         raise StepError(
             given=f"parallelize(model, world, {strategy!r})",
-            found="a strategy is a value, not its name",
+            found="a strategy is a value such as shoal.DDP(), not a name, a class or a list",
             fix="shoal.DDP() or shoal.DataParallel(), with options if needed; or leave it out",
         )
     idle = [
@@ -61,12 +64,38 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
     return model
 
 
+def _check_model(model: object, world: World) -> None:
+    if not isinstance(model, nn.Module):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, …)",
+            found="it is not a torch.nn.Module",
+            fix="model = shoal.parallelize(Model(), world)",
+        )
+    if _sharing(model, world):
+        gc.collect()  # models that were dropped live on in reference cycles until now
+    for other in _sharing(model, world):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, world)",
+            found=f"its parameters already belong to a parallelized {type(other).__name__}; they "
+            "would be reduced over ranks twice",
+            fix="call parallelize once, on the module that holds all of them, or on a "
+            "copy.deepcopy(model)",
+        )
+
+
+def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
+    """The parallelized models that share parameters with `model`."""
+    own = {id(parameter) for parameter in model.parameters()}
+    others = [engine.module for engine in world.engines]
+    return [other for other in others if any(id(p) in own for p in other.parameters())]
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine that `parallelize` attached; StepError if there is none."""
     attachment = getattr(model, ATTRIBUTE, None)
     if not isinstance(attachment, Attachment) or attachment.engine is None:
         raise StepError(
-            given=f"a {type(model).__name__} that was not parallelized"
+            given=f"{type(model).__name__}, a model that was not parallelized"
             + (" (a copy of one that was)" if attachment is not None else ""),
             found="no engine that could run its step",
             fix="model = shoal.parallelize(model, world)",

@@ -31,7 +31,7 @@ class LocalEngine(OpenEngine):
             raise StepError(
                 given=f"parallelize({type(module).__name__}, world)",
                 found="a model without trainable parameters",
-                fix="set requires_grad on what should learn before parallelize",
+                fix="parameter.requires_grad_(True) for what should learn, before parallelize",
             )
         self._shown: list[tuple[Tensor, Count, float]] = []
         self._unused_checked = False
@@ -106,7 +106,8 @@ class LocalEngine(OpenEngine):
         self.discard()
 
     def discard(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients, and what was recorded of the batch that they are of."""
+        self._shown.clear()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -1,0 +1,252 @@
+"""A mean returned as a sum is told at the first step; no other loss is taken for one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.trial import is_mean
+
+SAMPLES = 24
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(SAMPLES, 6, generator=GENERATOR)
+Y = torch.arange(SAMPLES) % 5
+# As tokens: every third has no target, and of one half all but one.
+TOKENS = torch.where(torch.arange(SAMPLES * 3).reshape(SAMPLES, 3) % 3 == 0, -100, Y[:, None])
+TOKENS[12:23] = -100
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Own(nn.Module):
+    """Returns what models of other libraries do: an object that holds their loss."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.reduction = reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=F.cross_entropy(self.linear(x), y, reduction=self.reduction))
+
+
+class Sampling(nn.Module):
+    """Noise also in eval mode, as in a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.linear(x)
+        return output + torch.randn(output.shape)
+
+
+class OtherInEval(nn.Module):
+    """Predictions instead of scores in eval mode, as detectors give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor | list[int]:
+        output: Tensor = self.linear(x)
+        return output if self.training else output.argmax(-1).tolist()
+
+
+def cross_entropy(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def tokens(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    scores = output[:, None].expand(-1, 3, -1).flatten(0, 1)
+    targets = batch[1].flatten()
+    return F.cross_entropy(scores, targets, reduction=reduction), (targets != -100).sum()
+
+
+def contrastive(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    similar = output @ output.T
+    return F.cross_entropy(similar, torch.arange(len(output)), reduction=reduction), len(output)
+
+
+def noisy(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    shift = torch.rand(()) + random.random() + np.random.random()
+    return (output + shift).square().sum(), len(output)
+
+
+def own_noise(output: Tensor, batch: Any, noise: shoal.Noise) -> tuple[Tensor, int]:
+    return (output - noise.normal(5)).square().sum(), len(output)
+
+
+def cancelling(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    advantages = torch.linspace(-1, 1, len(output), dtype=output.dtype)[:, None]
+    return (advantages * (output * 0 + 100)).sum(), len(output)
+
+
+def of_fixed_size(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.reshape(SAMPLES, 5).square().sum(), SAMPLES
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (output - X[: len(output), :5]).square().sum(), len(output)
+
+
+Loss = Callable[..., Any]
+
+
+def train(model: nn.Module, loss: Loss, data: Any = (X, Y), **options: Any) -> shoal.Result:
+    batch_size = options.pop("batch_size", SAMPLES)
+    micro_batches = options.pop("micro_batches", 1)
+    inputs = options.pop("inputs", None)
+    with shoal.init() as world:
+        shoal.parallelize(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = shoal.Step(model, optimizer, shoal.Task(loss, inputs=inputs), **options)
+        loader = shoal.Loader(data, world, batch_size=batch_size, micro_batches=micro_batches)
+        return step(next(loader.epochs(1)))
+
+
+LINEAR = lambda: nn.Linear(6, 5)  # noqa: E731 - short in the tables below
+HALF = lambda: nn.Linear(6, 5, dtype=torch.bfloat16)  # noqa: E731
+DICT = {"input": X, "y": Y}
+NAMED = {"inputs": lambda batch: batch["input"]}
+BOTH = {"inputs": lambda batch: (batch[0], batch[1])}
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "data", "options"),
+    [
+        pytest.param(LINEAR, lambda o, b: (F.cross_entropy(o, b[1]), len(b[1])), (X, Y), {}, id="mean"),
+        pytest.param(LINEAR, lambda o, b: (F.cross_entropy(o, b[1]), 1), (X, Y), {}, id="count 1"),
+        pytest.param(LINEAR, lambda o, b: (F.mse_loss(o, b[0][:, :5]), 24), (X, Y), {}, id="squares"),
+        pytest.param(LINEAR, lambda o, b: (o.square().mean() * 1e-9, 24), (X, Y), {}, id="tiny"),
+        pytest.param(LINEAR, lambda o, b: tokens("mean", o, b), (X, TOKENS), {}, id="tokens"),
+        pytest.param(LINEAR, lambda o, b: (F.cross_entropy(o, b["y"]), 24), DICT, NAMED, id="mapping"),
+        pytest.param(
+            LINEAR,
+            lambda o, b: (F.cross_entropy(o, b[1]), len(b[1])),
+            (X, Y),
+            {"batch_size": 15, "micro_batches": 3, "precision": "bf16"},
+            id="micro-batches in mixed precision",
+        ),
+        pytest.param(
+            HALF, lambda o, b: (F.cross_entropy(o, b[1]), 24), (X.bfloat16(), Y), {}, id="half"
+        ),
+        pytest.param(lambda: Own("mean"), lambda o, b: (o.loss, 24), (X, Y), BOTH, id="model's own"),
+    ],
+)
+def test_means_are_told_before_anything_moves(
+    model: Callable[[], nn.Module], loss: Loss, data: Any, options: dict[str, Any]
+) -> None:
+    net = model()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(shoal.StepError, match="it is a mean, not a sum") as caught:
+        train(net, loss, data, **options)
+    assert "reduction='sum'" in caught.value.fix
+    assert "output.loss * n, n" in caught.value.fix
+    assert "test_trial.py:" in caught.value.given
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "data", "options"),
+    [
+        pytest.param(LINEAR, cross_entropy, (X, Y), {}, id="sum"),
+        pytest.param(LINEAR, cross_entropy, Pair(X, Y), {"batch_size": 7}, id="namedtuple, odd"),
+        pytest.param(LINEAR, lambda o, b: (o.sum() * 0, 24), (X, Y), {}, id="zero"),
+        pytest.param(LINEAR, lambda o, b: (o.square().sum() * 1e-10, 24), (X, Y), {}, id="tiny"),
+        pytest.param(LINEAR, squares, (X, Y), {}, id="squares"),
+        pytest.param(
+            LINEAR, lambda o, b: (F.cross_entropy(o, b[1]), 1), (X, Y), {"batch_size": 1}, id="of one"
+        ),
+        pytest.param(LINEAR, lambda o, b: tokens("sum", o, b), (X, TOKENS), {}, id="tokens"),
+        pytest.param(LINEAR, lambda o, b: contrastive("sum", o, b), (X, Y), {}, id="contrastive"),
+        pytest.param(LINEAR, lambda o, b: contrastive("mean", o, b), (X, Y), {}, id="its mean"),
+        pytest.param(LINEAR, noisy, (X, Y), {}, id="noise in the loss"),
+        pytest.param(LINEAR, own_noise, (X, Y), {}, id="noise by position"),
+        pytest.param(Sampling, cross_entropy, (X, Y), {}, id="noise in the model"),
+        pytest.param(LINEAR, cancelling, (X, Y), {}, id="cancelling"),
+        pytest.param(HALF, cancelling, (X.bfloat16(), Y), {}, id="cancelling in half precision"),
+        pytest.param(HALF, cross_entropy, (X.bfloat16(), Y), {}, id="half precision"),
+        pytest.param(LINEAR, of_fixed_size, (X, Y), {}, id="of a fixed size"),
+        pytest.param(OtherInEval, cross_entropy, (X, Y), {}, id="another output in eval mode"),
+        pytest.param(
+            LINEAR,
+            lambda o, b: (F.cross_entropy(o, b["y"], reduction="sum"), len(b["y"])),
+            DICT,
+            NAMED,
+            id="mapping",
+        ),
+        pytest.param(lambda: Own("sum"), lambda o, b: (o.loss, 24), (X, Y), BOTH, id="model's own"),
+    ],
+)
+def test_nothing_else_is_taken_for_a_mean(
+    model: Callable[[], nn.Module], loss: Loss, data: Any, options: dict[str, Any]
+) -> None:
+    assert np.isfinite(train(model(), loss, data, **options).loss)
+
+
+def test_the_trial_leaves_no_trace() -> None:
+    seen: list[bool] = []
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.training)
+            random.random()
+            np.random.random()
+            torch.rand(())
+            output: Tensor = super().forward(x)
+            return output
+
+    norm = nn.BatchNorm1d(5)
+    net = Net(nn.Linear(6, 5), norm)
+    norm.eval()  # frozen, as when fine-tuning
+    with shoal.init() as world:
+        shoal.parallelize(net, world)
+        step = shoal.Step(net, torch.optim.SGD(net.parameters(), lr=0.1), shoal.Task(cross_entropy))
+        batch = next(shoal.Loader((X, Y), world, batch_size=8).epochs(1))
+        draws = draw_after(lambda: net(batch.micros[0].value[0]))
+        assert draw_after(lambda: step(batch)) == draws
+    assert seen == [True, False, True]
+    assert [module.training for module in net.modules()] == [True, True, False]
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+
+
+def draw_after(action: Callable[[], object]) -> tuple[float, float, float]:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    action()
+    return random.random(), np.random.random(), torch.rand(()).item()
+
+
+@pytest.mark.parametrize(
+    ("whole", "first", "second", "mean"),
+    [
+        (1.0, 1.0, 1.0, True),
+        (2.0, 1.0, 1.0, False),
+        (1.5, 1.0, 2.0, True),
+        (1.25, 1.0, 2.0, True),  # by counts, 3 to 1
+        (1.7, 1.0, 2.0, False),
+        (0.0, 0.0, 0.0, False),
+        (float("nan"), 1.0, 1.0, False),
+        (1.0, 1.0, float("nan"), False),
+        (float("inf"), float("inf"), 1.0, False),
+    ],
+)
+def test_what_a_mean_looks_like(whole: float, first: float, second: float, mean: bool) -> None:
+    assert is_mean(whole, ((first, 3.0), (second, 1.0)), (2, 2)) is mean
