@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -198,13 +199,9 @@ class Step:
         if micro.samples < 2:
             return
         middle = micro.samples // 2
-        training = self.model.training
         with torch.no_grad(), torch.random.fork_rng(_cuda_devices(self.model)):
-            self.model.eval()
-            try:
+            with evaluation(self.model):
                 output = self.infer(micro, batch.seed)
-            finally:
-                self.model.train(training)
             pieces = _halves(output, micro, middle)
             if pieces is None:
                 return
@@ -222,6 +219,18 @@ class Step:
             found=f"its halves give {first:.6g} and {second:.6g}: it is a mean, not a sum",
             fix="reduction='sum' in the loss function, and the number of samples as the count",
         )
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode that it was found in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _result(loss: float, norm: float, totals: Totals, skipped: bool, begun: float) -> Result:

@@ -42,11 +42,18 @@ class LocalEngine(OpenEngine):
             self.call = torch.compile(self.module)
             return
         scripted = torch.jit.script(self.module)
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        twins = dict(scripted.named_modules(remove_duplicate=False))
+        modes = [module.training for module in modules.values()]
 
         def call(*arguments: Any, **named: Any) -> Any:
-            # The scripted twin shares parameters and buffers, but not the mode.
-            if scripted.training != self.module.training:
-                scripted.train(self.module.training)
+            # The scripted twins share parameters and buffers, but not the modes.
+            nonlocal modes
+            found = [module.training for module in modules.values()]
+            if found != modes:
+                for name, training in zip(modules, found, strict=True):
+                    twins[name].training = training
+                modes = found
             return scripted(*arguments, **named)
 
         self.call = call
