@@ -58,7 +58,7 @@ class Arrays(Source):
             return pieces
         if self._structure is dict:
             return dict(zip(self._tensors, pieces, strict=True))
-        return pieces[0]
+        return pieces[0] if self._structure is None else self._structure(pieces)
 
 
 class Mapped(Source):
@@ -86,6 +86,23 @@ class Mapped(Source):
         return values
 
 
+class Rows(Dataset[Any]):
+    """A tuple or mapping of arrays as samples, for a collate function of the user's own."""
+
+    def __init__(self, structure: Any, columns: Any) -> None:
+        self._structure = structure
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return min(len(column) for column in _values(self._columns))
+
+    def __getitem__(self, index: int) -> Any:
+        rows = [column[index] for column in _values(self._columns)]
+        if self._structure is dict:
+            return dict(zip(self._columns, rows, strict=True))
+        return self._structure(rows)
+
+
 def source(dataset: Any, collate: Collate | None, share: int) -> Source:
     """What serves `dataset`; `share` is the samples a rank takes of a full batch.
 
@@ -97,7 +114,7 @@ def source(dataset: Any, collate: Collate | None, share: int) -> Source:
             found="it has no sample at a position, which exact resume rests on",
             fix="a map-style dataset with __len__ and __getitem__; streams come with a later version",
         )
-    arrays = None if collate is not None else _arrays(dataset)
+    arrays = _arrays(dataset)
     if arrays is not None:
         structure, tensors = arrays
         lengths = {key: len(tensor) for key, tensor in tensors.items()}
@@ -107,7 +124,10 @@ def source(dataset: Any, collate: Collate | None, share: int) -> Source:
                 found=f"they hold different numbers of samples: {lengths}",
                 fix="give tensors with the same first dimension",
             )
+    if arrays is not None and collate is None:
         found: Source = Arrays(structure, tensors, share)
+    elif isinstance(dataset, tuple | Mapping) and arrays is not None:
+        found = Mapped(Rows(structure, dataset), collate or default_collate)
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         found = Mapped(dataset, collate or default_collate)
     else:
@@ -131,15 +151,26 @@ def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
         return tuple, dict(enumerate(dataset.tensors))
     if isinstance(dataset, Tensor | np.ndarray):
         return None, {0: _tensor(dataset)}
-    if isinstance(dataset, Mapping) and _all_arrays(list(dataset.values())):
+    if not isinstance(dataset, tuple | Mapping) or not dataset:
+        return None
+    others = [value for value in _values(dataset) if not isinstance(value, Tensor | np.ndarray)]
+    if others and (isinstance(dataset, Mapping) or len(others) < len(dataset)):
+        raise DataError(
+            given=f"Loader({type(dataset).__name__}, …)",
+            found=f"it holds a {type(others[0]).__name__}, which is neither a tensor nor an array",
+            fix="tensors or arrays only, as in (torch.tensor(images), torch.tensor(labels)); one "
+            "split of a DatasetDict",
+        )
+    if others:
+        return None
+    if isinstance(dataset, Mapping):
         return dict, {key: _tensor(value) for key, value in dataset.items()}
-    if isinstance(dataset, tuple) and _all_arrays(dataset):
-        return tuple, {number: _tensor(value) for number, value in enumerate(dataset)}
-    return None
+    structure = getattr(dataset, "_make", tuple)  # of a namedtuple
+    return structure, {number: _tensor(value) for number, value in enumerate(dataset)}
 
 
-def _all_arrays(values: Sequence[Any]) -> bool:
-    return bool(values) and all(isinstance(value, Tensor | np.ndarray) for value in values)
+def _values(columns: tuple[Any, ...] | Mapping[Any, Any]) -> Sequence[Any]:
+    return list(columns.values()) if isinstance(columns, Mapping) else columns
 
 
 def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
