@@ -69,19 +69,28 @@ def init(
 def choose_device(device: str | torch.device | None, placement: Placement) -> torch.device:
     """The device of this rank: as given, else the visible GPU of its local rank, else the CPU.
 
-    Where each task sees one GPU only, that one is its device whatever its local rank is.
+    "cuda" without a number is the GPU of the local rank too. Where each task sees one GPU only,
+    that one is its device whatever its local rank is.
     """
     if device is not None:
         try:
-            return torch.device(device)
+            chosen = torch.device(device)
         except RuntimeError as error:
             raise LaunchError(
                 given=f"device={device!r}",
                 found=str(error).splitlines()[0],
                 fix="device='cpu', device='cuda', or leave it out",
             ) from None
+        if chosen.type != "cuda" or chosen.index is not None:
+            return chosen
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        if device is None:
+            return torch.device("cpu")
+        raise LaunchError(
+            given=f"device={str(device)!r}",
+            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}",
+            fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
+        )
     visible = torch.cuda.device_count()
     if visible > 1 and placement.local_rank >= visible:
         raise LaunchError(
@@ -156,7 +165,7 @@ class World:
         self._sections = 0
         self._stepping = False
         self._closed = False
-        self._were_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._deterministic_mode = torch.get_deterministic_debug_mode()
         if deterministic:
             environ.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
@@ -316,7 +325,7 @@ class World:
         self._engines.clear()
         self._mesh = None
         if self._deterministic:
-            torch.use_deterministic_algorithms(self._were_deterministic)
+            torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.group = None
