@@ -185,6 +185,7 @@ class Step:
         self.number = state["number"]
 
     def _prepare(self, batch: Batch) -> None:
+        self.engine.world.stepping()
         self._check_loss_adds_up(batch)
         if self._compile is not None:
             self.engine.compile(self._compile)

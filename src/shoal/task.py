@@ -303,6 +303,7 @@ class Batch:
         they are not finite; the parameters are untouched then.
         """
         engine = self._engine(model)
+        engine.world.stepping()
         result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
         if not result.finite:
             raise not_finite(result, self)
