@@ -39,7 +39,7 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
     """
     if strategy is None:
         strategy = DDP()
-    if isinstance(strategy, str | type) or not hasattr(strategy, "apply"):
+    if isinstance(strategy, str | type | nn.Module) or not hasattr(strategy, "apply"):
         raise StepError(
             given=f"parallelize(model, world, {strategy!r})",
             found="a strategy is a value, not its name",
