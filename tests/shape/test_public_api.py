@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import shoal
+
 # Runs in a fresh process: imports the package, then says what that did and what it exports.
 PROBE = """
 import json, os, signal, sys, threading, types
