@@ -164,7 +164,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
         norms = tuple(norm.to(first.device, dtype) for norm in norms)
     elif first.dtype in (torch.float16, torch.bfloat16):
-        norms = tuple(norm.float() for norm in norms)
+        norms = torch._foreach_norm(list(gradients), 2, torch.float32)  # not rounded to 16 bits
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
