@@ -27,7 +27,9 @@ def free_port() -> int:
 class Ranks:
     """`ranks.call(function, *arguments)` runs `function(world, *arguments)` on every rank."""
 
-    def __init__(self, size: int, *, seed: int = 0, timeout: float = 60.0) -> None:
+    def __init__(
+        self, size: int, *, seed: int = 0, timeout: float = 60.0, prepare_timeout: float = 60.0
+    ) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "shoal.step", "shoal.data"])
@@ -37,7 +39,9 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, size, port, seed, timeout), daemon=True
+                target=_serve,
+                args=(theirs, rank, size, port, seed, timeout, prepare_timeout),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -94,7 +98,15 @@ class RankError(Exception):
         self.text = text
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, seed: int, timeout: float) -> None:
+def _serve(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    seed: int,
+    timeout: float,
+    prepare_timeout: float,
+) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -104,7 +116,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, seed: int, timeout
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    with shoal.init(seed=seed, timeout=timeout, prepare_timeout=timeout) as world:
+    with shoal.init(seed=seed, timeout=timeout, prepare_timeout=prepare_timeout) as world:
         while True:
             try:
                 function, arguments = pipe.recv()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         ShoalError,
         StepError,
     )
-    from shoal.evaluate import Accuracy, evaluate
+    from shoal.evaluation import Accuracy, evaluate
     from shoal.layout import Layout
     from shoal.parallel import DDP, DataParallel, Single, parallelize
     from shoal.run import Run
@@ -42,7 +42,7 @@ _HOMES = {
         "ShoalError",
         "StepError",
     ),
-    "evaluate": ("Accuracy", "evaluate"),
+    "evaluation": ("Accuracy", "evaluate"),
     "layout": ("Layout",),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
     "run": ("Run",),

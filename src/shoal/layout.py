@@ -115,9 +115,7 @@ class Layout:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Where `rank` stands on `axis`, from 0 (row-major over AXES)."""
-        inner = AXES[AXES.index(axis) + 1 :]
-        stride = math.prod(self.degree(name) for name in inner)
-        return rank // stride % self.degree(axis)
+        return rank // self._stride(axis) % self.degree(axis)
 
     def data_rank(self, rank: int) -> int:
         """Which share of the global batch `rank` takes; its model-parallel peers take the same."""
@@ -128,19 +126,22 @@ class Layout:
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` at most along `axes`, in rank order."""
-        others = [axis for axis in AXES if axis not in axes]
-        return tuple(
-            peer
-            for peer in range(self.size)
-            if all(self.coordinate(peer, axis) == self.coordinate(rank, axis) for axis in others)
-        )
+        members = [rank]
+        for axis in (axis for axis in AXES if axis in axes):
+            stride = self._stride(axis)
+            steps = range(0, self.degree(axis) * stride, stride)
+            back = self.coordinate(rank, axis) * stride
+            members = [member - back + step for member in members for step in steps]
+        return tuple(members)
 
     def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """Every group along `axes`, each once, by its first rank."""
         for rank in range(self.size):
-            members = self.group(rank, *axes)
-            if members[0] == rank:
-                yield members
+            if all(self.coordinate(rank, axis) == 0 for axis in axes):
+                yield self.group(rank, *axes)
+
+    def _stride(self, axis: str) -> int:
+        return math.prod(self.degree(inner) for inner in AXES[AXES.index(axis) + 1 :])
 
 
 def _is_integer(text: str) -> bool:

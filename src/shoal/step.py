@@ -193,6 +193,7 @@ class Step:
                 )
 
     def _prepare(self, batch: Batch) -> None:
+        self.engine.world.stepping()
         check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)

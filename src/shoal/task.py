@@ -46,11 +46,10 @@ class Noise:
     def generators(self) -> list[np.random.Generator]:
         """One NumPy generator per sample of the micro-batch, in its order; each call goes on."""
         if self._generators is None:
-            positions = range(self.first, self.first + self.samples)
-            self._generators = [
-                np.random.Generator(np.random.Philox(key=[self.seed & _MASK, position]))
-                for position in positions
-            ]
+            keys = np.empty((self.samples, 2), np.uint64)
+            keys[:, 0] = self.seed & _MASK
+            keys[:, 1] = np.arange(self.first, self.first + self.samples)
+            self._generators = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
         return self._generators
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -60,8 +59,9 @@ class Noise:
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Numbers uniform in [0, 1) on the CPU, shape (samples, *shape)."""
-        rows = [generator.random(shape) for generator in self.generators()]
-        return torch.from_numpy(np.stack(rows)).to(dtype)
+        rows = np.stack([generator.random(shape) for generator in self.generators()])
+        grain = torch.finfo(dtype).eps / 2  # between numbers below 1; without it some round up to 1
+        return torch.from_numpy(np.floor(rows / grain) * grain).to(dtype)
 
 
 _MASK = 2**64 - 1
@@ -337,6 +337,7 @@ class Batch:
         engine = self._engine(model)
         self._check_backwards(engine)
         check_clip(clip)
+        engine.world.stepping()
         try:
             result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
             if not result.finite:

@@ -176,7 +176,7 @@ class World:
         self._sections = 0
         self._stepping = False
         self._closed = False
-        self._were_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._deterministic_mode = torch.get_deterministic_debug_mode()
         if deterministic:
             environ.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
@@ -336,7 +336,7 @@ class World:
         self._engines.clear()
         self._mesh = None
         if self._deterministic:
-            torch.use_deterministic_algorithms(self._were_deterministic)
+            torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
         self.group = None

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import shoal
+
 # Runs in a fresh process: imports the package, then says what that did and what it exports.
 PROBE = """
 import json, os, signal, sys, threading, types
@@ -112,3 +114,9 @@ def test_lazy_names_and_constants_pass(tmp_path: Path) -> None:
         "    return f\n"
     )
     assert faults(tmp_path) == []
+
+
+def test_no_public_name_is_hidden_by_a_module(repository: Path) -> None:
+    # Importing a module binds its name in the package, in place of what __getattr__ would find.
+    modules = {path.stem for path in (repository / "src/shoal").iterdir()}
+    assert modules & set(shoal.__all__) == set()

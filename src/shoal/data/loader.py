@@ -120,7 +120,7 @@ class Loader:
             num_workers=self._num_workers,
             prefetch_factor=self._prefetch_factor if self._num_workers else None,
             pin_memory=self._pin_memory,
-            generator=_cpu_generator(self.world),
+            generator=_cpu_generator(self.world, self.position),
         )
         for values in loader:
             yield from zip(blocks.sent.pop(0), values, strict=True)
@@ -198,5 +198,6 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
-def _cpu_generator(world: World) -> torch.Generator:
-    return torch.Generator().manual_seed(world.seed_for("workers"))
+def _cpu_generator(world: World, position: int) -> torch.Generator:
+    # By position, so that what workers draw does not repeat in a later loop or after a resume.
+    return torch.Generator().manual_seed(world.seed_for(f"workers from sample {position}"))

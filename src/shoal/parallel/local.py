@@ -42,11 +42,18 @@ class LocalEngine(OpenEngine):
             self.call = torch.compile(self.module)
             return
         scripted = torch.jit.script(self.module)
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        twins = dict(scripted.named_modules(remove_duplicate=False))
+        modes = [module.training for module in modules.values()]
 
         def call(*arguments: Any, **named: Any) -> Any:
-            # The scripted twin shares parameters and buffers, but not the mode.
-            if scripted.training != self.module.training:
-                scripted.train(self.module.training)
+            # The scripted twins share parameters and buffers, but not the modes.
+            nonlocal modes
+            found = [module.training for module in modules.values()]
+            if found != modes:
+                for name, training in zip(modules, found, strict=True):
+                    twins[name].training = training
+                modes = found
             return scripted(*arguments, **named)
 
         self.call = call
@@ -158,7 +165,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
         norms = tuple(norm.to(first.device, dtype) for norm in norms)
     elif first.dtype in (torch.float16, torch.bfloat16):
-        norms = tuple(norm.float() for norm in norms)
+        norms = torch._foreach_norm(list(gradients), 2, torch.float32)  # not rounded to 16 bits
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 

@@ -127,9 +127,10 @@ class DDPEngine(LocalEngine):
             value = torch.stack(sums) * weight
         if micro.weight == 0:
             value = torch.zeros_like(value)  # not 0 * loss, which is NaN for an infinite loss
+        if not self._primed:
+            # Before any other backward: the reducer takes the first that it sees for the graph.
+            self._prime_static(loss, value)
         if last:
-            if not self._primed:
-                self._prime_static(loss, value)
             self._reducer.prepare_for_forward()
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
             self._reducer.prepare_for_backward(roots)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.data import Loader
 from shoal.data.source import Collate
@@ -78,7 +78,9 @@ def evaluate(
         collate_fn=collate_fn,
         num_workers=num_workers,
     )
-    foreign = {name: _local(name, metric) for name, metric in metrics.items() if _foreign(metric)}
+    foreign = {
+        name: _local(name, metric, world) for name, metric in metrics.items() if _foreign(metric)
+    }
     sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
     samples = 0
     with evaluation(step.model), torch.no_grad():
@@ -170,15 +172,15 @@ def _foreign(metric: Any) -> bool:
     return all(hasattr(metric, name) for name in ("update", "compute", "reset"))
 
 
-def _local(name: str, metric: Any) -> Any:
+def _local(name: str, metric: Any, world: World) -> Any:
     """A fresh copy of a torchmetrics Metric that never talks to other ranks by itself."""
-    if isinstance(metric, nn.ModuleDict) or not hasattr(metric, "metric_state"):
+    if not hasattr(metric, "_reductions"):
         raise StepError(
             given=f"metrics={{{name!r}: {type(metric).__name__}}}",
             found="a collection, whose states can't be merged over ranks",
             fix="give its metrics one by one: metrics={'f1': F1Score(…), 'recall': Recall(…)}",
         )
-    copy = metric.clone()
+    copy = metric.clone().to(world.device)
     copy.reset()
     copy.distributed_available_fn = lambda: False
     return copy
@@ -195,10 +197,11 @@ def _merged(metric: Any, world: World) -> Any:
     for name in metric.metric_state if seen else ():
         values = [state[name] for state in seen]
         if isinstance(values[0], list):
-            merged: Any = [item for value in values for item in value]
+            merged: Any = [item.to(world.device) for value in values for item in value]
         else:
             reduce = metric._reductions[name]
-            merged = torch.stack(values) if reduce is None else reduce(torch.stack(values))
+            stacked = torch.stack(values).to(world.device)
+            merged = stacked if reduce is None else reduce(stacked)
         setattr(metric, name, merged)
     metric._update_count = max(1, metric.update_count)  # compute warns where no update was seen
     value = metric.compute()

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import LayoutError
+from shoal.layout import AXES, Layout
+
+DEGREES = st.integers(1, 4)
+LAYOUTS = st.builds(
+    Layout, replicate=DEGREES, shard=DEGREES, context=DEGREES, tensor=DEGREES, pipeline=DEGREES
+)
+
+
+def test_neighbouring_ranks_share_the_axes_that_talk_most() -> None:
+    layout = Layout(pipeline=2, replicate=2, tensor=2)
+    assert [layout.coordinate(rank, "tensor") for rank in range(8)] == [0, 1] * 4
+    assert [layout.coordinate(rank, "replicate") for rank in range(8)] == [0, 0, 1, 1] * 2
+    assert [layout.coordinate(rank, "pipeline") for rank in range(8)] == [0] * 4 + [1] * 4
+    assert list(layout.groups("tensor")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert list(layout.groups("pipeline")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_model_parallel_peers_take_the_same_samples() -> None:
+    layout = Layout(replicate=2, shard=2, tensor=2)
+    assert layout.data_size == 4
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@given(LAYOUTS)
+def test_coordinates_name_each_rank_once(layout: Layout) -> None:
+    found = [tuple(layout.coordinate(r, axis) for axis in AXES) for r in range(layout.size)]
+    assert sorted(found) == list(itertools.product(*(range(layout.degree(a)) for a in AXES)))
+
+
+@given(LAYOUTS, st.sets(st.sampled_from(AXES)))
+def test_groups_partition_the_world(layout: Layout, axes: set[str]) -> None:
+    groups = list(layout.groups(*axes))
+    assert sorted(itertools.chain(*groups)) == list(range(layout.size))
+    for group in groups:
+        assert all(layout.group(rank, *axes) == group for rank in group)
+
+
+@given(LAYOUTS)
+def test_data_ranks_are_numbered_without_gaps_and_equally_often(layout: Layout) -> None:
+    ranks = [layout.data_rank(rank) for rank in range(layout.size)]
+    times = layout.size // layout.data_size
+    assert sorted(ranks) == sorted(list(range(layout.data_size)) * times)
+
+
+@given(LAYOUTS, st.sampled_from([None, *AXES]))
+def test_text_reads_back(layout: Layout, open_axis: str | None) -> None:
+    degrees = {axis: layout.degree(axis) for axis in AXES}
+    if open_axis is not None:
+        degrees[open_axis] = -1
+    written = Layout(**degrees)
+    assert Layout.parse(str(written)) == written
+
+
+@given(LAYOUTS, st.sampled_from(AXES))
+def test_resolve_fills_in_what_the_others_leave(layout: Layout, axis: str) -> None:
+    degrees = {name: layout.degree(name) for name in AXES}
+    assert Layout(**(degrees | {axis: -1})).resolve(layout.size) == layout
+
+
+def test_a_large_world_is_grouped_at_once() -> None:
+    layout = Layout(replicate=512, shard=64, tensor=8)
+    groups = list(layout.groups("replicate"))
+    assert len(groups) == 64 * 8
+    assert groups[-1] == tuple(range(64 * 8 - 1, layout.size, 64 * 8))
+
+
+def test_text_names_only_what_is_not_one() -> None:
+    assert str(Layout()) == "replicate=1"
+    assert str(Layout(tensor=4, replicate=2)) == "replicate=2,tensor=4"
+    assert Layout.parse(" shard = -1 , tensor=2,") == Layout(shard=-1, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "no axis at all"),
+        ("replicas=2", "'replicas=2' is not one of"),
+        ("replicate", "'replicate' is not one of"),
+        ("replicate=two", "'replicate=two' is not one of"),
+        ("replicate=2,replicate=2", "'replicate' appears twice"),
+        ("replicate=0", "a degree is a positive integer"),
+        ("replicate=-2", "a degree is a positive integer"),
+        ("replicate=-1,shard=-1", "only one degree"),
+    ],
+)
+def test_text_that_is_no_layout(text: str, found: str) -> None:
+    with pytest.raises(LayoutError, match=found) as raised:
+        Layout.parse(text)
+    assert raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "found"),
+    [
+        ("replicate=2", 4, "multiply to 2"),
+        ("replicate=4", 2, "does not divide 2"),
+        ("replicate=-1,tensor=3", 4, "multiply to 3, which does not divide 4"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_world(text: str, size: int, found: str) -> None:
+    with pytest.raises(LayoutError, match=found) as raised:
+        Layout.parse(text).resolve(size)
+    assert f"layout='{text}' on {size} processes" in raised.value.given

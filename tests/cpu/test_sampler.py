@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.data.order import Order
+from shoal.data.sampler import Sampler, Share, cut
+
+SIZES = st.integers(1, 60)
+RANKS = st.integers(1, 9)
+MICROS = st.integers(1, 5)
+
+
+def sampler(rank: int = 0, **options: int | bool) -> Sampler:
+    defaults = {"size": 101, "batch_size": 16, "ranks": 3, "micro_batches": 2, "seed": 5}
+    values = defaults | {"shuffle": True, "drop_last": False} | options
+    return Sampler(rank=rank, **values)  # type: ignore[arg-type]
+
+
+@given(SIZES, RANKS, MICROS)
+def test_cells_partition_any_batch(size: int, ranks: int, micro_batches: int) -> None:
+    cells = [
+        cell
+        for rank in range(ranks)
+        for cell in cut(size, ranks=ranks, rank=rank, micro_batches=micro_batches)
+    ]
+    assert len(cells) == ranks * micro_batches
+    real = [cell for cell in cells if cell.weight == 1.0]
+    assert list(itertools.chain(*(range(cell.start, cell.stop) for cell in real))) == list(range(size))
+    lengths = [cell.stop - cell.start if cell.weight else 0 for cell in cells]
+    assert max(lengths) - min(lengths) <= 1
+
+
+@given(SIZES, RANKS, MICROS)
+def test_a_cell_without_samples_stands_in_with_the_first(size: int, ranks: int, micros: int) -> None:
+    for rank in range(ranks):
+        for cell in cut(size, ranks=ranks, rank=rank, micro_batches=micros):
+            assert (cell.start, cell.stop) == (0, 1) or cell.weight == 1.0
+
+
+def positions(share: Share) -> list[int]:
+    """The positions since the start of training that a share consumes."""
+    real = [cell for cell in share.cells if cell.weight]
+    return [share.first + place for cell in real for place in range(cell.start, cell.stop)]
+
+
+@given(
+    size=st.integers(1, 200),
+    batch_size=st.integers(1, 40),
+    ranks=st.integers(1, 4),
+    micro_batches=st.integers(1, 3),
+    start=st.integers(0, 450),
+    block=st.sampled_from([1, 2, 7, 64]),
+)
+def test_shares_cover_every_position_once_from_anywhere(
+    size: int, batch_size: int, ranks: int, micro_batches: int, start: int, block: int
+) -> None:
+    until = 2 * size
+    found: list[int] = []
+    batches = []
+    for rank in range(ranks):
+        mine = sampler(rank, size=size, batch_size=batch_size, ranks=ranks, micro_batches=micro_batches)
+        shares = list(itertools.chain(*mine.shares(start, until, block)))
+        batches.append([(share.first, share.size) for share in shares])
+        found += itertools.chain(*(positions(share) for share in shares))
+    assert sorted(found) == list(range(start, until))
+    assert all(cuts == batches[0] for cuts in batches)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_indices_are_those_of_the_order(rank: int) -> None:
+    for share in itertools.chain(*sampler(rank).shares(0, 303, 4)):
+        epoch, offset = divmod(share.first, 101)
+        order = Order(101, seed=5, epoch=epoch)
+        places = [p for cell in share.cells for p in range(offset + cell.start, offset + cell.stop)]
+        assert share.indices.tolist() == [order[place] for place in places]
+
+
+def test_a_list_of_shares_is_no_longer_than_asked_and_stays_within_an_epoch() -> None:
+    for shares in sampler().shares(0, 303, 4):
+        assert 1 <= len(shares) <= 4
+        assert len({share.first // 101 for share in shares}) == 1
+
+
+def test_the_block_changes_nothing() -> None:
+    one, many = (list(itertools.chain(*sampler().shares(37, 303, block))) for block in (1, 64))
+    assert [(s.first, s.size, s.cells) for s in one] == [(s.first, s.size, s.cells) for s in many]
+    assert all(np.array_equal(a.indices, b.indices) for a, b in zip(one, many, strict=True))
+
+
+def test_only_the_last_batch_of_an_epoch_is_short() -> None:
+    shares = list(itertools.chain(*sampler().shares(0, 202, 64)))
+    assert [share.size for share in shares] == ([16] * 6 + [5]) * 2
+
+
+def test_drop_last_leaves_out_the_short_batch_and_other_samples_in_each_epoch() -> None:
+    whole = sampler(ranks=1, micro_batches=1, drop_last=True)
+    assert whole.epoch_size == 96
+    shares = list(itertools.chain(*whole.shares(0, 2 * 96, 64)))
+    assert [share.size for share in shares] == [16] * 12
+    epochs = [
+        {int(i) for share in shares if share.first // 96 == epoch for i in share.indices}
+        for epoch in (0, 1)
+    ]
+    assert [len(epoch) for epoch in epochs] == [96, 96]
+    assert epochs[0] != epochs[1]
+
+
+def test_without_shuffle_positions_are_indices() -> None:
+    shares = itertools.chain(*sampler(ranks=1, micro_batches=1, shuffle=False).shares(0, 101, 64))
+    assert list(itertools.chain(*(share.indices.tolist() for share in shares))) == list(range(101))

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset as HubDataset
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import shoal
+from shoal.errors import DataError
+
+SIZE, BATCH = 11, 4
+X = torch.arange(SIZE * 2, dtype=torch.float32).view(SIZE, 2)
+Y = torch.arange(SIZE)
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Rows(Dataset[tuple[Tensor, int]]):
+    """Map-style, one sample at a time."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return X[index], int(Y[index])
+
+
+class Batched(Rows):
+    """Map-style with samples fetched together; its `__getitem__` must not be called."""
+
+    def __init__(self) -> None:
+        self.fetched: list[list[int]] = []
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        self.fetched.append(indices)
+        return [(X[index], int(Y[index])) for index in indices]
+
+
+class NamedRows(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return Pair(X[index], int(Y[index]))
+
+
+class DictRows(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": X[index], "y": int(Y[index])}
+
+
+def hub() -> Any:
+    return HubDataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch")
+
+
+def values(world: shoal.World, dataset: Any, **options: Any) -> list[Any]:
+    loader = shoal.Loader(dataset, world, batch_size=BATCH, seed=3, **options)
+    return [micro for batch in loader.epochs(1) for micro in batch]
+
+
+def indices() -> list[Tensor]:
+    order = shoal.Order(SIZE, seed=3, epoch=0).indices(0, SIZE)
+    return list(torch.from_numpy(order).split(BATCH))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        (X, Y),
+        (X.numpy(), Y.numpy()),
+        (X, Y.numpy()),
+        TensorDataset(X, Y),
+        Rows(),
+        NamedRows(),
+        list(zip(X, Y, strict=True)),
+    ],
+    ids=["tensors", "arrays", "both", "TensorDataset", "rows", "namedtuples", "list"],
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_pairs_of_every_kind(world: shoal.World, dataset: Any, micro_batches: int) -> None:
+    found = values(world, dataset, micro_batches=micro_batches)
+    assert all(len(pair) == 2 for pair in found)
+    chosen = torch.cat(indices())
+    assert torch.equal(torch.cat([pair[0] for pair in found]), X[chosen])
+    assert torch.equal(torch.cat([pair[1] for pair in found]), Y[chosen])
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [{"x": X, "y": Y}, {"x": X.numpy(), "y": Y}, UserDict(x=X, y=Y), DictRows(), hub()],
+    ids=["tensors", "arrays", "UserDict", "rows", "hub"],
+)
+def test_mappings_of_every_kind(world: shoal.World, dataset: Any) -> None:
+    for batch, chosen in zip(values(world, dataset), indices(), strict=True):
+        assert set(batch) == {"x", "y"}
+        assert torch.equal(batch["x"], X[chosen])
+        assert torch.equal(batch["y"], Y[chosen])
+
+
+@pytest.mark.parametrize("dataset", [X, X.numpy()], ids=["tensor", "array"])
+def test_a_single_tensor_gives_tensors(world: shoal.World, dataset: Any) -> None:
+    for batch, chosen in zip(values(world, dataset), indices(), strict=True):
+        assert torch.equal(batch, X[chosen])
+
+
+@pytest.mark.parametrize("dataset", [NamedRows(), Pair(X, Y)], ids=["rows", "tensors"])
+def test_namedtuples_keep_their_names(world: shoal.World, dataset: Any) -> None:
+    for batch, chosen in zip(values(world, dataset), indices(), strict=True):
+        assert torch.equal(batch.x, X[chosen])
+        assert torch.equal(batch.y, Y[chosen])
+
+
+def test_samples_are_fetched_together_where_the_dataset_can(world: shoal.World) -> None:
+    dataset = Batched()
+    values(world, dataset, micro_batches=2)
+    assert dataset.fetched == [chosen.tolist() for chosen in indices()]
+
+
+def test_arrays_that_are_no_contiguous_memory(world: shoal.World) -> None:
+    reversed_rows = X.numpy()[::-1]
+    for batch, chosen in zip(values(world, reversed_rows), indices(), strict=True):
+        assert np.array_equal(batch.numpy(), reversed_rows[chosen.numpy()])
+
+
+def joined(samples: list[Any]) -> Any:
+    """A collate function of one's own: a list of samples, untouched."""
+    return list(samples)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [(X, Y), (X.numpy(), Y), TensorDataset(X, Y), Rows(), Pair(X, Y)],
+    ids=["tensors", "arrays", "TensorDataset", "rows", "namedtuple"],
+)
+def test_a_collate_function_gets_samples(world: shoal.World, dataset: Any) -> None:
+    for batch, chosen in zip(values(world, dataset, collate_fn=joined), indices(), strict=True):
+        assert len(batch) == len(chosen)
+        for (x, y), index in zip(batch, chosen.tolist(), strict=True):
+            assert torch.equal(torch.as_tensor(x), X[index])
+            assert int(y) == index
+
+
+def test_a_collate_function_gets_samples_of_a_dict(world: shoal.World) -> None:
+    found = values(world, {"x": X, "y": Y}, collate_fn=joined)
+    for batch, chosen in zip(found, indices(), strict=True):
+        assert [int(sample["y"]) for sample in batch] == chosen.tolist()
+        assert all(torch.equal(sample["x"], X[sample["y"]]) for sample in batch)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+class NoLength:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("dataset", "found"),
+    [
+        (Stream(), "no sample at a position"),
+        (NoLength(), "not both __len__ and __getitem__"),
+        (iter([1]), "not both __len__ and __getitem__"),
+        ([], "without a sample"),
+        (torch.empty(0, 3), "without a sample"),
+        ((X, Y[:3]), r"different numbers of samples: \{0: 11, 1: 3\}"),
+        ({"x": X, "y": Y[:3]}, r"different numbers of samples: \{'x': 11, 'y': 3\}"),
+        (torch.tensor(1.0), "the first dimension counts samples"),
+        ((X, torch.tensor(1.0)), "the first dimension counts samples"),
+        ((X, Y.tolist()), "list"),
+        ({"x": X, "y": Y.tolist()}, "list"),
+        ({"x": "text"}, "str"),
+        ({}, "without a sample"),
+        ((), "without a sample"),
+    ],
+)
+def test_what_is_no_dataset(world: shoal.World, dataset: Any, found: str) -> None:
+    with pytest.raises(DataError, match=found) as raised:
+        shoal.Loader(dataset, world, batch_size=1)
+    assert raised.value.fix

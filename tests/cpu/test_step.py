@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import CheckpointError, StepError
+from shoal.step import LossScale
+from shoal.task import Batch, Micro
+
+SAMPLES = 12
+
+
+def samples(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(SAMPLES, 4, generator=generator).to(dtype),
+        torch.randint(0, 3, (SAMPLES,), generator=generator),
+    )
+
+
+def batch_of(data: tuple[Tensor, Tensor], *, micro_batches: int = 1) -> Batch:
+    size = len(data[0]) // micro_batches
+    pieces = zip(*(tensor.split(size) for tensor in data), strict=True)
+    micros = [Micro(piece, number * size, size, 1.0) for number, piece in enumerate(pieces)]
+    return Batch(0, len(data[0]), micros, seed=0)
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def build(world: shoal.World, model: nn.Module | None = None, **options: Any) -> shoal.Step:
+    model = shoal.parallelize(network() if model is None else model, world)
+    return shoal.Step(model, sgd(model), shoal.Task(loss), **options)
+
+
+def assert_same(model: nn.Module, other: nn.Module, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    for ours, theirs in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+def plain_step(
+    model: nn.Module, data: tuple[Tensor, Tensor], dtype: torch.dtype | None = None
+) -> float:
+    """The same in plain torch, with a mean over the whole batch."""
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        mean = F.cross_entropy(model(data[0]), data[1])
+    optimizer = sgd(model)
+    mean.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean.item()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_is_that_of_torch(world: shoal.World, precision: str, micro_batches: int) -> None:
+    step, reference = build(world, precision=precision), network()
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for _ in range(3):
+        result = step(batch_of(samples(), micro_batches=micro_batches))
+        mean = plain_step(reference, samples(), dtype)
+        assert result.loss == pytest.approx(mean, rel=1e-6 if dtype is None else 1e-2)
+        assert result.counted == SAMPLES
+        assert not result.skipped
+    assert step.number == 3
+    assert all(p.dtype == torch.float32 for p in step.model.parameters())
+    assert_same(step.model, reference, rtol=1e-5, atol=1e-6 if dtype is None else 3e-3)
+
+
+class Seen(nn.Module):
+    """Notes the dtype that its last layer computed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.dtype: torch.dtype | None = None
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.layer(values)
+        self.dtype = output.dtype
+        return output
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_the_precision_is_that_of_training_and_inference(
+    world: shoal.World, precision: str, dtype: torch.dtype
+) -> None:
+    model = Seen()
+    step = build(world, model, precision=precision)
+    step(batch_of(samples()))
+    assert model.dtype == dtype
+    model.dtype = None
+    step.infer(Micro(samples(), 0, SAMPLES, 1.0), 0)
+    assert model.dtype == dtype
+
+
+def test_the_loss_scale_follows_torch() -> None:
+    finite = [True] * 5 + [False] + [True] * 3 + [False, False] + [True] * 9
+    ours = LossScale(value=1024.0, interval=3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    parameter = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for good in finite:
+        theirs.scale(parameter * 1.0).backward()
+        if not good:
+            assert parameter.grad is not None
+            parameter.grad.fill_(math.inf)
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        ours.adapt(finite=good)
+        assert ours.value == theirs.get_scale()
+
+
+class Overflowing(nn.Module):
+    """A layer whose gradient overflows where `bad` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.bad = False
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.layer(values)
+        if self.bad and output.requires_grad:
+            output.register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+
+def test_an_overflow_of_fp16_skips_the_step_and_halves_the_scale(world: shoal.World) -> None:
+    model = Overflowing()
+    step = build(world, model, precision="fp16")
+    step.schedule = torch.optim.lr_scheduler.StepLR(step.optimizer, 1, gamma=0.5)
+    step(batch_of(samples()))
+    before, scale = copy.deepcopy(model.state_dict()), step.state_dict()["scale"]["value"]
+    model.bad = True
+    result = step(batch_of(samples()))
+    assert result.skipped
+    assert not math.isfinite(result.norm)
+    assert step.state_dict()["scale"] == {"value": scale / 2, "good": 0}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert step.schedule.last_epoch == 1
+    model.bad = False
+    assert not step(batch_of(samples())).skipped
+
+
+def test_gradients_of_fp16_are_unscaled_before_clipping(world: shoal.World) -> None:
+    half, full = (build(world, precision=name, clip=0.01) for name in ("fp16", "fp32"))
+    first, second = half(batch_of(samples())), full(batch_of(samples()))
+    assert first.norm == pytest.approx(second.norm, rel=1e-2)
+    assert_same(half.model, full.model, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_what_is_not_a_number_touches_nothing(world: shoal.World, precision: str) -> None:
+    step = build(world, precision=precision)
+    before = copy.deepcopy(step.model.state_dict())
+    bad = samples()
+    bad[0][5] = math.nan
+    with pytest.raises(StepError, match="a loss of nan"):
+        step(batch_of(bad))
+    assert all(torch.equal(before[name], value) for name, value in step.model.state_dict().items())
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_cosine_over_the_steps_ends_with_them(world: shoal.World, micro_batches: int) -> None:
+    step = build(world)
+    step.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(step.optimizer, T_max=20)
+    rates = []
+    for _ in range(20):
+        rates.append(step.optimizer.param_groups[0]["lr"])
+        step(batch_of(samples(), micro_batches=micro_batches))
+    assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * n / 20)) for n in range(20)])
+    assert step.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+
+
+class Branching(nn.Module):
+    """Behaves otherwise in eval mode, as dropout does, and holds what must not follow its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.norm(values))
+        if self.training:
+            return output
+        return output * 2
+
+
+COMPILERS = [
+    "script",
+    pytest.param("inductor", marks=pytest.mark.system),  # needs a C++ compiler
+]
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled_numbers_are_the_eager_ones(world: shoal.World, compiler: str) -> None:
+    compiled, eager = (build(world, Branching(), compile=how) for how in (compiler, None))
+    eager.model.load_state_dict(compiled.model.state_dict())
+    for _ in range(3):
+        first, second = (step(batch_of(samples(), micro_batches=2)) for step in (compiled, eager))
+        assert first.loss == pytest.approx(second.loss, rel=1e-5)
+    assert_same(compiled.model, eager.model, rtol=1e-5, atol=1e-6)
+    assert list(compiled.model.state_dict()) == list(eager.model.state_dict())
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled_code_follows_the_mode_of_each_module(world: shoal.World, compiler: str) -> None:
+    model = Branching()
+    step = build(world, model, compile=compiler)
+    micro = Micro(samples(), 0, SAMPLES, 1.0)
+    step(batch_of(samples()))
+    for training, frozen in ((False, False), (True, False), (True, True), (False, True), (True, True)):
+        model.train(training)
+        if frozen:
+            model.norm.eval()
+        found, expected = step.infer(micro, 0), copy.deepcopy(model)(micro.value[0])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_step_leaves_every_mode_as_it_was(world: shoal.World) -> None:
+    model = Branching()
+    step = build(world, model)
+    model.norm.eval()
+    step(batch_of(samples()))
+    assert model.training
+    assert not model.norm.training
+    assert model.norm.num_batches_tracked == 0
+
+
+def test_the_first_step_consumes_no_randomness_of_its_own(world: shoal.World) -> None:
+    step = build(world, nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 3)))
+    reference = copy.deepcopy(step.model)
+    torch.manual_seed(5)
+    step(batch_of(samples()))
+    torch.manual_seed(5)
+    plain_step(reference, samples())
+    assert_same(step.model, reference, rtol=1e-5, atol=1e-6)
+
+
+def mean(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1]), len(batch[1])
+
+
+def coupled(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    """Every sample against every other, as in contrastive learning."""
+    return F.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum"), len(output)
+
+
+def test_a_mean_returned_as_a_sum_is_noticed(world: shoal.World) -> None:
+    model = shoal.parallelize(network(), world)
+    step = shoal.Step(model, sgd(model), shoal.Task(mean))
+    with pytest.raises(StepError, match="it is a mean, not a sum") as raised:
+        step(batch_of(samples()))
+    assert "reduction='sum'" in raised.value.fix
+
+
+def test_samples_that_are_coupled_are_nobodys_business(world: shoal.World) -> None:
+    model = shoal.parallelize(network(), world)
+    shoal.Step(model, sgd(model), shoal.Task(coupled))(batch_of(samples()))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.second(self.first(values).tanh())
+        return output
+
+
+def test_tied_weights_stay_tied_and_learn_from_both_uses(world: shoal.World) -> None:
+    model = Tied()
+    reference = copy.deepcopy(model)
+    step = build(world, model)
+    step(batch_of(samples()))
+    plain_step(reference, samples())
+    assert model.first.weight is model.second.weight
+    assert_same(model, reference, rtol=1e-5, atol=1e-6)
+    assert list(step.state_dict()["optimizer"]["groups"][0]["params"]) == ["first.weight"]
+
+
+def test_frozen_layers_stay_as_they_are(world: shoal.World) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    step = build(world, model, clip=1.0)
+    step(batch_of(samples()))
+    after = model.state_dict()
+    changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+    assert changed == ["1.weight", "1.bias"]
+
+
+def restart(step: shoal.Step, world: shoal.World, **options: Any) -> shoal.Step:
+    fresh = build(world, **options)
+    fresh.load_state_dict(copy.deepcopy(step.state_dict()))
+    return fresh
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_state_goes_on(world: shoal.World, precision: str) -> None:
+    step = build(world, precision=precision, clip=0.5)
+    for _ in range(2):
+        step(batch_of(samples()))
+    fresh = restart(step, world, precision=precision, clip=0.5)
+    assert fresh.number == 2
+    for _ in range(2):
+        assert step(batch_of(samples())).loss == fresh(batch_of(samples())).loss
+    assert_same(step.model, fresh.model)
+    assert step.state_dict().keys() == fresh.state_dict().keys()
+
+
+def test_state_of_another_step_is_refused(world: shoal.World) -> None:
+    state = build(world).state_dict()
+    wider = build(world, nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 3)))
+    with pytest.raises(CheckpointError, match=r"0\.weight: \(8, 4\) instead of \(9, 4\)"):
+        wider.load_state_dict(state)
+    other = build(world, nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)))
+    with pytest.raises(CheckpointError, match=r"missing: 1\.weight, 1\.bias; unexpected: 2\.weight"):
+        other.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="a checkpoint without one"):
+        build(world, precision="fp16").load_state_dict(state)
+    two_groups = build(world)
+    model = two_groups.model
+    groups = [{"params": [p]} for p in reversed(list(model.parameters()))]
+    reversed_step = shoal.Step(model, torch.optim.SGD(groups, lr=0.1), shoal.Task(loss))
+    with pytest.raises(CheckpointError, match="other order"):
+        reversed_step.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"precision": "float16"}, "the precisions are fp32, bf16, fp16"),
+        ({"compile": "jit"}, "the compilers are inductor, script"),
+        ({"clip": 0.0}, "a positive number"),
+        ({"clip": -1.0}, "a positive number"),
+        ({"clip": math.nan}, "a positive number"),
+    ],
+)
+def test_options_that_mean_nothing(world: shoal.World, options: dict[str, Any], found: str) -> None:
+    with pytest.raises(StepError, match=found):
+        build(world, **options)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("other", [lambda _: nn.Linear(4, 3), copied])
+def test_a_model_without_an_engine(world: shoal.World, other: Callable[[nn.Module], nn.Module]) -> None:
+    model = other(shoal.parallelize(network(), world))
+    with pytest.raises(StepError, match="no engine"):
+        shoal.Step(model, sgd(model), shoal.Task(loss))
+
+
+def test_an_optimizer_of_foreign_parameters(world: shoal.World) -> None:
+    model = shoal.parallelize(network(), world)
+    extra = nn.Parameter(torch.zeros(2, 3))
+    optimizer = torch.optim.SGD([*model.parameters(), extra], lr=0.1)
+    with pytest.raises(StepError, match=r"1 of them are not the model's \(the first: shape \(2, 3\)"):
+        shoal.Step(model, optimizer, shoal.Task(loss))
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "NAdam", "SGD"])
+def test_the_users_optimizer_is_the_one_that_steps(world: shoal.World, name: str) -> None:
+    model = shoal.parallelize(network(), world)
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    reference = network()
+    theirs = getattr(torch.optim, name)(reference.parameters(), lr=0.01)
+    for _ in range(3):
+        step(batch_of(samples()))
+        F.cross_entropy(reference(samples()[0]), samples()[1]).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert step.optimizer is optimizer
+    assert_same(model, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_that_depends_on_no_parameter(world: shoal.World) -> None:
+    model = shoal.parallelize(network(), world)
+    task = shoal.Task(lambda output, batch: (output.detach().square().sum(), len(output)))
+    with pytest.raises(StepError, match="does not depend on any trainable parameter"):
+        shoal.Step(model, sgd(model), task)(batch_of(samples()))

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.environ import Placement, placement
+from shoal.errors import AgreementError, LaunchError, LayoutError, StepError
+from shoal.world import choose_device, derive_seed
+
+
+@pytest.fixture
+def undecided() -> Iterator[None]:
+    """Whether algorithms are deterministic is put back, whatever a test leaves."""
+    mode = torch.get_deterministic_debug_mode()
+    yield
+    torch.set_deterministic_debug_mode(mode)
+
+
+def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
+    assert (world.rank, world.size, world.data_rank, world.data_size, world.first) == (0, 1, 0, 1, True)
+    tensor = torch.tensor([1.0, 2.0])
+    assert world.all_reduce(tensor, "max") is tensor
+    assert world.gather({"a": 1}) == [{"a": 1}]
+    assert world.broadcast("text") == "text"
+    assert world.agree((1, 2), "the pair") == (1, 2)
+    world.barrier()
+    world.stepping()
+    with world.first_rank_first() as first:
+        assert first
+    assert world.engines == []
+    assert not dist.is_initialized()
+    assert repr(world) == "World(rank 0 of 1, replicate=1, cpu)"
+
+
+def test_an_operation_that_there_is_not(world: shoal.World) -> None:
+    with pytest.raises(AgreementError, match="sum, max, min"):
+        world.all_reduce(torch.zeros(1), "mean")
+
+
+def test_a_mesh_needs_processes(world: shoal.World) -> None:
+    with pytest.raises(LayoutError, match="needs a process group"):
+        world.mesh  # noqa: B018
+
+
+def test_an_error_in_a_section_is_its_own(world: shoal.World) -> None:
+    with pytest.raises(LookupError, match="mine"), world.first_rank_first():
+        raise LookupError("mine")
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_weights_follow_the_seed() -> None:
+    found = []
+    for seed in (0, 0, 1):
+        with shoal.init(device="cpu", seed=seed):
+            found.append(drawn())
+    assert found[0] == found[1]
+    assert all(a != b for a, b in zip(found[0], found[2], strict=True))
+
+
+def test_streams_differ_by_seed_purpose_and_rank(world: shoal.World) -> None:
+    seeds = {
+        derive_seed(seed, purpose, rank)
+        for seed in (0, 1, 10)
+        for purpose in ("weights", "noise")
+        for rank in (0, 1, 11)
+    }
+    assert len(seeds) == 18
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert world.seed_for("noise") == derive_seed(0, "noise", 0)
+    first, again = (torch.rand(3, generator=world.generator("mine")) for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, torch.rand(3, generator=world.generator("yours")))
+
+
+def test_parallelize_reseeds_the_noise(world: shoal.World) -> None:
+    drawn()
+    shoal.parallelize(nn.Linear(1, 1), world)
+    found = drawn()
+    world.reseed("noise")
+    assert drawn() == found
+
+
+def place(local_rank: int, local_size: int = 4) -> Placement:
+    alone = placement({}, cpus=1)
+    return replace(alone, rank=local_rank, size=8, local_rank=local_rank, local_size=local_size)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "given", "device"),
+    [
+        (0, 3, None, "cpu"),
+        (4, 0, None, "cuda:0"),
+        (4, 3, None, "cuda:3"),
+        (1, 3, None, "cuda:0"),  # one visible GPU for each task
+        (4, 3, "cpu", "cpu"),
+        (4, 3, "cuda:1", "cuda:1"),
+        (4, 3, "cuda", "cuda:3"),
+        (1, 3, torch.device("cuda"), "cuda:0"),
+        (0, 0, "meta", "meta"),
+    ],
+)
+def test_the_device_goes_by_local_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    visible: int,
+    local_rank: int,
+    given: str | torch.device | None,
+    device: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert choose_device(given, place(local_rank)) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "found"),
+    [
+        (2, None, "2 visible GPUs, none for local rank 3"),
+        (2, "cuda", "2 visible GPUs, none for local rank 3"),
+        (0, "cuda", "no GPU"),
+        (0, "gpu", "device"),
+    ],
+)
+def test_devices_that_there_are_not(
+    monkeypatch: pytest.MonkeyPatch, visible: int, given: str | None, found: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    with pytest.raises(LaunchError, match=found) as raised:
+        choose_device(given, place(3))
+    assert "device='cpu'" in raised.value.fix
+
+
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize("before", ["default", "warn", "error"])
+def test_deterministic_mode_ends_with_the_world(before: str) -> None:
+    torch.set_deterministic_debug_mode(before)
+    found = torch.get_deterministic_debug_mode()
+    with shoal.init(device="cpu", deterministic=True):
+        assert torch.get_deterministic_debug_mode() == 2
+    assert torch.get_deterministic_debug_mode() == found
+
+
+def test_closing_twice_and_leaving_nothing() -> None:
+    threads = set(threading.enumerate())
+    world = shoal.init(device="cpu")
+    shoal.parallelize(nn.Linear(1, 1), world)
+    world.close()
+    world.close()
+    assert world.engines == []
+    assert set(threading.enumerate()) == threads
+    with shoal.init(device="cpu") as again:
+        assert again.size == 1
+
+
+def test_an_error_that_leaves_the_world_says_where() -> None:
+    with pytest.raises(StepError) as raised, shoal.init(device="cpu"):
+        raise StepError(given="a", found="b", fix="c")
+    assert raised.value.where is not None
+    assert raised.value.where.startswith("rank 0 of 1 on ")
+    assert __file__ in raised.value.where
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "found"),
+    [
+        ({"layout": "replicate=2"}, LayoutError, "multiply to 2"),
+        ({"timeout": 0.0}, LaunchError, "positive number of seconds"),
+        ({"prepare_timeout": -1.0}, LaunchError, "positive number of seconds"),
+        ({"backend": "smoke signals"}, LaunchError, "gloo"),
+        ({"device": "gpu"}, LaunchError, "device"),
+    ],
+)
+def test_worlds_that_cannot_be(options: dict[str, object], error: type[Exception], found: str) -> None:
+    with pytest.raises(error, match=found):
+        shoal.init(**options)  # type: ignore[arg-type]

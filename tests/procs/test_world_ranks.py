@@ -1,0 +1,237 @@
+"""Worlds of several processes: agreement, sections, time limits, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from ranks import RankError, Ranks, free_port
+from shoal.errors import AgreementError, LaunchError
+
+STEP_SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3) as started:
+        yield started
+
+
+def collectives(world: shoal.World) -> Any:
+    tensor = torch.tensor([1.0 + world.rank, -float(world.rank)])
+    reduced = [world.all_reduce(tensor.clone(), op).tolist() for op in ("sum", "max", "min")]
+    world.barrier()
+    return (
+        reduced,
+        world.gather({"rank": world.rank}),
+        [world.broadcast(f"from {world.rank}", source) for source in (0, 2)],
+        world.agree([1, 2], "the list"),
+    )
+
+
+def test_collectives(ranks: Ranks) -> None:
+    everyone = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    reduced = [[6.0, -3.0], [3.0, 0.0], [1.0, -2.0]]
+    assert ranks.call(collectives) == [(reduced, everyone, ["from 0", "from 2"], [1, 2])] * 3
+
+
+def disagree(world: shoal.World, odd: int) -> None:
+    world.agree(8 if world.rank == odd else 7, "the width")
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_the_odd_rank_is_named_on_all(ranks: Ranks, odd: int) -> None:
+    for result in ranks.attempt(disagree, odd):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, AgreementError)
+        assert f"8 on rank {odd}" in str(result.error)
+        assert "the width" in result.error.fix
+
+
+def streams(world: shoal.World) -> tuple[float, float, float]:
+    world.reseed("weights", by_rank=False)
+    weights = float(torch.rand(()))
+    shoal.parallelize(nn.Linear(1, 1), world)
+    return weights, float(torch.rand(())), float(torch.rand((), generator=world.generator("mine")))
+
+
+def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks) -> None:
+    weights, noise, mine = (set(values) for values in zip(*ranks.call(streams), strict=True))
+    assert (len(weights), len(noise), len(mine)) == (1, 3, 3)
+
+
+def section(world: shoal.World, directory: Path) -> tuple[bool, list[str]]:
+    """Each rank notes when it runs the body; rank 0 alone is in it until it has left."""
+    with world.first_rank_first() as first:
+        seen = sorted(path.name for path in directory.iterdir())
+        if first:
+            (directory / "begun").touch()
+            (directory / "done").touch()
+    return first, seen
+
+
+def test_rank_0_runs_first_and_alone(ranks: Ranks, tmp_path: Path) -> None:
+    after = ["begun", "done"]
+    assert ranks.call(section, tmp_path) == [(True, []), (False, after), (False, after)]
+    assert ranks.call(section, tmp_path) == [(True, after), (False, after), (False, after)]
+
+
+def failing_section(world: shoal.World) -> None:
+    with world.first_rank_first() as first:
+        if first:
+            raise LookupError("no such archive")
+
+
+def test_a_failure_of_rank_0_ends_the_wait_of_all(ranks: Ranks) -> None:
+    begun = time.monotonic()
+    own, *others = ranks.attempt(failing_section)
+    assert time.monotonic() - begun < 5
+    assert "LookupError: no such archive" in own.text
+    for other in others:
+        assert isinstance(other.error, LaunchError)
+        assert "rank 0 failed: LookupError: no such archive" in other.error.found
+    assert ranks.call(collectives)[0][1] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def mesh(world: shoal.World) -> tuple[Any, ...]:
+    found = world.mesh
+    assert world.mesh is found
+    return found.mesh_dim_names, found.size(), found["replicate"].get_local_rank()
+
+
+def test_the_mesh_has_the_axes_of_the_layout(ranks: Ranks) -> None:
+    axes = ("pipeline", "replicate", "shard", "context", "tensor")
+    assert ranks.call(mesh) == [(axes, 3, rank) for rank in range(3)]
+
+
+def local_rank_is_not_rank(world: shoal.World, port: int) -> tuple[bool, bool]:
+    """What one GPU per task looks like: everyone believes to be local rank 0."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(port))
+    world.close()
+    with shoal.init() as again:
+        return again.placement.local_rank == 0, again.first
+
+
+def test_only_global_rank_0_is_first() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.call(local_rank_is_not_rank, free_port()) == [(True, True), (True, False)]
+
+
+def live(port: int) -> None:
+    """A whole life of a world: join, train a step, prepare something, leave."""
+    os.environ["MASTER_PORT"] = str(port)
+    with shoal.init() as world:
+        one_step(world, raw=False)
+        with world.first_rank_first() as first:
+            assert first == world.first
+        world.barrier()
+    assert not dist.is_initialized()
+
+
+def one_step(world: shoal.World, *, raw: bool) -> None:
+    model = shoal.parallelize(nn.Linear(2, 2), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
+    (batch,) = shoal.Loader((torch.ones(8, 2),), world, batch_size=8).epochs(1)
+    if raw:
+        for (values,) in batch:
+            batch.backward(model(values).square().sum(), len(values), model)
+        batch.finish(model)
+    else:
+        shoal.Step(model, optimizer, task)(batch)
+
+
+def resources() -> tuple[int, list[str]]:
+    """Open connections, and the names of all threads, those of libraries too."""
+    threads = Path("/proc/self/task").iterdir()
+    names = sorted((thread / "comm").read_text().strip() for thread in threads)
+    return len(psutil.Process().net_connections()), names
+
+
+def live_again(world: shoal.World, ports: list[int]) -> list[Any]:
+    """What this process holds after a world without a model, one with, and several."""
+    world.close()
+    found = [resources()]
+    live(ports[0])
+    gc.collect()  # a model and its engine know each other
+    found.append(resources())
+    for port in ports[1:]:
+        live(port)
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while (last := resources()) != found[1] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [*found, last]
+
+
+def test_worlds_open_again_and_leave_nothing() -> None:
+    with Ranks(2) as own:
+        for closed, once, often in own.call(live_again, [free_port() for _ in range(4)]):
+            assert closed[0] == 0
+            assert len(closed[1]) == 1  # the thread that says so
+            # torch itself keeps the group of its last DistributedDataParallel, and no other.
+            assert often == once
+
+
+def slow_then_stuck(world: shoal.World, directory: Path) -> tuple[float, str]:
+    """Rank 0 takes longer than a step may, in a section of its own; then rank 1 stays away."""
+    world.stepping()
+    with world.first_rank_first() as first:
+        if first:
+            begun = time.monotonic()
+            while time.monotonic() - begun < STEP_SECONDS + 1:
+                time.sleep(0.05)
+    world.barrier()
+    (directory / f"past the barrier {world.rank}").touch()
+    begun = time.monotonic()
+    if world.rank == 1:
+        while not (directory / "done").exists():
+            time.sleep(0.02)
+        return 0.0, ""
+    try:
+        world.barrier()
+        message = "no error"
+    except RuntimeError as error:
+        message = str(error)
+    (directory / "done").touch()
+    return time.monotonic() - begun, message
+
+
+def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
+    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
+        (seconds, message), _ = ranks.call(slow_then_stuck, tmp_path)
+    assert len(list(tmp_path.glob("past the barrier *"))) == 2
+    assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5
+    assert "timed out" in message.lower()
+
+
+def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> float:
+    """No Run: the first step alone starts the time limit of steps."""
+    one_step(world, raw=raw)
+    begun = time.monotonic()
+    if world.rank == 1:
+        while not (directory / "done").exists():
+            time.sleep(0.02)
+        return 0.0
+    with pytest.raises(RuntimeError):
+        world.barrier()
+    (directory / "done").touch()
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None:
+    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
+        seconds, _ = ranks.call(one_step_then_stuck, tmp_path, raw)
+    assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5
