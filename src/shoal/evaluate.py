@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.data import Loader
 from shoal.data.source import Collate
 from shoal.errors import DataError, StepError
-from shoal.step import Step
+from shoal.step import Step, evaluation
 from shoal.task import Count
 from shoal.world import World
 
@@ -128,18 +127,6 @@ class Sums:
             name: total / count if count else float("nan")
             for name, (total, count) in zip(self._totals, table.tolist(), strict=True)
         }
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode that it was found in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def default_targets(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from shoal.checkpoint import Checkpoints
@@ -20,7 +18,7 @@ from shoal.errors import CheckpointError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.step import Step
-from shoal.world import World
+from shoal.world import World, random_state, set_random_state
 
 
 class Stateful(Protocol):
@@ -237,24 +235,3 @@ def check_interval(every: int) -> int:
             fix="run.tick(every=500), or run.tick() without checkpoints",
         )
     return every
-
-
-def random_state() -> dict[str, Any]:
-    """The global random states of this process: Python's, NumPy's and torch's."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.errors import CheckpointError, StepError
 from shoal.parallel import engine_of
 from shoal.task import Batch, Micro, Task, Totals, correct, not_finite
+from shoal.world import random_state, set_random_state
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "script")
@@ -192,19 +194,14 @@ class Step:
         """Once: the loss of a micro-batch must be the sum of the losses of its halves.
 
         Only losses and outputs that can be cut along their first dimension are tried. The model runs
-        once, in eval mode and with the random state put back, so that nothing else changes.
+        once, in eval mode, and all random states are put back: fresh or resumed, nothing changes.
         """
         micro = batch.micros[0]
         if micro.samples < 2:
             return
         middle = micro.samples // 2
-        training = self.model.training
-        with torch.no_grad(), torch.random.fork_rng(_cuda_devices(self.model)):
-            self.model.eval()
-            try:
-                output = self.infer(micro, batch.seed)
-            finally:
-                self.model.train(training)
+        with _aside(self.model):
+            output = self.infer(micro, batch.seed)
             pieces = _halves(output, micro, middle)
             if pieces is None:
                 return
@@ -229,9 +226,29 @@ def _result(loss: float, norm: float, totals: Totals, skipped: bool, begun: floa
     return Result(loss, norm, totals.counted, skipped, totals.forward, totals.backward, seconds)
 
 
-def _cuda_devices(model: nn.Module) -> list[int]:
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards every module is in the mode that it was found in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _aside(model: nn.Module) -> Iterator[None]:
+    """Evaluation without gradients that leaves no trace in any random state, the user's included."""
     devices = {p.device for p in model.parameters()}
-    return [device.index for device in devices if device.type == "cuda"]
+    cuda = [device.index for device in devices if device.type == "cuda"]
+    kept = random_state()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(cuda), evaluation(model):
+            yield
+    finally:
+        set_random_state(kept)
 
 
 def _halves(output: Any, micro: Micro, middle: int) -> list[tuple[Any, Micro]] | None:
