@@ -192,9 +192,12 @@ class Run:
     def _begin(self) -> None:
         self._begun = True
         self.world.stepping()
+        # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
+        began = self.world.broadcast(round(time.time(), 6))
         self.events.write(
             "start",
             {
+                "began": began,
                 "rank": self.world.rank,
                 "pid": os.getpid(),
                 "size": self.world.size,
