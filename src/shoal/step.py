@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.errors import CheckpointError, StepError
 from shoal.parallel import engine_of
-from shoal.task import Batch, Micro, Task, Totals, correct, not_finite
+from shoal.task import Batch, Engine, Micro, Task, Totals, correct, not_finite
 from shoal.world import random_state, set_random_state
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -200,7 +200,7 @@ class Step:
         if micro.samples < 2:
             return
         middle = micro.samples // 2
-        with _aside(self.model):
+        with _aside(self.engine):
             output = self.infer(micro, batch.seed)
             pieces = _halves(output, micro, middle)
             if pieces is None:
@@ -239,13 +239,18 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _aside(model: nn.Module) -> Iterator[None]:
-    """Evaluation without gradients that leaves no trace in any random state, the user's included."""
-    devices = {p.device for p in model.parameters()}
+def _aside(engine: Engine) -> Iterator[None]:
+    """Evaluation without gradients that leaves no trace in any random state, the user's included.
+
+    Eval mode is for all models of the world: a GAN's loss runs through the other one.
+    """
+    devices = {p.device for p in engine.module.parameters()}
     cuda = [device.index for device in devices if device.type == "cuda"]
     kept = random_state()
     try:
-        with torch.no_grad(), torch.random.fork_rng(cuda), evaluation(model):
+        with torch.no_grad(), torch.random.fork_rng(cuda), ExitStack() as modes:
+            for one in engine.world.engines:
+                modes.enter_context(evaluation(one.module))
             yield
     finally:
         set_random_state(kept)
