@@ -76,7 +76,8 @@ class Run:
         self.events = Events(self.directory / "events" / f"rank-{self.world.rank}.jsonl")
         self._progress = Progress(sys.stdout) if self.world.first else None
         self._begun = False
-        self._saved: tuple[int, Path] | None = None
+        self._recorded = self._numbers()
+        self._saved: tuple[dict[str, int], int, Path] | None = None
 
     @property
     def step(self) -> int:
@@ -105,6 +106,7 @@ class Run:
         for name, item in self.state.items():
             item.load_state_dict(saved["state"][name])
         self.loader.load_state_dict(saved["loader"])
+        self._recorded = self._numbers()
         if loaded.rank_state is not None:
             set_random_state(loaded.rank_state)
         else:
@@ -120,14 +122,15 @@ class Run:
         return restored
 
     def tick(self, *, every: int | None = None) -> None:
-        """After each step: record it, show progress, and save at every `every`-th step. Collective."""
+        """After each batch: record the steps taken on it, show progress, and save at every `every`-th
+        step of the first Step. Collective."""
         if not self._begun:
             self._begin()
         now = time.time()
         batch = self.loader.last
         for name, step in self.steps.items():
             result = step.last
-            if result is None or batch is None:
+            if result is None or batch is None or step.number == self._recorded[name]:
                 continue
             self.events.step(
                 StepEvent(
@@ -147,16 +150,20 @@ class Run:
             )
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
-        if every is not None and self.step % check_interval(every) == 0:
+        taken, self._recorded = self._recorded, self._numbers()
+        moved = self.step != next(iter(taken.values()))
+        if every is not None and self.step % check_interval(every) == 0 and moved:
             self.save()
 
     def save(self) -> Path:
         """Commit a checkpoint of everything from which the run goes on. Collective.
 
-        A second call at the same step returns the checkpoint that the first one committed.
+        Called again before anything has moved, it returns the checkpoint that it committed then;
+        with user state, which may have changed since, that one is replaced.
         """
-        if self._saved is not None and self._saved[0] == self.step:
-            return self._saved[1]
+        at = (self._numbers(), self.loader.position)
+        if self._saved is not None and self._saved[:2] == at and not self.state:
+            return self._saved[2]
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         state = {
@@ -169,7 +176,7 @@ class Run:
         )
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
-        self._saved = (self.step, path)
+        self._saved = (*at, path)
         return path
 
     def close(self) -> None:
@@ -211,6 +218,9 @@ class Run:
                 "epoch_size": self.loader.epoch_size,
             },
         )
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: step.number for name, step in self.steps.items()}
 
     def _losses(self) -> dict[str, float]:
         return {
