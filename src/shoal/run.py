@@ -166,6 +166,8 @@ class Run:
             return self._saved[2]
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        for step in self.steps.values():
+            step.engine.align()
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
