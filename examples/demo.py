@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 
@@ -106,27 +105,22 @@ def pid_of_rank(directory: Path, rank: int) -> int:
     return int(first["pid"])
 
 
-def steps(directory: Path, rank: int) -> dict[int, dict[str, Any]]:
-    """The last record of each step: what a resumed run did again replaces what was lost."""
-    path = directory / "events" / f"rank-{rank}.jsonl"
-    return {event["step"]: event for event in events.read(path) if event["event"] == "step"}
-
-
 def resumed_at(directory: Path) -> int:
     restores = events.read(directory / "events" / "rank-0.jsonl")
     return next(int(event["position"]) for event in restores if event["event"] == "restore")
 
 
 def losses(directory: Path) -> dict[int, float]:
-    return {step: event["loss"] for step, event in steps(directory, 0).items()}
+    steps = events.steps(directory / "events")
+    return {step: ranks[0]["loss"] for (_, step), ranks in steps.items()}
 
 
 def consumed(directory: Path) -> tuple[int, int]:
     """How many positions of the training were consumed more than once, and how many never."""
     counts: Counter[int] = Counter()
     end = 0
-    for rank in range(RANKS):
-        for event in steps(directory, rank).values():
+    for ranks in events.steps(directory / "events").values():
+        for event in ranks.values():
             counts.update(range(*event["share"]))
             end = max(end, event["first"] + event["size"])
     return sum(count - 1 for count in counts.values()), end - len(counts)

@@ -50,8 +50,17 @@ class OverGloo:
         return values[0]
 
 
-# What a child would otherwise import again each time.
-_PRELOADED = ["pytest", "torch", "torch.distributed.tensor", "shoal.checkpoint"]
+# What a child would otherwise import again each time. One list for all tests: there is one fork
+# server, and it imports what it was told when the first process was started.
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",  # DistributedDataParallel imports it when first used, in more than a second
+    "torch.distributed.tensor",
+    "shoal.checkpoint",
+    "shoal.data",
+    "shoal.step",
+]
 
 Task = Callable[..., Any]
 
@@ -77,7 +86,7 @@ class Processes:
 
     def __init__(self, size: int, task: Task, *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._directory = tempfile.TemporaryDirectory()
         rendezvous = Path(self._directory.name) / "rendezvous"
         self.processes: list[BaseProcess] = []

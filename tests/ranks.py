@@ -5,15 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
 import torch
 
 import shoal
+from processes import PRELOADED
 
 CALL_SECONDS = 120.0
 
@@ -32,7 +34,7 @@ class Ranks:
     ) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "shoal.step", "shoal.data"])
+        context.set_forkserver_preload(PRELOADED)
         port = free_port()
         self._pipes: list[Connection] = []
         self.processes = []
@@ -50,11 +52,7 @@ class Ranks:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results in rank order; an exception of any rank is raised here with its traceback."""
-        results = self.attempt(function, *arguments)
-        for rank, result in enumerate(results):
-            if isinstance(result, BaseException):
-                raise AssertionError(f"rank {rank} of {self.size}: {result.args[-1]}") from result
-        return results
+        return _unless_raised(self.attempt(function, *arguments))
 
     def attempt(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results, or the exceptions in their place."""
@@ -70,6 +68,32 @@ class Ranks:
             except EOFError:
                 results.append(RankError(None, f"rank {rank} died"))
         return results
+
+    def call_until_killed(self, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
+        """The results; or None as soon as SIGKILL has ended one rank, and the others with it.
+
+        A rank that raises may do so only because another one was killed.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        silent = dict(enumerate(self._pipes))
+        results: list[Any] = [None] * self.size
+        deadline = time.monotonic() + CALL_SECONDS
+        while silent:
+            sentinels = [process.sentinel for process in self.processes]
+            ready = wait([*silent.values(), *sentinels], deadline - time.monotonic())
+            if not ready or not set(sentinels).isdisjoint(ready):
+                self.kill()
+                assert ready, f"no rank was killed, and ranks {list(silent)} gave no answer"
+                return None
+            for rank in [rank for rank, pipe in silent.items() if pipe in ready]:
+                pipe = silent.pop(rank)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    self.kill()
+                    return None
+        return _unless_raised(results)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -96,6 +120,13 @@ class RankError(Exception):
         super().__init__(error, text)
         self.error = error
         self.text = text
+
+
+def _unless_raised(results: list[Any]) -> list[Any]:
+    for rank, result in enumerate(results):
+        if isinstance(result, BaseException):
+            raise AssertionError(f"rank {rank} of {len(results)}: {result.args[-1]}") from result
+    return results
 
 
 def _serve(

@@ -83,6 +83,7 @@ def evaluate(
     }
     sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
     samples = 0
+    step.engine.align()
     with evaluation(step.model), torch.no_grad():
         for batch in loader.epochs(1):
             for micro in batch.micros:

@@ -102,6 +102,28 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
+def steps(directory: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+    """Of each step, by (name, step), the record of each rank: of the last attempt that took it.
+
+    What a killed attempt did after its last checkpoint is done again by the next, perhaps on fewer
+    ranks; so a record counts if it is of the same attempt as rank 0's last one. `directory` is a
+    run's `events`.
+    """
+    found: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
+    for path in directory.glob("rank-*.jsonl"):
+        rank, attempt = int(path.stem.removeprefix("rank-")), None
+        for event in read(path):
+            if event["event"] == "start":
+                attempt = event["began"]
+            elif event["event"] == "step":
+                found.setdefault((event["name"], event["step"]), {})[rank] = attempt, event
+    return {
+        key: {rank: event for rank, (attempt, event) in ranks.items() if attempt == ranks[0][0]}
+        for key, ranks in found.items()
+        if 0 in ranks
+    }
+
+
 def _number(value: float) -> str:
     # JSON has no NaN and no infinity.
     return repr(value) if math.isfinite(value) else "null"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import time
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from shoal.checkpoint import Agreement, Checkpoints
@@ -20,7 +18,7 @@ from shoal.errors import CheckpointError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.step import Step
-from shoal.world import World
+from shoal.world import World, random_state, set_random_state
 
 
 class Stateful(Protocol):
@@ -73,7 +71,8 @@ class Run:
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._progress = Progress(sys.stdout) if self.world.first else None
         self._begun = False
-        self._saved: tuple[int, Path] | None = None
+        self._recorded = self._numbers()
+        self._saved: tuple[dict[str, int], int, Path] | None = None
 
     @property
     def step(self) -> int:
@@ -106,6 +105,7 @@ class Run:
         for name, item in self.state.items():
             item.load_state_dict(saved["state"][name])
         self.loader.load_state_dict(saved["loader"])
+        self._recorded = self._numbers()
         if loaded.rank_state is not None:
             set_random_state(loaded.rank_state)
         else:
@@ -121,14 +121,15 @@ class Run:
         return restored
 
     def tick(self, *, every: int | None = None) -> None:
-        """After each step: record it, show progress, and save at every `every`-th step. Collective."""
+        """After each batch: record the steps taken on it, show progress, and save at every `every`-th
+        step of the first Step. Collective."""
         if not self._begun:
             self._begin()
         now = time.time()
         batch = self.loader.last
         for name, step in self.steps.items():
             result = step.last
-            if result is None or batch is None:
+            if result is None or batch is None or step.number == self._recorded[name]:
                 continue
             self.events.step(
                 StepEvent(
@@ -148,18 +149,24 @@ class Run:
             )
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
-        if every is not None and self.step % check_interval(every) == 0:
+        taken, self._recorded = self._recorded, self._numbers()
+        moved = self.step != next(iter(taken.values()))
+        if every is not None and self.step % check_interval(every) == 0 and moved:
             self.save()
 
     def save(self) -> Path:
         """Commit a checkpoint of everything from which the run goes on. Collective.
 
-        A second call at the same step returns the checkpoint that the first one committed.
+        Called again before anything has moved, it returns the checkpoint that it committed then;
+        with user state, which may have changed since, that one is replaced.
         """
-        if self._saved is not None and self._saved[0] == self.step:
-            return self._saved[1]
+        at = (self._numbers(), self.loader.position)
+        if self._saved is not None and self._saved[:2] == at and not self.state:
+            return self._saved[2]
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        for step in self.steps.values():
+            step.engine.align()
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
@@ -170,7 +177,7 @@ class Run:
         )
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
-        self._saved = (self.step, path)
+        self._saved = (*at, path)
         return path
 
     def close(self) -> None:
@@ -193,9 +200,12 @@ class Run:
     def _begin(self) -> None:
         self._begun = True
         self.world.stepping()
+        # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
+        began = self.world.broadcast(round(time.time(), 6))
         self.events.write(
             "start",
             {
+                "began": began,
                 "rank": self.world.rank,
                 "pid": os.getpid(),
                 "size": self.world.size,
@@ -209,6 +219,9 @@ class Run:
                 "epoch_size": self.loader.epoch_size,
             },
         )
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: step.number for name, step in self.steps.items()}
 
     def _losses(self) -> dict[str, float]:
         return {
@@ -247,24 +260,3 @@ def check_interval(every: int) -> int:
             fix="run.tick(every=500), or run.tick() without checkpoints",
         )
     return every
-
-
-def random_state() -> dict[str, Any]:
-    """The global random states of this process: Python's, NumPy's and torch's."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -448,6 +448,9 @@ class Engine(ABC):
     def compile(self, how: str) -> None:
         """Run the forward compiled: "inductor" or "script"."""
 
+    def align(self) -> None:  # noqa: B027 - nothing that could differ is normal
+        """Make buffers the same on all ranks; before evaluating and saving. Collective."""
+
     def state(self) -> dict[str, Any]:
         """What has to be kept besides the module's and the optimizer's state; usually nothing."""
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -33,7 +33,11 @@ def check_loss_adds_up(
     """
     error: ShoalError | None = None
     try:
-        with evaluation(engine.module), torch.no_grad(), _random_states_kept(engine.module):
+        with ExitStack() as aside:
+            aside.enter_context(torch.no_grad())
+            aside.enter_context(_random_states_kept(engine.module))
+            for one in engine.world.engines:  # a GAN's loss runs through the other model
+                aside.enter_context(evaluation(one.module))
             _examine(engine, task, batch, autocast)
     except ShoalError as caught:
         error = caught

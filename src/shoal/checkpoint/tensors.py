@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -176,8 +177,8 @@ class _Writer(StorageWriter):
         results: list[WriteResult] = []
         for item in plan.items:
             key = _key(item)
-            chunk = planner.resolve_data(item)
-            assert isinstance(chunk, torch.Tensor)  # the state given to DCP has nothing else
+            # The state given to DCP holds tensors and nothing else.
+            chunk = cast(torch.Tensor, planner.resolve_data(item))
             chunks[key] = chunk
             results.append(WriteResult(item.index, chunk.nbytes, key))
         written = self._write(chunks)
@@ -267,9 +268,9 @@ class _Reader(StorageReader):
 
 
 def _key(item: WriteItem) -> str:
-    assert item.tensor_data is not None  # as above
-    chunk = item.tensor_data.chunk
-    if chunk.sizes == item.tensor_data.size:
+    data = cast(TensorWriteData, item.tensor_data)  # as above
+    chunk = data.chunk
+    if chunk.sizes == data.size:
         return item.index.fqn
     # `#` is escaped in names, so this is nobody else's.
     return f"{item.index.fqn}#{','.join(map(str, chunk.offsets))}"
@@ -282,8 +283,8 @@ def _tabulate(metadata: Metadata, results: list[list[WriteResult]]) -> Table:
         for result in rest
     }
     table: Table = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)  # as above
+    for name, stored in metadata.state_dict_metadata.items():
+        tensor = cast(TensorStorageMetadata, stored)  # as above
         table[name] = {
             "dtype": str(tensor.properties.dtype).removeprefix("torch."),
             "shape": list(tensor.size),

@@ -142,9 +142,13 @@ class DDPEngine(LocalEngine):
         """As in one process; then rank 0's buffers go to all, so that what is evaluated and saved
         is the same everywhere."""
         totals = super().totals()
+        self.align()
+        return totals
+
+    def align(self) -> None:
+        """Send rank 0's buffers to all: the loss of another model may have run through this one."""
         if self._buffers:
             self._ddp._sync_buffers()
-        return totals
 
     def discard(self) -> None:
         """Drop the gradients, the tally's too."""
