@@ -83,7 +83,12 @@ def choose_device(device: str | torch.device | None, placement: Placement) -> to
     if device is not None:
         try:
             chosen = torch.device(device)
-            if str(chosen) != "cuda":
+            if chosen.type == "cuda" and chosen.index is not None:
+                visible = torch.cuda.device_count()
+                if chosen.index >= visible:
+                    raise RuntimeError(f"no such GPU: {visible} visible, numbered from 0")
+                return chosen
+            if chosen.type != "cuda":
                 return torch.empty(1, device=chosen).device
         except (RuntimeError, AssertionError) as error:
             raise LaunchError(

@@ -69,7 +69,7 @@ def test_accuracy_over_tokens_leaves_out_the_ignored() -> None:
     assert (correct.item(), counted.item()) == (1, 2)
     correct, counted = shoal.Accuracy(ignore_index=0)(scores, torch.tensor([[0, 0, 1]]))
     assert (correct.item(), counted.item()) == (1, 1)
-    with pytest.raises(DataError, match="the classes belong in the last dimension"):
+    with pytest.raises(DataError, match="classes in the last dimension"):
         shoal.Accuracy()(torch.zeros(2, 5, 3), torch.zeros(2, 3))
 
 

@@ -101,9 +101,9 @@ def test_text_that_is_no_layout(text: str, found: str) -> None:
 @pytest.mark.parametrize(
     ("text", "size", "found"),
     [
-        ("replicate=2", 4, "multiply to 2"),
-        ("replicate=4", 2, "does not divide 2"),
-        ("replicate=-1,tensor=3", 4, "multiply to 3, which does not divide 4"),
+        ("replicate=2", 4, "need 2 processes"),
+        ("replicate=4", 2, "need 4 processes"),
+        ("replicate=-1,tensor=3", 4, "need a multiple of 3 processes"),
     ],
 )
 def test_a_layout_that_does_not_fit_the_world(text: str, size: int, found: str) -> None:

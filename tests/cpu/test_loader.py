@@ -180,7 +180,7 @@ def test_the_collate_function_is_the_users(world: shoal.World, num_workers: int)
         ({"dataset": torch.arange(SIZE - 1)}, "dataset of 23 samples"),
         ({"seed": 4}, "seed 3"),
         ({"shuffle": False}, "shuffle=True"),
-        ({"drop_last": True}, "epoch of 23 samples"),
+        ({"drop_last": True}, "epochs of 23 samples"),
     ],
 )
 def test_a_state_of_other_data_is_refused(
@@ -188,7 +188,7 @@ def test_a_state_of_other_data_is_refused(
 ) -> None:
     options: dict[str, Any] = {"dataset": torch.arange(SIZE), "batch_size": BATCH, "seed": 3}
     loader = shoal.Loader(world=world, **(options | other))
-    with pytest.raises(DataError, match=f"written with a {found}"):
+    with pytest.raises(DataError, match=f"written with {found}"):
         loader.load_state_dict(build(world, torch.arange(SIZE)).state_dict())
     assert loader.position == 0
 
@@ -200,8 +200,8 @@ def test_a_state_of_other_data_is_refused(
         (-4, 1, 1, "positive whole numbers"),
         (4.0, 1, 1, "positive whole numbers"),
         (4, 0, 1, "positive whole numbers"),
-        (3, 1, 4, "4 data ranks x 1 micro-batches: 1 of them"),
-        (7, 4, 2, "2 data ranks x 4 micro-batches: 1 of them"),
+        (3, 1, 4, "4 x 1 micro-batches: 1 of them"),
+        (7, 4, 2, "2 x 4 micro-batches: 1 of them"),
     ],
 )
 def test_batches_that_cannot_be_cut(

@@ -167,8 +167,8 @@ class NoLength:
     ("dataset", "found"),
     [
         (Stream(), "no sample at a position"),
-        (NoLength(), "not both __len__ and __getitem__"),
-        (iter([1]), "not both __len__ and __getitem__"),
+        (NoLength(), "lacks __len__ or __getitem__"),
+        (iter([1]), "lacks __len__ or __getitem__"),
         ([], "without a sample"),
         (torch.empty(0, 3), "without a sample"),
         ((X, Y[:3]), r"different numbers of samples: \{0: 11, 1: 3\}"),

@@ -45,7 +45,7 @@ def test_clipping_is_that_of_torch() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "count", "norm"),
-    [(math.nan, 4, 1), (math.inf, 4, 1), (1, 4, math.inf), (1, 4, math.nan), (1, 0, 1)],
+    [(math.nan, 4, 1), (math.inf, 4, 1), (1, 4, math.inf), (1, 4, math.nan)],
 )
 def test_what_is_not_a_number_is_not_finite(loss: float, count: float, norm: float) -> None:
     assert not correct(Totals(loss, count, norm), size=4, scale=1.0, clip=1.0).finite
@@ -151,13 +151,13 @@ def test_noise_goes_to_functions_that_ask_for_it() -> None:
 @pytest.mark.parametrize(
     ("result", "found"),
     [
-        (torch.zeros(()), "a Tensor instead of a pair"),
-        ((torch.zeros(3), 3), r"a loss of shape \(3,\) instead of one number"),
-        ((torch.zeros(1), 1), r"a loss of shape \(1,\) instead of one number"),
+        (torch.zeros(()), "a Tensor instead of a tuple of two"),
+        ((torch.zeros(3), 3), r"a loss of shape \(3,\) instead of a tensor without dimensions"),
+        ((torch.zeros(1), 1), r"a loss of shape \(1,\) instead of a tensor without dimensions"),
         ((1.0, 3), "a loss of type float instead of a tensor"),
         ((torch.zeros(()), "3"), "a count of type str"),
         ((torch.zeros(()), torch.ones(3)), "a count of type Tensor"),
-        (None, "a NoneType instead of a pair"),
+        (None, "a NoneType instead of a tuple of two"),
     ],
 )
 def test_losses_of_another_form(result: object, found: str) -> None:
@@ -184,7 +184,7 @@ def test_a_batch_knows_where_its_loop_stands() -> None:
     expected = [("a", 40, 2), ("b", 42, 1), ("c", 36, 1)]
     assert seen == [(v, first, Noise(1, first, n).normal().tolist()) for v, first, n in expected]
     assert len(found) == 3
-    with pytest.raises(StepError, match="no loop over it"):
+    with pytest.raises(StepError, match="no micro-batch is under way"):
         found.micro  # noqa: B018
 
 

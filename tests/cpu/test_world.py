@@ -175,7 +175,7 @@ def test_an_error_that_leaves_the_world_says_where() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "found"),
     [
-        ({"layout": "replicate=2"}, LayoutError, "multiply to 2"),
+        ({"layout": "replicate=2"}, LayoutError, "need 2 processes"),
         ({"timeout": 0.0}, LaunchError, "positive number of seconds"),
         ({"prepare_timeout": -1.0}, LaunchError, "positive number of seconds"),
         ({"backend": "smoke signals"}, LaunchError, "gloo"),
