@@ -200,7 +200,7 @@ TABLE = [
         )
         for name, given, found in (
             ("gpu", "device='gpu'", "at start of device string: gpu"),
-            ("cuda:99", "device='cuda:99'", "CUDA|device"),
+            ("cuda:99", "device='cuda:99'", "GPU|CUDA"),
             ("xpu", "device='xpu'", "XPU|xpu"),
         )
     ),

@@ -109,4 +109,4 @@ def test_text_that_is_no_layout(text: str, found: str) -> None:
 def test_a_layout_that_does_not_fit_the_world(text: str, size: int, found: str) -> None:
     with pytest.raises(LayoutError, match=found) as raised:
         Layout.parse(text).resolve(size)
-    assert f"layout='{text}' on {size} processes" in raised.value.given
+    assert f"layout='{text}' on {size} process(es)" in raised.value.given
