@@ -30,7 +30,13 @@ class Ranks:
     """`ranks.call(function, *arguments)` runs `function(world, *arguments)` on every rank."""
 
     def __init__(
-        self, size: int, *, seed: int = 0, timeout: float = 60.0, prepare_timeout: float = 60.0
+        self,
+        size: int,
+        *,
+        layout: str = "replicate=-1",
+        seed: int = 0,
+        timeout: float = 60.0,
+        prepare_timeout: float = 60.0,
     ) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
@@ -42,7 +48,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, size, port, seed, timeout, prepare_timeout),
+                args=(theirs, rank, size, port, layout, seed, timeout, prepare_timeout),
                 daemon=True,
             )
             process.start()
@@ -134,6 +140,7 @@ def _serve(
     rank: int,
     size: int,
     port: int,
+    layout: str,
     seed: int,
     timeout: float,
     prepare_timeout: float,
@@ -147,7 +154,9 @@ def _serve(
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    with shoal.init(seed=seed, timeout=timeout, prepare_timeout=prepare_timeout) as world:
+    with shoal.init(
+        layout=layout, seed=seed, timeout=timeout, prepare_timeout=prepare_timeout
+    ) as world:
         while True:
             try:
                 function, arguments = pipe.recv()

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.batch import Batch
     from shoal.data import Loader, Order
     from shoal.environ import Placement
     from shoal.errors import (
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
     from shoal.parallel import DDP, DataParallel, Single, parallelize
     from shoal.run import Run
     from shoal.step import Step
-    from shoal.task import Batch, Noise, Task
+    from shoal.task import Noise, Task
     from shoal.world import World, init
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "batch": ("Batch",),
     "data": ("Loader", "Order"),
     "environ": ("Placement",),
     "errors": (
@@ -47,7 +49,7 @@ _HOMES = {
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
     "run": ("Run",),
     "step": ("Step",),
-    "task": ("Batch", "Noise", "Task"),
+    "task": ("Noise", "Task"),
     "world": ("World", "init"),
 }
 

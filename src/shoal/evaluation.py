@@ -83,11 +83,14 @@ def evaluate(
     }
     sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
     samples = 0
-    step.engine.align()
+    step.engine.settle(step.optimizer)
     with evaluation(step.model), torch.no_grad():
         for batch in loader.epochs(1):
             for micro in batch.micros:
                 output = step.infer(micro, batch.seed)
+                samples += micro.samples if micro.weight else 0
+                if not step.engine.speaks:
+                    continue
                 # A stand-in goes through everything too: what can't work fails on all ranks.
                 sums.add("loss", step.task.reduce(output, micro, batch.seed), micro.weight)
                 target = (targets or default_targets)(micro.value) if metrics else None
@@ -96,9 +99,9 @@ def evaluate(
                         sums.add(name, metric(output, target), micro.weight)
                     elif micro.weight:
                         foreign[name].update(output, target)
-                samples += micro.samples if micro.weight else 0
     result: dict[str, Any] = sums.means(world)
-    result["samples"] = int(world.all_reduce(torch.tensor(samples, device=world.device)))
+    visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
+    result["samples"] = visits * world.data_size // world.size  # ranks of one data rank share samples
     for name, metric in foreign.items():
         result[name] = _merged(metric, world)
     return result

@@ -46,7 +46,8 @@ class Run:
     """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
 
     `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
-    else has `state_dict` and `load_state_dict`, by name. The newest `keep` checkpoints are kept.
+    else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
+    the rank. The newest `keep` checkpoints are kept.
 
     Raises CheckpointError, on all ranks, when the directory can't be written.
     """
@@ -127,6 +128,13 @@ class Run:
             self._begin()
         now = time.time()
         batch = self.loader.last
+        self._catch_up()
+        if batch is not None and all(step.last is None for step in self.steps.values()):
+            raise StepError(
+                given="run.tick() after a batch",
+                found="no Step of this Run has taken one, nor batch.finish(model) on its model",
+                fix="step(batch) with the Step that the Run was given, then run.tick()",
+            )
         for name, step in self.steps.items():
             result = step.last
             if result is None or batch is None or step.number == self._recorded[name]:
@@ -160,13 +168,12 @@ class Run:
         Called again before anything has moved, it returns the checkpoint that it committed then;
         with user state, which may have changed since, that one is replaced.
         """
+        self._catch_up()
         at = (self._numbers(), self.loader.position)
         if self._saved is not None and self._saved[:2] == at and not self.state:
             return self._saved[2]
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
-        for step in self.steps.values():
-            step.engine.align()
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
@@ -219,6 +226,10 @@ class Run:
                 "epoch_size": self.loader.epoch_size,
             },
         )
+
+    def _catch_up(self) -> None:
+        for step in self.steps.values():
+            step.catch_up()
 
     def _numbers(self) -> dict[str, int]:
         return {name: step.number for name, step in self.steps.items()}

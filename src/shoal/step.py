@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.batch import Batch, not_finite
+from shoal.engine import Correction, OpenEngine, check_clip, correct
 from shoal.errors import CheckpointError, StepError
+from shoal.names import check_model, check_optimizer, members, named, numbered, parameter_names
 from shoal.parallel import engine_of
-from shoal.task import Batch, Micro, Task, Totals, check_clip, correct, not_finite
+from shoal.task import Micro, Task
 from shoal.trial import check_loss_adds_up
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,8 +27,9 @@ COMPILERS = ("inductor", "script")
 class Result(NamedTuple):
     """What one step came to, the same on all ranks; times in seconds on this rank.
 
-    `loss` is the mean over the global batch, `norm` the gradient norm before clipping. A step whose
-    fp16 gradients overflowed is `skipped`: the parameters did not change.
+    Of this rank's share alone where the strategy is asynchronous. `loss` is the mean over the global
+    batch, `norm` the gradient norm before clipping. A step whose fp16 gradients overflowed is
+    `skipped`: the parameters did not change.
     """
 
     loss: float
@@ -109,8 +113,9 @@ class Step:
         self.last: Result | None = None
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
-        self._names = _parameter_names(model, optimizer)
+        self._names = parameter_names(model, optimizer)
         self._compile = compile
+        self._prepared = False
 
     def __call__(self, batch: Batch) -> Result:
         """One optimizer step on the global batch. Collective.
@@ -118,7 +123,7 @@ class Step:
         Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
         step is skipped and the scale lowered instead); the parameters are untouched then.
         """
-        if self.last is None:
+        if not self._prepared:
             self._prepare(batch)
         scale = 1.0 if self._scale is None else self._scale.value
         try:
@@ -139,19 +144,25 @@ class Step:
                 raise not_finite(decided, batch)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
-        self.number += 1
-        self.last = _result(decided.loss, decided.norm, totals, skipped, begun)
-        return self.last
+        update = time.perf_counter() - begun
+        return self._count(decided, skipped, totals.forward, totals.backward, update)
+
+    def catch_up(self) -> None:
+        """Count the batch that a loop of one's own has finished on the model since the last call."""
+        if isinstance(self.engine, OpenEngine) and self.engine.finished is not None:
+            self._count(self.engine.finished, False, 0.0, 0.0, 0.0)
+            self.engine.finished = None
 
     def infer(self, micro: Micro, seed: int) -> Any:
         """The model's output on a micro-batch in this step's precision. Collective."""
         return self.engine.infer(self.task, micro, seed, autocast=self._autocast)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything from which this step goes on; the optimizer's state by parameter name."""
+        """All from which this step goes on, the optimizer's state by parameter name. Collective."""
+        self.engine.settle(self.optimizer)
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
-            "optimizer": _named(self.optimizer, self._names),
+            "optimizer": named(self.optimizer, self._names),
             "number": self.number,
             "engine": self.engine.state(),
         }
@@ -167,7 +178,7 @@ class Step:
         Raises CheckpointError before anything changes, as `check_state` does.
         """
         self.check_state(state)
-        optimizer = _numbered(state["optimizer"], self._names)
+        optimizer = numbered(self.optimizer, state["optimizer"], self._names)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(optimizer)
         if self.schedule is not None:
@@ -179,9 +190,14 @@ class Step:
         self.number = state["number"]
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if `state` is of another model, optimizer, schedule or precision."""
-        _check_model(self.model, state["model"])
-        _check_optimizer(self.optimizer, state["optimizer"], self._names)
+        """Raise CheckpointError if `state` is of another model, optimizer, schedule or precision.
+
+        Collective: ranks may hold parts of the model, and `state` is of all of it.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
+        check_model(self.model, state["model"], self._of_all_ranks(shapes))
+        groups = self._of_all_ranks(members(self.optimizer, self._names))
+        check_optimizer(self.optimizer, state["optimizer"], groups)
         parts = {"schedule": self.schedule, "scale": self._scale}
         for part, here in parts.items():
             if (part in state) != (here is not None):
@@ -192,108 +208,24 @@ class Step:
                     "precision=), or start afresh: shoal.Run('runs/b', …)",
                 )
 
+    def _of_all_ranks(self, mine: dict[str, Any]) -> dict[str, Any]:
+        world = self.engine.world
+        if world.data_size == world.size:  # every rank has the whole model
+            return mine
+        return {name: value for part in world.gather(mine) for name, value in part.items()}
+
+    def _count(
+        self, decided: Correction, skipped: bool, forward: float, backward: float, update: float
+    ) -> Result:
+        self.number += 1
+        self.last = Result(
+            decided.loss, decided.norm, decided.counted, skipped, forward, backward, update
+        )
+        return self.last
+
     def _prepare(self, batch: Batch) -> None:
+        self._prepared = True
         self.engine.world.stepping()
         check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)
-
-
-def _result(loss: float, norm: float, totals: Totals, skipped: bool, begun: float) -> Result:
-    seconds = time.perf_counter() - begun
-    return Result(loss, norm, totals.counted, skipped, totals.forward, totals.backward, seconds)
-
-
-def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The user's names of the optimizer's parameters, in the order of its state's numbers."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = [p for p in parameters if id(p) not in names]
-    if strange:
-        raise StepError(
-            given=f"{type(optimizer).__name__} over {len(parameters)} parameters",
-            found=f"{len(strange)} of them are not the model's (the first: shape "
-            f"{tuple(strange[0].shape)}); gradients of others are not reduced over ranks",
-            fix="optimizer = torch.optim.AdamW(model.parameters()) after parallelize; make further "
-            "parameters, such as loss weights, part of the model",
-        )
-    return [names[id(p)] for p in parameters]
-
-
-def _named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    state = optimizer.state_dict()
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    return {
-        "type": type(optimizer).__name__,
-        "state": {names[n]: item for n, item in state["state"].items()},
-        "groups": groups,
-    }
-
-
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], names: list[str]
-) -> None:
-    kind = type(optimizer).__name__
-    if state["type"] != kind:
-        raise CheckpointError(
-            given=f"a Step with {kind}",
-            found=f"a checkpoint of one with {state['type']}",
-            fix=f"torch.optim.{state['type']}, or start afresh: shoal.Run('runs/b', …)",
-        )
-    saved = [name for group in state["groups"] for name in group["params"]]
-    if saved != names:
-        missing = [name for name in names if name not in saved]
-        unexpected = [name for name in saved if name not in names]
-        raise CheckpointError(
-            given=f"{kind} over {len(names)} parameters",
-            found=f"a checkpoint of one over {len(saved)}; missing in it: {_first(missing)}; "
-            f"unexpected: {_first(unexpected)}" + ("" if missing or unexpected else " (other order)"),
-            fix="give the optimizer the same parameters in the same groups, or start afresh: "
-            "shoal.Run('runs/b', …)",
-        )
-
-
-def _numbered(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = [
-        {**group, "params": [numbers[name] for name in group["params"]]} for group in state["groups"]
-    ]
-    return {
-        "state": {numbers[name]: item for name, item in state["state"].items()},
-        "param_groups": groups,
-    }
-
-
-def _check_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    missing = [name for name in here if name not in there]
-    unexpected = [name for name in there if name not in here]
-    reshaped = [
-        f"{name}: {there[name]} instead of {here[name]}"
-        for name in here
-        if name in there and here[name] != there[name]
-    ]
-    if missing or unexpected or reshaped:
-        raise CheckpointError(
-            given=f"a {type(model).__name__} with {len(here)} tensors",
-            found="a checkpoint of another model; "
-            + "; ".join(
-                f"{what}: {_first(names)}"
-                for what, names in (
-                    ("missing", missing),
-                    ("unexpected", unexpected),
-                    ("other shapes", reshaped),
-                )
-                if names
-            ),
-            fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
-        )
-
-
-def _first(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return (", ".join(names[:shown]) or "none") + more

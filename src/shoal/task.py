@@ -1,28 +1,18 @@
-"""The contracts: what a user computes (Task), on what (Batch), and who executes it (Engine).
-
-Everything above this file talks through these few types, so a strategy is two classes: frozen options
-with `apply`, and an engine.
-"""
+"""What a user computes from a batch, as functions of plain values that any strategy can run."""
 
 from __future__ import annotations
 
-import gc
 import inspect
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.errors import DataError, StepError
-
-if TYPE_CHECKING:
-    from shoal.world import World
 
 Count: TypeAlias = "int | float | Tensor"
 """How many samples or tokens a sum was taken over; a tensor where only the data knows."""
@@ -32,15 +22,17 @@ class Noise:
     """Random numbers that belong to samples: row i depends on (seed, position of sample i) alone.
 
     The same at any number of ranks, micro-batches and workers, which noise from a global generator
-    is not. Counter-based generation: Philox (Salmon et al. 2011), one stream per position.
+    is not. Counter-based generation: Philox (Salmon et al. 2011), one stream per position; `stream`
+    numbers independent ones, so that a task's inputs and its loss do not draw the same.
     """
 
-    __slots__ = ("_generators", "first", "samples", "seed")
+    __slots__ = ("_generators", "first", "samples", "seed", "stream")
 
-    def __init__(self, seed: int, first: int, samples: int) -> None:
+    def __init__(self, seed: int, first: int, samples: int, *, stream: int = 0) -> None:
         self.seed = seed
         self.first = first
         self.samples = samples
+        self.stream = stream
         self._generators: list[np.random.Generator] | None = None
 
     def generators(self) -> list[np.random.Generator]:
@@ -49,7 +41,10 @@ class Noise:
             keys = np.empty((self.samples, 2), np.uint64)
             keys[:, 0] = self.seed & _MASK
             keys[:, 1] = np.arange(self.first, self.first + self.samples)
-            self._generators = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+            counter = [0, 0, 0, self.stream]  # the highest word: draws count up from the lowest
+            self._generators = [
+                np.random.Generator(np.random.Philox(key=key, counter=counter)) for key in keys
+            ]
         return self._generators
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -81,55 +76,6 @@ class Micro(NamedTuple):
     weight: float
 
 
-class Totals(NamedTuple):
-    """What one global batch came to, as plain numbers, the same on all ranks.
-
-    `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the gradients as
-    they stand: of `scale * loss_sum / batch.size`, before the correction by the true count.
-    `forward` and `backward` are seconds on this rank.
-    """
-
-    loss_sum: float
-    counted: float
-    norm: float
-    forward: float = 0.0
-    backward: float = 0.0
-
-
-class Correction(NamedTuple):
-    """What to do with the gradients of a step: multiply them by `factor`, or skip if not `finite`."""
-
-    loss: float
-    norm: float
-    factor: float
-    finite: bool
-
-
-def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> Correction:
-    """Decide on one factor that corrects, unscales and clips the gradients of a step.
-
-    Backward ran on `scale * loss_sum / size` with `size` known beforehand; the step minimises
-    `loss_sum / count`. So the true gradients are `size / (count * scale)` times those that stand, and
-    so is their norm; clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's
-    1e-6 in the denominator).
-    """
-    if not totals.counted > 0:  # a count of NaN neither
-        raise StepError(
-            given=f"a global batch of {size} samples",
-            found=f"its losses report a count of {totals.counted:g} in total, so their mean does not "
-            "exist; the parameters were not touched",
-            fix="drop samples without targets from the dataset, or return the number of samples: "
-            "(loss_sum, len(batch[1]))",
-        )
-    correction = size / (totals.counted * scale)
-    norm = totals.norm * correction
-    loss = totals.loss_sum / totals.counted
-    factor = correction
-    if clip is not None:
-        factor *= min(1.0, clip / (norm + 1e-6))
-    return Correction(loss, norm, factor, math.isfinite(norm) and math.isfinite(loss))
-
-
 @dataclass(frozen=True)
 class Task:
     """What to compute, as two functions of plain values, so that any strategy can run it.
@@ -146,6 +92,11 @@ class Task:
 
     def forward(self, model: Callable[..., Any], micro: Micro, seed: int) -> Any:
         """Call `model` on a micro-batch and return its output."""
+        positional, named = self.arguments(micro, seed)
+        return model(*positional, **named)
+
+    def arguments(self, micro: Micro, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """What the model is called with: positional arguments and keywords."""
         if self.inputs is None:
             arguments = default_inputs(micro.value)
         elif self._inputs_take_noise:
@@ -153,15 +104,15 @@ class Task:
         else:
             arguments = self.inputs(micro.value)
         if isinstance(arguments, tuple):
-            return model(*arguments)
+            return arguments, {}
         if isinstance(arguments, Mapping):
-            return model(**arguments)
-        return model(arguments)
+            return (), arguments
+        return (arguments,), {}
 
     def reduce(self, output: Any, micro: Micro, seed: int) -> tuple[Tensor, Count]:
         """The loss of a micro-batch as (sum, count), checked to be of that form."""
         if self._loss_takes_noise:
-            noise = Noise(seed, micro.first, micro.samples)
+            noise = Noise(seed, micro.first, micro.samples, stream=1)
             result = self.loss(output, micro.value, noise=noise)
         else:
             result = self.loss(output, micro.value)
@@ -207,17 +158,6 @@ def check_loss(result: object, function: Callable[..., object] | None = None) ->
     )
 
 
-def check_clip(clip: float | None) -> float | None:
-    """`clip` if gradients can be clipped to it."""
-    if clip is not None and not clip > 0:
-        raise StepError(
-            given=f"clip={clip}",
-            found="the largest gradient norm allowed is a positive number",
-            fix="clip=1.0, or leave it out",
-        )
-    return clip
-
-
 def default_inputs(value: Any) -> Any:
     """What the model is called with where the task does not say."""
     if isinstance(value, Mapping):
@@ -243,235 +183,3 @@ def _takes_noise(function: Callable[..., Any]) -> bool:
         return "noise" in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-
-
-class Batch:
-    """One global batch as this rank sees it: its micro-batches, for `Step` or for a loop of one's own.
-
-    `first` is the position of the global batch's first sample since the start of training, `size` how
-    many samples it has over all ranks. A loop of one's own is as exact as `Step`:
-
-        for micro in batch:
-            batch.backward(*loss(model(micro[0]), micro))
-        batch.finish(model, clip=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    """
-
-    __slots__ = ("_backwards", "_current", "_world", "first", "micros", "seed", "size", "wait")
-
-    def __init__(
-        self,
-        first: int,
-        size: int,
-        micros: Sequence[Micro],
-        *,
-        seed: int,
-        wait: float = 0.0,
-        world: World | None = None,
-    ) -> None:
-        self.first = first
-        self.size = size
-        self.micros = micros
-        self.seed = seed
-        self.wait = wait
-        self._world = world
-        self._current = -1
-        self._backwards: list[OpenEngine] = []
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """The positions [start, stop) that this rank consumes; empty if it only stands in."""
-        real = [micro for micro in self.micros if micro.weight]
-        if not real:
-            return self.first, self.first
-        return real[0].first, real[-1].first + real[-1].samples
-
-    def __len__(self) -> int:
-        """The number of micro-batches."""
-        return len(self.micros)
-
-    def __iter__(self) -> Iterator[Any]:
-        """The micro-batches as the collate function returned them."""
-        for index, micro in enumerate(self.micros):
-            self._current = index
-            yield micro.value
-        self._current = -1
-
-    @property
-    def micro(self) -> Micro:
-        """The micro-batch that the loop `for … in batch` stands at, with its positions and weight."""
-        if self._current < 0:
-            raise StepError(
-                given="batch.backward, batch.micro or batch.noise outside a loop over the batch",
-                found="no micro-batch is under way",
-                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro))",
-            )
-        return self.micros[self._current]
-
-    @property
-    def noise(self) -> Noise:
-        """The per-position random numbers of the current micro-batch."""
-        micro = self.micro
-        return Noise(self.seed, micro.first, micro.samples)
-
-    def backward(self, loss: Tensor, count: Count, model: nn.Module | None = None) -> None:
-        """Backward of the current micro-batch; gradients are reduced over ranks after the last.
-
-        `loss` is the sum over the micro-batch's samples, `count` what it was taken over. `model` is
-        needed where several models have been parallelized, and names the one that learns.
-        """
-        micro = self.micro
-        loss, count = check_loss((loss, count))
-        engine = self._engine(model)
-        last = self._current == len(self.micros) - 1
-        engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
-        self._backwards.append(engine)
-
-    def finish(self, model: nn.Module, *, clip: float | None = None) -> Correction:
-        """Make the gradients those of `Σ loss / Σ count` over the global batch, and clip them.
-
-        Returns the global mean loss and the gradient norm before clipping. Raises StepError when
-        they are not finite; the parameters are untouched then, and the gradients dropped.
-        """
-        engine = self._engine(model)
-        self._check_backwards(engine)
-        check_clip(clip)
-        engine.world.stepping()
-        try:
-            result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
-            if not result.finite:
-                raise not_finite(result, self)
-        except StepError:
-            engine.discard()
-            raise
-        engine.multiply(result.factor)
-        return result
-
-    def _check_backwards(self, engine: OpenEngine) -> None:
-        done = self._backwards.count(engine)
-        self._backwards = [other for other in self._backwards if other is not engine]
-        if done != len(self.micros):
-            raise StepError(
-                given=f"batch.finish(model) for {len(self.micros)} micro-batch(es)",
-                found=f"batch.backward was called {done} times, not once for each",
-                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro)), and add "
-                "several losses of a model up before it",
-            )
-
-    def _engine(self, model: nn.Module | None) -> OpenEngine:
-        engines = self._engines(model)
-        if len(engines) > 1:
-            del engines
-            gc.collect()  # models that were dropped live on in reference cycles until now
-            engines = self._engines(model)
-        if len(engines) != 1:
-            found = (
-                f"{len(engines)} parallelized models"
-                if engines
-                else "the model given has no engine"
-                if self._engines(None)
-                else "no parallelized model"
-            )
-            raise StepError(
-                given="a loop of one's own over a Batch",
-                found=found,
-                fix="batch.backward(loss, count, model) with model = shoal.parallelize(Model(), world)",
-            )
-        engine = engines[0]
-        if not isinstance(engine, OpenEngine):
-            raise StepError(
-                given="a loop of one's own over a Batch",
-                found=f"{type(engine).__name__} owns the backward pass",
-                fix="step = shoal.Step(model, optimizer, task), then step(batch)",
-            )
-        return engine
-
-    def _engines(self, model: nn.Module | None) -> list[Engine]:
-        known = self._world.engines if self._world is not None else []
-        return [engine for engine in known if model in (None, engine.module)]
-
-
-def not_finite(result: Correction, batch: Batch) -> StepError:
-    """The error of a step whose loss or gradients are not numbers."""
-    what = "loss" if not math.isfinite(result.loss) else "gradient norm"
-    value = result.loss if what == "loss" else result.norm
-    start, stop = batch.share
-    share = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
-    return StepError(
-        given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
-        f"(this rank: {share})",
-        found=f"a {what} of {value}, over all ranks; the parameters were not touched",
-        fix="lower the learning rate, clip gradients (clip=1.0), or look at these samples with "
-        "torch.autograd.set_detect_anomaly(True)",
-    )
-
-
-class Strategy(Protocol):
-    """Frozen options for one way of spreading a model; `apply` brings them to life."""
-
-    def apply(self, model: nn.Module, world: World) -> Engine:
-        """Spread `model` over `world` in place, its names unchanged, and return what runs it."""
-        ...
-
-
-class Engine(ABC):
-    """The live counterpart of a Strategy: executes what Step orders, and owns what only it can."""
-
-    module: nn.Module
-    """The user's own module."""
-    world: World
-
-    @abstractmethod
-    def gradients(
-        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
-        """Forward and backward of the whole batch.
-
-        Afterwards the gradients are those of `scale * loss_sum / batch.size` summed over the world.
-        `autocast` is the dtype of mixed precision, None for none. Collective.
-        """
-
-    @abstractmethod
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Multiply the gradients by `factor`, take one optimizer step, clear the gradients."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Clear the gradients without a step."""
-
-    @abstractmethod
-    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """The model's output on one micro-batch, without gradients. Collective."""
-
-    @abstractmethod
-    def compile(self, how: str) -> None:
-        """Run the forward compiled: "inductor" or "script"."""
-
-    def align(self) -> None:  # noqa: B027 - nothing that could differ is normal
-        """Make buffers the same on all ranks; before evaluating and saving. Collective."""
-
-    def state(self) -> dict[str, Any]:
-        """What has to be kept besides the module's and the optimizer's state; usually nothing."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - keeping nothing is normal
-        """Take back what `state` returned."""
-
-
-class OpenEngine(Engine):
-    """An engine whose forward and backward the user may drive himself, one micro-batch at a time."""
-
-    @abstractmethod
-    def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
-    ) -> None:
-        """Backward of one micro-batch of a global batch of `size`; reduce over ranks if `last`."""
-
-    @abstractmethod
-    def totals(self) -> Totals:
-        """The sums of the batch whose last backward has run, and the norm of its gradients."""
-
-    @abstractmethod
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients by `factor`."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.batch import Batch
+from shoal.engine import Engine
 from shoal.errors import ShoalError, StepError
-from shoal.task import Batch, Engine, Micro, Task, place
+from shoal.task import Micro, Task, place
+
+if TYPE_CHECKING:
+    from shoal.world import World
 
 TOLERANCE = 0.02
 """Relative to the largest of the losses compared: sums in half precision are that far off."""
@@ -31,20 +36,29 @@ def check_loss_adds_up(
     eval mode, without gradients, and random states and modes are put back, so that nothing else
     changes. What can't be cut in halves passes. Raises ShoalError on all ranks if on any.
     """
+    trial = _Trial(engine, task, batch, autocast)
+    with ExitStack() as aside:
+        aside.enter_context(torch.no_grad())
+        aside.enter_context(_random_states_kept(engine.module))
+        for one in engine.world.engines:  # a GAN's loss runs through the other model
+            aside.enter_context(evaluation(one.module))
+        _on_all_ranks(engine.world, trial.whole)
+        # Running the model is collective: if one rank has to do it again, all do.
+        if any(engine.world.gather(trial.halves is None)):
+            _on_all_ranks(engine.world, trial.again)
+    _on_all_ranks(engine.world, trial.compare)
+
+
+def _on_all_ranks(world: World, action: Callable[[], None]) -> None:
     error: ShoalError | None = None
     try:
-        with ExitStack() as aside:
-            aside.enter_context(torch.no_grad())
-            aside.enter_context(_random_states_kept(engine.module))
-            for one in engine.world.engines:  # a GAN's loss runs through the other model
-                aside.enter_context(evaluation(one.module))
-            _examine(engine, task, batch, autocast)
+        action()
     except ShoalError as caught:
         error = caught
     except Exception:
         # The step meets it again if it is real; then its traceback is the one that helps.
         error = None
-    errors = engine.world.gather(error)
+    errors = world.gather(error)
     if error is not None:
         raise error
     for rank, other in enumerate(errors):
@@ -82,40 +96,72 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _examine(engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
-    micro = batch.micros[0]
+class _Trial:
+    """A rank's first micro-batch, whole and in halves; a rank that doesn't speak only takes part."""
 
-    def run(part: Micro) -> Any:
-        return engine.infer(task, part, batch.seed, autocast=autocast)
+    def __init__(self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
+        self._engine = engine
+        self._task = task
+        self._micro = batch.micros[0]
+        self._seed = batch.seed
+        self._autocast = autocast
+        self._loss = 0.0
+        self._parts: list[Micro] = []
+        self.halves: list[Sum] | None = []
+        """The sums of the halves; empty where there is nothing to compare, None where it takes
+        another run of the model."""
 
-    def reduce(part: Micro, output: Any) -> Sum:
-        loss, count = task.reduce(output, part, batch.seed)
-        return float(loss), float(count)
-
-    output = run(micro)
-    whole, _ = reduce(micro, output)
-    if micro.samples < 2:
-        return
-    middle = micro.samples // 2
-    rows = (slice(0, middle), slice(middle, micro.samples))
-    halves: list[Sum] = []
-    # A loss may fail on halves, which is its own business.
-    with suppress(Exception):
-        parts = [_part(micro, some) for some in rows]
+    def whole(self) -> None:
+        """Run the micro-batch, and cut its output in halves if it can be cut."""
+        micro = self._micro
+        middle = micro.samples // 2
+        rows = (slice(0, middle), slice(middle, micro.samples))
+        if middle:
+            with suppress(ValueError):
+                # On all ranks that share samples alike, speaking or not.
+                self._parts = [_part(micro, some) for some in rows]
+        output = self._run(micro)
+        if not self._engine.speaks:
+            return
+        self._loss, _ = self._reduce(micro, output)
+        if not self._parts:
+            return
+        # Models that return their loss, or objects of their own, can't be cut and run again.
+        self.halves = None
         with suppress(Exception):
             # Cutting the output is exact even where the model draws noise.
             cut = [_cut(output, some, micro.samples) for some in rows]
-            halves = [reduce(*pair) for pair in zip(parts, cut, strict=True)]
-        if not halves:
-            # Models that return their loss, or objects of their own, have to run again.
-            halves = [reduce(part, run(part)) for part in parts]
-    if halves and is_mean(whole, (halves[0], halves[1]), (parts[0].samples, parts[1].samples)):
-        raise StepError(
-            given=f"the loss function {place(task.loss)}: {whole:.6g} for {micro.samples} samples",
-            found=f"its halves give {halves[0][0]:.6g} and {halves[1][0]:.6g}: it is a mean, not a sum",
-            fix="reduction='sum' in the loss function, with the number of samples as the count; where "
-            "the model itself returns a mean: return output.loss * n, n",
-        )
+            self.halves = [self._reduce(*pair) for pair in zip(self._parts, cut, strict=True)]
+
+    def again(self) -> None:
+        """Run the model on the halves, or on the whole twice where only others need it."""
+        outputs = [self._run(part) for part in self._parts or [self._micro] * 2]
+        if self.halves is None:
+            pairs = zip(self._parts, outputs, strict=True)
+            # A loss may fail on halves, which is its own business.
+            with suppress(Exception):
+                self.halves = [self._reduce(*pair) for pair in pairs]
+
+    def compare(self) -> None:
+        """Raise StepError for a mean."""
+        if not self.halves:
+            return
+        first, second = self.halves
+        if is_mean(self._loss, (first, second), (self._parts[0].samples, self._parts[1].samples)):
+            raise StepError(
+                given=f"the loss function {place(self._task.loss)}: {self._loss:.6g} for "
+                f"{self._micro.samples} samples",
+                found=f"its halves give {first[0]:.6g} and {second[0]:.6g}: it is a mean, not a sum",
+                fix="reduction='sum' in the loss function, with the number of samples as the count; "
+                "where the model itself returns a mean: return output.loss * n, n",
+            )
+
+    def _run(self, part: Micro) -> Any:
+        return self._engine.infer(self._task, part, self._seed, autocast=self._autocast)
+
+    def _reduce(self, part: Micro, output: Any) -> Sum:
+        loss, count = self._task.reduce(output, part, self._seed)
+        return float(loss), float(count)
 
 
 @contextmanager

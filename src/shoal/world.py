@@ -21,12 +21,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal import environ
+from shoal.engine import Engine
 from shoal.environ import Placement
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
 from shoal.layout import AXES, Layout
-from shoal.task import Engine
 
 POLL_SECONDS = 0.05
+HEAR_SECONDS = 5.0
+"""How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
 LONGEST = 365 * 86400.0
 """The longest time limit in seconds: torch can't count to infinity."""
 
@@ -245,10 +247,12 @@ class World:
     def agree(self, value: Any, what: str) -> Any:
         """Return `value` if every rank has the same; raise AgreementError naming the odd ones."""
         values = self.gather(value)
-        odd = [rank for rank, other in enumerate(values) if other != values[0]]
-        if odd:
+        usual = values[0]
+        if any(other != usual for other in values):  # rank 0 may be the odd one
+            usual = max(values, key=lambda one: sum(other == one for other in values))
+            odd = [rank for rank, other in enumerate(values) if other != usual]
             raise AgreementError(
-                given=f"{what}: {values[0]!r} on rank 0",
+                given=f"{what}: {usual!r} on {self.size - len(odd)} of {self.size} ranks",
                 found=f"{values[odd[0]]!r} on rank {odd[0]}"
                 + (f", and {len(odd) - 1} more ranks differ" if len(odd) > 1 else ""),
                 fix=f"make {what} the same on every rank",
@@ -269,9 +273,7 @@ class World:
         if self.group is None:
             yield True
             return
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            "shoal/first", dist.distributed_c10d._get_default_store()
-        )
+        store = self._store("shoal/first")
         key = f"{self._sections}"
         if self.first:
             try:
@@ -284,6 +286,7 @@ class World:
         while not store.check([key]):
             time.sleep(POLL_SECONDS)
         outcome = store.get(key).decode()
+        store.add(f"{key}/heard", 1)
         if outcome != "done":
             raise LaunchError(
                 given="a section that rank 0 runs first",
@@ -292,14 +295,26 @@ class World:
             )
         yield False
 
+    def _store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
+        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
+    def _await_hearers(self) -> None:
+        """Rank 0 may host the store: it stays until all have heard how its last section ended."""
+        store, until = self._store("shoal/first"), time.monotonic() + HEAR_SECONDS
+        while store.add(f"{self._sections}/heard", 0) < self.size - 1 and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
-        """A generator of its own for `purpose`, different on each rank unless `by_rank` is False."""
+        """A generator of its own for `purpose`; see `seed_for`."""
         generator = torch.Generator(self.device)
         return generator.manual_seed(self.seed_for(purpose, by_rank=by_rank))
 
     def seed_for(self, purpose: str, *, by_rank: bool = True) -> int:
-        """A 63-bit seed derived from (seed, purpose) and, with `by_rank`, this rank."""
-        return derive_seed(self.seed, purpose, self.rank if by_rank else 0)
+        """A 63-bit seed derived from (seed, purpose) and, with `by_rank`, the data rank.
+
+        Ranks that hold parts of one model, and so the same samples, draw alike.
+        """
+        return derive_seed(self.seed, purpose, self.data_rank if by_rank else 0)
 
     def reseed(self, purpose: str, *, by_rank: bool = True) -> None:
         """Set the global generators of Python, NumPy and torch to the stream of `purpose`.
@@ -343,6 +358,8 @@ class World:
         if self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self.group is not None and dist.is_initialized():
+            if self.first and self._sections:
+                self._await_hearers()
             dist.destroy_process_group()
         self.group = None
 

@@ -6,54 +6,12 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-import shoal
 from shoal.errors import DataError, StepError
-from shoal.task import Batch, Micro, Noise, Task, Totals, check_loss, correct, default_inputs
-
-
-def test_the_factor_turns_the_sum_over_the_batch_size_into_the_mean_over_the_count() -> None:
-    # Gradients stand for 8 * loss_sum / 10; what is meant is loss_sum / 4.
-    decided = correct(Totals(6.0, 4.0, norm=16.0), size=10, scale=8.0, clip=None)
-    assert decided.loss == 1.5
-    assert decided.factor == 10 / 32
-    assert decided.norm == 5.0
-    assert decided.finite
-
-
-@pytest.mark.parametrize(("norm", "clip", "after"), [(5.0, 2.0, 2.0), (5.0, 7.0, 5.0), (0.0, 1.0, 0.0)])
-def test_clipping_bounds_the_true_norm_and_never_raises_it(
-    norm: float, clip: float, after: float
-) -> None:
-    decided = correct(Totals(1.0, 4.0, norm=norm * 4.0 * 8.0 / 10), size=10, scale=8.0, clip=clip)
-    assert decided.norm == pytest.approx(norm)
-    assert decided.factor * norm * 3.2 == pytest.approx(after, rel=1e-6)
-
-
-def test_clipping_is_that_of_torch() -> None:
-    gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    decided = correct(Totals(1.0, 1.0, norm=5.0), size=1, scale=1.0, clip=0.5)
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    parameter.grad = gradient.clone()
-    nn.utils.clip_grad_norm_([parameter], 0.5)
-    torch.testing.assert_close(gradient * decided.factor, parameter.grad, rtol=1e-15, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("loss", "count", "norm"),
-    [(math.nan, 4, 1), (math.inf, 4, 1), (1, 4, math.inf), (1, 4, math.nan)],
-)
-def test_what_is_not_a_number_is_not_finite(loss: float, count: float, norm: float) -> None:
-    assert not correct(Totals(loss, count, norm), size=4, scale=1.0, clip=1.0).finite
-
-
-def test_a_batch_that_counts_nothing_has_no_mean() -> None:
-    with pytest.raises(StepError, match="count of 0"):
-        correct(Totals(0.0, 0.0, 0.0), size=4, scale=1.0, clip=None)
+from shoal.task import Micro, Noise, Task, check_loss, default_inputs
 
 
 def normal(noise: Noise) -> Tensor:
@@ -145,7 +103,14 @@ def test_noise_goes_to_functions_that_ask_for_it() -> None:
     task, micro = Task(loss, inputs), Micro(torch.zeros(2), 10, 2, 1.0)
     (seen,), _ = task.forward(Called(), micro, 3)
     assert torch.equal(seen, Noise(3, 10, 2).normal())
-    assert task.reduce(None, micro, 3)[0] == Noise(3, 10, 2).uniform().sum()
+    assert task.arguments(micro, 3)[0][0].equal(seen)
+    assert task.reduce(None, micro, 3)[0] == Noise(3, 10, 2, stream=1).uniform().sum()
+
+
+def test_streams_of_noise_have_nothing_in_common() -> None:
+    one, other = (Noise(3, 10, 1, stream=stream).normal(10_000)[0] for stream in (0, 1))
+    assert not set(one.tolist()) & set(other.tolist())
+    assert abs(float(torch.corrcoef(torch.stack((one, other)))[0, 1])) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -169,72 +134,3 @@ def test_a_count_may_be_a_tensor_of_one() -> None:
     loss = torch.zeros(())
     assert check_loss((loss, torch.tensor([3]))) == (loss, torch.tensor([3]))
     assert check_loss((loss, 2.5)) == (loss, 2.5)
-
-
-def batch(world: shoal.World | None = None) -> Batch:
-    micros = [Micro("a", 40, 2, 1.0), Micro("b", 42, 1, 1.0), Micro("c", 36, 1, 0.0)]
-    return Batch(36, 8, micros, seed=1, world=world)
-
-
-def test_a_batch_knows_where_its_loop_stands() -> None:
-    found = batch()
-    seen = []
-    for value in found:
-        seen.append((value, found.micro.first, found.noise.normal().tolist()))
-    expected = [("a", 40, 2), ("b", 42, 1), ("c", 36, 1)]
-    assert seen == [(v, first, Noise(1, first, n).normal().tolist()) for v, first, n in expected]
-    assert len(found) == 3
-    with pytest.raises(StepError, match="no micro-batch is under way"):
-        found.micro  # noqa: B018
-
-
-def test_the_share_of_a_batch_leaves_out_stand_ins() -> None:
-    assert batch().share == (40, 43)
-    assert Batch(36, 8, [Micro("c", 36, 1, 0.0)], seed=1).share == (36, 36)
-
-
-def test_a_loop_of_ones_own_is_as_exact_as_its_mean(world: shoal.World) -> None:
-    torch.manual_seed(0)
-    model = shoal.parallelize(nn.Linear(3, 1).double(), world)
-    inputs = torch.randn(5, 3, dtype=torch.float64)
-    counts = [1, 3]  # as from masks: not the number of samples
-    micros = [Micro(inputs[:2], 0, 2, 1.0), Micro(inputs[2:], 2, 3, 1.0)]
-    found = Batch(0, 5, micros, seed=0, world=world)
-    for values, count in zip(found, counts, strict=True):
-        found.backward(model(values).square().sum(), torch.tensor(count))
-    finished = found.finish(model, clip=0.25)
-    mean = model(inputs).square().sum() / 4
-    expected = torch.autograd.grad(mean, list(model.parameters()))
-    norm = np.sqrt(sum(float(g.square().sum()) for g in expected))
-    assert finished.loss == pytest.approx(mean.item(), rel=1e-12)
-    assert finished.norm == pytest.approx(norm, rel=1e-12)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient * 0.25 / (norm + 1e-6), rtol=1e-12, atol=0)
-
-
-def test_a_loop_of_ones_own_asks_which_of_two_models_learns(world: shoal.World) -> None:
-    first, second = (shoal.parallelize(nn.Linear(1, 1), world) for _ in range(2))
-    found = Batch(0, 1, [Micro(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
-    for values in found:
-        with pytest.raises(StepError, match="2 parallelized models"):
-            found.backward(second(first(values)).sum(), 1)
-        found.backward(second(first(values)).sum(), 1, second)
-    assert all(p.grad is None for p in first.parameters())
-    assert all(p.grad is not None for p in second.parameters())
-
-
-def test_a_loop_of_ones_own_without_an_engine(world: shoal.World) -> None:
-    found = Batch(0, 1, [Micro(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
-    model = nn.Linear(1, 1)
-    for values in found:
-        with pytest.raises(StepError, match="no parallelized model"):
-            found.backward(model(values).sum(), 1)
-
-
-def test_a_loop_of_ones_own_notices_what_is_not_a_number(world: shoal.World) -> None:
-    model = shoal.parallelize(nn.Linear(1, 1), world)
-    found = Batch(64, 1, [Micro(torch.ones(1, 1), 64, 1, 1.0)], seed=0, world=world)
-    for values in found:
-        found.backward(model(values).sum() * math.inf, 1)
-    with pytest.raises(StepError, match="samples 64 to 64"):
-        found.finish(model)

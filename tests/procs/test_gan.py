@@ -72,7 +72,9 @@ def train(world: shoal.World, raw: bool, micro_batches: int) -> list[Tensor]:
             step_generator(batch)
             continue
         for micro in batch:
-            batch.backward(*losses.of_critic(critic(micro), micro, batch.noise), critic)
+            here = batch.micro
+            noise = shoal.Noise(batch.seed, here.first, here.samples, stream=1)
+            batch.backward(*losses.of_critic(critic(micro), micro, noise), critic)
         batch.finish(critic, clip=1.0)
         second.step()
         second.zero_grad()
@@ -98,7 +100,7 @@ def specification() -> list[Tensor]:
         stop = min(offset + BATCH, SAMPLES)
         indices = shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(offset, stop)
         batch = data()[torch.from_numpy(indices)]
-        noise = shoal.Noise(0, position, len(batch))
+        noise = shoal.Noise(0, position, len(batch), stream=1)
         (losses.of_critic(critic(batch), batch, noise)[0] / len(batch)).backward()
         nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
         second.step()

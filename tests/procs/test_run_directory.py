@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 import shoal
 from ranks import Ranks
 from shoal import events
+from shoal.errors import StepError
 from shoal.world import random_state, set_random_state
 from training import EPOCH_STEPS, Training, same, train
 
@@ -147,6 +148,51 @@ def test_the_same_command_first_and_after(
     assert same(resumed.state(), begun.state())
     resumed.train(10)
     assert same(resumed.state(), whole.state())
+
+
+def own_loop(world: shoal.World, directory: Path, stop: int) -> dict[str, Any]:
+    """A loop of one's own with a Run, saving at every third of its steps."""
+    world.reseed("weights", by_rank=False)
+    model = shoal.parallelize(nn.Linear(4, 2), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    data = shoal.Loader(dataset(), world, batch_size=6, micro_batches=2)
+    with shoal.Run(directory, step, data) as run:
+        run.restore()
+        for batch in data.epochs(100):
+            for micro in batch:
+                batch.backward(*loss(model(micro[0]), micro), model)
+            batch.finish(model, clip=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.tick(every=3)
+            if run.step == stop:
+                break
+    return step.state_dict()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loop_of_ones_own_is_counted_saved_and_resumed(
+    size: int, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    def runs(directory: Path, stops: list[int]) -> list[dict[str, Any]]:
+        return [ranks(size).call(own_loop, directory, stop)[0] for stop in stops]
+
+    (whole,) = runs(tmp_path / "whole", [8])
+    cut, resumed = runs(tmp_path / "parts", [4, 8])
+    assert (cut["number"], resumed["number"]) == (4, 8)
+    assert same(resumed, whole)
+    assert saved(tmp_path / "parts") == [3, 6]
+    lines = (tmp_path / "whole/events/rank-0.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines if "loss" in line]
+    assert [event["step"] for event in events] == list(range(1, 9))
+
+
+def test_ticks_without_a_step_are_an_error(world: shoal.World, tmp_path: Path) -> None:
+    fit = Fit(world, tmp_path)
+    for _ in fit.data.epochs(1):
+        with pytest.raises(StepError, match="no Step of this Run has taken one"):
+            fit.run.tick(every=1)
 
 
 def lower_scale(step: shoal.Step) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,6 +104,41 @@ def test_a_failure_of_rank_0_ends_the_wait_of_all(ranks: Ranks) -> None:
         assert isinstance(other.error, LaunchError)
         assert "rank 0 failed: LookupError: no such archive" in other.error.found
     assert ranks.call(collectives)[0][1] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+LAST_SECTION = """
+import os, sys, time, psutil, shoal
+from pathlib import Path
+
+note = Path(sys.argv[1])
+with shoal.init() as world:
+    if world.rank == 1:
+        while not note.exists() or not note.read_text():
+            time.sleep(0.01)
+        begun = time.monotonic()  # until rank 0 is gone, unless it waits
+        while psutil.pid_exists(int(note.read_text())) and time.monotonic() - begun < 2:
+            time.sleep(0.01)
+    with world.first_rank_first() as first:
+        if first:
+            note.write_text(str(os.getpid()))
+"""
+
+
+def test_rank_0_hosts_the_store_until_all_have_heard_of_its_last_section(tmp_path: Path) -> None:
+    port, script = free_port(), tmp_path / "script.py"
+    script.write_text(LAST_SECTION)
+    started = []
+    for rank in ("1", "0"):
+        variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(script), str(tmp_path / "note")]
+        started.append(
+            subprocess.Popen(
+                command, env=os.environ | variables | address, stderr=subprocess.PIPE, text=True
+            )
+        )
+    ends = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], ends
 
 
 def mesh(world: shoal.World) -> tuple[Any, ...]:

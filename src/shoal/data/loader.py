@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from shoal.batch import Batch
 from shoal.data.prefetch import on_device
 from shoal.data.sampler import Sampler, Share
 from shoal.data.source import Collate, source
 from shoal.errors import DataError
-from shoal.task import Batch, Micro
+from shoal.task import Micro
 from shoal.world import World
 
 

@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from torch import nn
 
+from shoal.engine import Engine, Strategy
 from shoal.errors import LayoutError, StepError
+from shoal.layout import AXES
 from shoal.parallel.replicate import DDP
-from shoal.task import Engine, Strategy
 from shoal.world import World
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,16 +49,14 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
             found="a strategy is a value such as shoal.DDP(), not a name, a class or a list",
             fix="shoal.DDP() or shoal.DataParallel(), with options if needed; or leave it out",
         )
-    idle = [
-        axis for axis in ("shard", "context", "tensor", "pipeline") if world.layout.degree(axis) > 1
-    ]
+    idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in strategy.axes]
     if idle:
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
             found=f"no strategy given serves the axis {idle[0]!r}",
-            fix="layout='replicate=-1'",
+            fix="layout='replicate=-1' with shoal.DDP(), or a strategy that serves this axis",
         )
-    engine = strategy.apply(model.to(world.device), world)
+    engine = strategy.apply(model, world)
     world.attach(engine)
     object.__setattr__(model, ATTRIBUTE, Attachment(engine))
     world.reseed("noise")

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.batch import Batch
+from shoal.engine import OpenEngine, Totals
 from shoal.errors import StepError
-from shoal.task import Batch, Count, Micro, OpenEngine, Task, Totals
+from shoal.task import Count, Micro, Task
 from shoal.world import World
 
 

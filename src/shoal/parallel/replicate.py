@@ -11,14 +11,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from shoal.engine import Engine, Totals
 from shoal.errors import StepError
+from shoal.layout import AXES
 from shoal.parallel.local import LocalEngine, as_scalar
-from shoal.task import Count, Engine, Micro, Totals
+from shoal.task import Count, Micro
 from shoal.world import World
 
 
@@ -26,15 +28,17 @@ from shoal.world import World
 class Single:
     """The whole model in this process and nothing else; refused in a world of several ranks."""
 
+    axes: ClassVar[tuple[str, ...]] = AXES
+
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Return the engine of one process."""
+        """Move the model to the device and return the engine of one process."""
         if world.size > 1:
             raise StepError(
                 given=f"shoal.Single() in a world of {world.size} processes",
                 found="every process would train a copy of its own",
                 fix="shoal.DDP(), or leave the strategy out",
             )
-        return LocalEngine(model, world)
+        return LocalEngine(model.to(world.device), world)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +49,12 @@ class DDP:
     which saves a copy and their memory. `static_graph` promises that the same parameters are used in
     the same way at every step, as re-entrant activation checkpointing needs. `unused` allows
     parameters without a gradient, at the price of a walk over the graph; they are named once.
-    `sync_buffers` sends rank 0's buffers to all after each batch. `sync_batch_norm` replaces
+    `sync_buffers` sends rank 0's buffers to all after each batch, not only before evaluating and
+    saving. `sync_batch_norm` replaces
     BatchNorm by SyncBatchNorm (CUDA only, a limit of torch's).
     """
+
+    axes: ClassVar[tuple[str, ...]] = ("replicate",)
 
     bucket_mb: float = 25.0
     bucket_views: bool = True
@@ -74,6 +81,7 @@ class DDP:
                     fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model.to(world.device)
         return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
 
 
@@ -104,7 +112,7 @@ class DDPEngine(LocalEngine):
             )
         self._ddp = ddp
         self._reducer: Any = ddp.reducer
-        self._buffers = options.sync_buffers and any(True for _ in module.buffers())
+        self._buffers = any(True for _ in module.buffers())
         # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
         # real backward, because it records how often each parameter is used.
         self._primed = options.unused and not options.static_graph
@@ -139,14 +147,14 @@ class DDPEngine(LocalEngine):
             self._check_unused()
 
     def totals(self) -> Totals:
-        """As in one process; then rank 0's buffers go to all, so that what is evaluated and saved
-        is the same everywhere."""
+        """As in one process; then rank 0's buffers go to all, as DDP has it."""
         totals = super().totals()
-        self.align()
+        if self._buffers and self.options.sync_buffers:
+            self._ddp._sync_buffers()
         return totals
 
-    def align(self) -> None:
-        """Send rank 0's buffers to all: the loss of another model may have run through this one."""
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
         if self._buffers:
             self._ddp._sync_buffers()
 
@@ -252,6 +260,8 @@ class DataParallel:
     and says so.
     """
 
+    axes: ClassVar[tuple[str, ...]] = AXES
+
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Return an engine that spreads each forward over the visible GPUs."""
         if world.size > 1:
@@ -266,8 +276,8 @@ class DataParallel:
                 f"shoal: DataParallel does nothing here: it needs two GPUs, and {visible} are visible "
                 f"on {world.device}"
             )
-            return LocalEngine(model, world)
-        return DataParallelEngine(model, world)
+            return LocalEngine(model.to(world.device), world)
+        return DataParallelEngine(model.to(world.device), world)
 
 
 class DataParallelEngine(LocalEngine):
