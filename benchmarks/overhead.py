@@ -12,6 +12,8 @@ under DDP through `shoal run`.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import itertools
 import json
 import statistics
@@ -112,7 +114,9 @@ def through_shoal(
     data = shoal.Loader(dataset(width), world, batch_size=batch)
     with tempfile.TemporaryDirectory() as directory:
         path = world.broadcast(directory)
-        with shoal.Run(path, step, data) as run:
+        with contextlib.redirect_stdout(io.StringIO()):  # no progress between the figures
+            made = shoal.Run(path, step, data)
+        with made as run:
             for each in data.epochs(10**9):
                 step(each)
                 run.tick()
