@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.evaluation import Accuracy, evaluate
     from shoal.layout import Layout
     from shoal.parallel import DDP, DataParallel, Single, parallelize
+    from shoal.rows import Rows, gather
     from shoal.run import Run
     from shoal.step import Step
     from shoal.task import Noise, Task
@@ -47,6 +48,7 @@ _HOMES = {
     "evaluation": ("Accuracy", "evaluate"),
     "layout": ("Layout",),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
+    "rows": ("Rows", "gather"),
     "run": ("Run",),
     "step": ("Step",),
     "task": ("Noise", "Task"),
@@ -68,6 +70,7 @@ __all__ = [
     "Noise",
     "Order",
     "Placement",
+    "Rows",
     "Run",
     "ShoalError",
     "Single",
@@ -76,6 +79,7 @@ __all__ = [
     "Task",
     "World",
     "evaluate",
+    "gather",
     "init",
     "parallelize",
 ]

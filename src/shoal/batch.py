@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.engine import Correction, Engine, OpenEngine, check_clip, correct
 from shoal.errors import StepError
+from shoal.rows import Rows, gather_rows
 from shoal.task import Count, Micro, Noise, check_loss
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class Batch:
         if self._noise is None:
             self._noise = Noise(self.seed, micro.first, micro.samples)
         return self._noise
+
+    def gather(self, tensor: Tensor) -> Rows:
+        """The rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
+        return gather_rows(tensor, self.micro)
 
     def backward(self, loss: Tensor, count: Count, model: nn.Module | None = None) -> None:
         """Backward of the current micro-batch; gradients are reduced over ranks after the last.

@@ -180,6 +180,7 @@ class World:
         self.data_size = layout.data_size
         self._engines: list[weakref.ref[Engine]] = []
         self._mesh: DeviceMesh | None = None
+        self._data_group: dist.ProcessGroup | None = None
         self._sections = 0
         self._stepping = False
         self._closed = False
@@ -209,6 +210,16 @@ class World:
             degrees = tuple(self.layout.degree(axis) for axis in AXES)
             self._mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
         return self._mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that have different samples, in the order of their data ranks."""
+        if self.group is None or self.data_size == self.size:
+            return self.group
+        if self._data_group is None:
+            axes = self.mesh["replicate", "shard"]
+            self._data_group = axes._flatten("data").get_group()
+        return self._data_group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `tensor` over all ranks in place ("sum", "max" or "min") and return it."""
@@ -354,7 +365,7 @@ class World:
         self._closed = True
         atexit.unregister(self.close)
         self._engines.clear()
-        self._mesh = None
+        self._mesh = self._data_group = None
         if self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self.group is not None and dist.is_initialized():

@@ -101,7 +101,7 @@ class Loader:
         begun = time.perf_counter()
         for share, values in on_device(self._shares(until), self.world.device):
             micros = [
-                Micro(value, share.first + start, stop - start, weight)
+                Micro(value, share.first + start, stop - start, weight, self.world)
                 for value, (start, stop, weight) in zip(values, share.cells, strict=True)
             ]
             wait = time.perf_counter() - begun
