@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.batch import Batch
     from shoal.data import Loader, Order
+    from shoal.ema import EMA
     from shoal.environ import Placement
     from shoal.errors import (
         AgreementError,
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
     )
     from shoal.evaluation import Accuracy, evaluate
     from shoal.layout import Layout
+    from shoal.loop import Evaluation, Moment, Trained, train
     from shoal.parallel import DDP, DataParallel, Single, parallelize
     from shoal.rows import Rows, gather
     from shoal.run import Run
+    from shoal.schedule import Schedule
     from shoal.step import Step
     from shoal.task import Noise, Task
     from shoal.world import World, init
@@ -33,6 +36,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "loop": (
+        "Evaluation",
+        "Moment",
+        "Trained",
+        "train",
+    ),
+    "schedule": ("Schedule",),
+    "ema": ("EMA",),
     "batch": ("Batch",),
     "data": ("Loader", "Order"),
     "environ": ("Placement",),
@@ -56,6 +67,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "Evaluation",
+    "Moment",
+    "Trained",
+    "train",
+    "Schedule",
+    "EMA",
     "DDP",
     "Accuracy",
     "AgreementError",

@@ -162,16 +162,33 @@ class Run:
         if every is not None and self.step % check_interval(every) == 0 and moved:
             self.save()
 
-    def save(self) -> Path:
+    def save(self, *, to: str | None = None) -> Path:
         """Commit a checkpoint of everything from which the run goes on. Collective.
 
         Called again before anything has moved, it returns the checkpoint that it committed then;
-        with user state, which may have changed since, that one is replaced.
+        with user state, which may have changed since, that one is replaced. `to="best"` keeps it in
+        `best/` of the run directory instead, in the place of the one before; `restore` does not look
+        there.
         """
         self._catch_up()
+        if to is not None:
+            return self._commit(Checkpoints(self.directory / to, self.world, keep=1))
         at = (self._numbers(), self.loader.position)
         if self._saved is not None and self._saved[:2] == at and not self.state:
             return self._saved[2]
+        path = self._commit(self.checkpoints)
+        self._saved = (*at, path)
+        return path
+
+    def note(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Record an event of your own: its kind, the step, and numbers or texts by name."""
+        plain = {
+            name: value if isinstance(value, str | int | float) else str(value)
+            for name, value in values.items()
+        }
+        self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})
+
+    def _commit(self, checkpoints: Checkpoints) -> Path:
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         state = {
@@ -179,12 +196,9 @@ class Run:
             "state": {name: item.state_dict() for name, item in self.state.items()},
             "loader": self.loader.state_dict(),
         }
-        path = self.checkpoints.save(
-            self.step, state, random_state(), {"position": self.loader.position}
-        )
+        path = checkpoints.save(self.step, state, random_state(), {"position": self.loader.position})
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
-        self._saved = (*at, path)
         return path
 
     def close(self) -> None:
