@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
+from shoal.ending import Deadline, Verdict
 from shoal.errors import StepError
-from shoal.loop import Deadline, Verdict
 from shoal.world import random_state, set_random_state
 
 SAMPLES, BATCH = 40, 8  # five steps an epoch
@@ -232,7 +232,12 @@ def test_the_clock_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now)
     asked: list[float] = []
     with shoal.init() as world:
-        monkeypatch.setattr(world, "broadcast", lambda answer: (asked.append(now), answer)[1])
+
+        def broadcast(answer: tuple[bool, int]) -> tuple[bool, int]:
+            asked.append(now)
+            return answer
+
+        monkeypatch.setattr(world, "broadcast", broadcast)
         deadline = Deadline(100.0, world)
         while not deadline.over():
             now += 0.01
