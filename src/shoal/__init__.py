@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shoal.batch import Batch
     from shoal.data import Loader, Order
     from shoal.ema import EMA
+    from shoal.ending import Evaluation
     from shoal.environ import Placement
     from shoal.errors import (
         AgreementError,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     )
     from shoal.evaluation import Accuracy, evaluate
     from shoal.layout import Layout
-    from shoal.loop import Evaluation, Moment, Trained, train
+    from shoal.loop import Moment, Trained, train
     from shoal.parallel import DDP, DataParallel, Single, parallelize
     from shoal.rows import Rows, gather
     from shoal.run import Run
@@ -36,12 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "loop": (
-        "Evaluation",
-        "Moment",
-        "Trained",
-        "train",
-    ),
+    "ending": ("Evaluation",),
+    "loop": ("Moment", "Trained", "train"),
     "schedule": ("Schedule",),
     "ema": ("EMA",),
     "batch": ("Batch",),

@@ -152,7 +152,8 @@ def default_targets(value: Any) -> Any:
     raise DataError(
         given=f"metrics over batches of type {type(value).__name__}",
         found="neither a second element nor 'labels' to compare with",
-        fix="evaluate(step, data, metrics=…, targets=lambda batch: batch.y)",
+        fix="evaluate(step, data, metrics=…, targets=lambda batch: "
+        + ("batch['y'])" if isinstance(value, Mapping) else "batch.y)"),
     )
 
 

@@ -104,8 +104,7 @@ def train(
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
-        made = model if isinstance(model, nn.Module) else model()
-        made = parallelize(made, world, parallel)
+        made = parallelize(model if isinstance(model, nn.Module) else model(), world, parallel)
         loader = Loader(
             dataset,
             world,

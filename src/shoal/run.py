@@ -14,7 +14,7 @@ import torch
 
 from shoal.checkpoint import Agreement, Checkpoints
 from shoal.data import Loader
-from shoal.errors import CheckpointError, StepError
+from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.step import Step
@@ -63,6 +63,12 @@ class Run:
     ) -> None:
         self.directory = Path(directory)
         self.steps = _named_steps(step)
+        if not isinstance(loader, Loader):
+            raise DataError(
+                given=f"shoal.Run(directory, step, {type(loader).__name__})",
+                found="it does not know the global batch or where it stands",
+                fix="loader = shoal.Loader(dataset, world, batch_size=512)",
+            )
         self.loader = loader
         self.world: World = loader.world
         self.state = dict(state or {})
@@ -72,6 +78,7 @@ class Run:
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._progress = Progress(sys.stdout) if self.world.first else None
         self._begun = False
+        self._restored = False
         self._recorded = self._numbers()
         self._saved: tuple[dict[str, int], int, Path] | None = None
 
@@ -90,6 +97,7 @@ class Run:
         Raises CheckpointError when there are checkpoints but none that can be trusted, or when they
         are of another model.
         """
+        self._restored = True
         loaded = self.checkpoints.restore()
         if loaded is None:
             return None
@@ -171,6 +179,8 @@ class Run:
         there.
         """
         self._catch_up()
+        if not self._begun:
+            self._begin()
         if to is not None:
             return self._commit(Checkpoints(self.directory / to, self.world, keep=1))
         at = (self._numbers(), self.loader.position)
@@ -219,7 +229,13 @@ class Run:
         self.close()
 
     def _begin(self) -> None:
-        self._begun = True
+        if not self._restored and self.world.broadcast(self.checkpoints.any()):
+            raise CheckpointError(
+                given=f"a Run in {self.directory} that begins anew",
+                found="checkpoints of an earlier run, which a later restore would take for its own",
+                fix="run.restore() before the loop, or another directory (or remove this one)",
+            )
+        self._begun = self._restored = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
         began = self.world.broadcast(round(time.time(), 6))

@@ -102,6 +102,13 @@ class Step:
                 found="the third is a Task, which says what is computed from a batch",
                 fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
+        if schedule is not None and not isinstance(schedule, LRScheduler):
+            raise StepError(
+                given=f"Step(schedule={schedule!r})",
+                found="a schedule is a torch scheduler made for the optimizer",
+                fix="schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000), or "
+                "shoal.Schedule(warmup=100)(optimizer, 10_000)",
+            )
         self.model = model
         self.engine = engine_of(model)
         self.optimizer = optimizer

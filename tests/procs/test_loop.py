@@ -214,6 +214,7 @@ def in_time(world: shoal.World, directory: Path) -> tuple[str, int, list[str]]:
             pass
 
     done = train(directory, world=world, epochs=1000, max_time=0.8, callbacks=[slow])
+    world.barrier()  # rank 0 removes old checkpoints after all have the new one
     saved = sorted(path.name for path in (directory / "checkpoints").iterdir())
     return done.reason, done.step.number, saved
 

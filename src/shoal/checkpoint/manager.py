@@ -81,6 +81,10 @@ class Checkpoints:
             f"{self._directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
 
+    def any(self) -> bool:
+        """Whether there is anything to restore, whole or not, as this rank sees it."""
+        return bool(self._store.candidates())
+
     def save(self, step: int, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> Path:
         """Save; when this returns, the checkpoint is on the disk.
 
