@@ -110,6 +110,8 @@ class Batch:
         micro = self.micro
         loss, count = check_loss((loss, count))
         engine = self._engine(model)
+        if engine not in self._backwards:
+            engine.begin()
         last = self._current == len(self.micros) - 1
         engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
         self._backwards.append(engine)

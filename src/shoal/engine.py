@@ -180,6 +180,13 @@ class OpenEngine(Engine):
     """What the batch came to that a loop of one's own finished last, until its Step has counted it."""
 
     @abstractmethod
+    def begin(self) -> None:
+        """A loop of one's own comes to its first backward of a batch.
+
+        Forgets a batch that was skipped, its gradients cleared; raises StepError where it was not.
+        """
+
+    @abstractmethod
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
     ) -> None:
