@@ -21,7 +21,8 @@ class Batch:
     """One global batch as this rank sees it: its micro-batches, for `Step` or for a loop of one's own.
 
     `first` is the position of the global batch's first sample since the start of training, `size` how
-    many samples it has over all ranks. A loop of one's own is as exact as `Step`:
+    many samples it has over all ranks; it is `taken` once a step has been made of it. A loop of one's
+    own is as exact as `Step`:
 
         for micro in batch:
             batch.backward(*loss(model(micro[0]), micro))
@@ -39,6 +40,7 @@ class Batch:
         "micros",
         "seed",
         "size",
+        "taken",
         "wait",
     )
 
@@ -57,6 +59,7 @@ class Batch:
         self.micros = micros
         self.seed = seed
         self.wait = wait
+        self.taken = False
         self._world = world
         self._current = -1
         self._backwards: list[OpenEngine] = []
@@ -135,6 +138,8 @@ class Batch:
             raise
         engine.multiply(result.factor)
         engine.finished = result
+        engine.uncounted += 1
+        self.taken = True
         return result
 
     def _check_backwards(self, engine: OpenEngine) -> None:
