@@ -39,7 +39,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Counting(torch.optim.SGD):
     """Keeps state that belongs to no parameter."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         state: dict[Any, Any] = self.state
         state["steps"] = state.get("steps", 0) + 1
