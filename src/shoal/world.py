@@ -198,6 +198,17 @@ class World:
         return self.rank == 0
 
     @property
+    def _alone(self) -> bool:
+        """Whether this is a world of one. LaunchError where it was one of several and is closed."""
+        if self.group is None and self.size > 1:
+            raise LaunchError(
+                given=f"a World of {self.size} ranks after its `with` block, or after close()",
+                found=f"rank {self.rank} has left the group and would go on with its own share only",
+                fix="evaluate and save inside `with shoal.init() as world:`",
+            )
+        return self.group is None
+
+    @property
     def mesh(self) -> DeviceMesh:
         """torch's device mesh over all axes of the layout, outermost first. Collective, once."""
         if self.group is None:
@@ -230,13 +241,13 @@ class World:
                 found=f"the operations are {', '.join(operations)}",
                 fix="op='sum', divided by world.size for a mean",
             )
-        if self.group is not None:
+        if not self._alone:
             dist.all_reduce(tensor, operations[op], group=self.group)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, in rank order, on every rank."""
-        if self.group is None:
+        if self._alone:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
@@ -244,7 +255,7 @@ class World:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source` on every rank."""
-        if self.group is None:
+        if self._alone:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=source, group=self.group)
@@ -252,7 +263,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.group is not None:
+        if not self._alone:
             self.all_reduce(torch.zeros((), device=self.device))
 
     def agree(self, value: Any, what: str) -> Any:
@@ -281,7 +292,7 @@ class World:
         the others raise within a second instead of waiting.
         """
         self._sections += 1
-        if self.group is None:
+        if self._alone:
             yield True
             return
         store = self._store("shoal/first")

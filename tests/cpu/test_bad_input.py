@@ -173,7 +173,9 @@ TABLE = [
         "CosineAnnealingLR", "a torch scheduler made for the optimizer", "shoal.Schedule(warmup=100)",
     ),
     Bad(
-        "torch's loader in a Run", lambda rig: shoal.Run("nowhere", rig.step(), cast(Any, LOADER)), DataError,
+        "torch's loader in a Run",
+        lambda rig: shoal.Run("nowhere", rig.step(), cast(Any, LOADER)),
+        DataError,
         "DataLoader", "the global batch", "shoal.Loader(dataset, world",
     ),
     Bad("no sample", data(X[:0]), DataError, "Tensor", "without a sample", r"len\(dataset\)"),

@@ -43,7 +43,9 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
     _check_model(model, world)
     if strategy is None:
         strategy = DDP()
-    if isinstance(strategy, str | type | nn.Module) or not hasattr(strategy, "apply"):
+    if isinstance(strategy, str | type | nn.Module) or not (
+        hasattr(strategy, "apply") and hasattr(strategy, "axes")
+    ):
         raise StepError(
             given=f"parallelize(model, world, {strategy!r})",
             found="a strategy is a value such as shoal.DDP(), not a name, a class or a list",
