@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StepError,
     )
     from shoal.evaluation import Accuracy, evaluate
+    from shoal.exchange import export, load
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
     from shoal.parallel import DDP, DataParallel, Single, parallelize
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "exchange": (
+        "export",
+        "load",
+    ),
     "ending": ("Evaluation",),
     "loop": ("Moment", "Trained", "train"),
     "schedule": ("Schedule",),
@@ -64,6 +69,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "export",
+    "load",
     "Evaluation",
     "Moment",
     "Trained",

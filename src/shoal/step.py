@@ -25,6 +25,7 @@ from shoal.names import (
     shapes,
 )
 from shoal.parallel import engine_of
+from shoal.sameness import check_same_environment
 from shoal.task import Micro, Task
 from shoal.trial import check_loss_adds_up
 
@@ -249,6 +250,7 @@ class Step:
 
     def _prepare(self, batch: Batch) -> None:
         self.engine.world.stepping()
+        check_same_environment(self.engine.world)
         check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)

@@ -181,6 +181,7 @@ class World:
         self._engines: list[weakref.ref[Engine]] = []
         self._mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None
+        self.compared = False
         self._sections = 0
         self._stepping = False
         self._closed = False

@@ -1,0 +1,148 @@
+"""Models to and from files that know nothing of Shoal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shoal.checkpoint import Agreement
+from shoal.errors import CheckpointError
+from shoal.names import check_model, shapes
+from shoal.parallel import engine_of
+from shoal.run import Run
+from shoal.step import Step
+from shoal.trial import evaluation
+
+PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""What wrappers put before a model's own names: DDP and DataParallel, torch.compile, FSDP1."""
+
+
+def export(
+    source: Run | Step | nn.Module,
+    path: str | Path,
+    *,
+    example: tuple[Any, ...] | None = None,
+) -> Path:
+    """Write the model for use without Shoal, under the user's names; rank 0 writes. Collective.
+
+    The ending of `path` says how: `.safetensors` and `.pt` (by torch.save) hold the state_dict, `.ts`
+    is TorchScript and `.pt2` a torch.export program, both in eval mode. These two are traced where
+    `example`, the model's positional arguments, is given; TorchScript compiles the code without one.
+    A Run gives the model of its first Step. The file appears whole or not at all. Returns its path.
+
+    Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
+    """
+    path = Path(path)
+    model = _model(source)
+    write = _writers(example).get(path.suffix)
+    if write is None:
+        raise CheckpointError(
+            given=f"shoal.export(…, {str(path)!r})",
+            found=f"the endings are {', '.join(_writers(None))}",
+            fix="shoal.export(model, 'model.safetensors')",
+        )
+    world = engine_of(model).world
+
+    def save() -> None:
+        if not world.first:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+        try:
+            with evaluation(model), torch.no_grad():
+                write(model, partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    Agreement(world).together(f"shoal.export(…, {str(path)!r})", save)
+    return path
+
+
+def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
+    """Load a state_dict into `model`, from a safetensors file or a mapping, in place.
+
+    Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped where the model has no
+    such names. Raises CheckpointError, before anything changes, if names or shapes differ.
+    """
+    found = source if isinstance(source, Mapping) else _read(Path(source))
+    here = shapes(model.state_dict())
+    named = {_bare(name, here): tensor for name, tensor in found.items()}
+    check_model(model, named, here)
+    model.load_state_dict(named)
+
+
+def _model(source: Run | Step | nn.Module) -> nn.Module:
+    if isinstance(source, Run):
+        return next(iter(source.steps.values())).model
+    return source.model if isinstance(source, Step) else source
+
+
+def _writers(
+    example: tuple[Any, ...] | None,
+) -> dict[str, Callable[[nn.Module, Path], object]]:
+    def script(model: nn.Module, path: Path) -> None:
+        made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
+        torch.jit.save(made, path)
+
+    def program(model: nn.Module, path: Path) -> None:
+        if example is None:
+            raise CheckpointError(
+                given=f"shoal.export(…, {path.suffix!r}) without an example",
+                found="torch.export traces the model",
+                fix="shoal.export(model, 'model.pt2', example=(inputs,))",
+            )
+        torch.export.save(torch.export.export(model, example), path)
+
+    return {
+        ".safetensors": lambda model, path: save_file(_tensors(model), path),
+        ".pt": lambda model, path: torch.save(_tensors(model), path),
+        ".ts": script,
+        ".pt2": program,
+    }
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    # Copies: tied weights keep both of their names, which safetensors refuses for shared memory.
+    state = model.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+
+
+def _bare(name: str, here: Mapping[str, object]) -> str:
+    bare = name
+    while bare not in here:
+        prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), None)
+        if prefix is None:
+            break
+        bare = bare.removeprefix(prefix)
+    # torch.compile may have wrapped a part of the model only.
+    inner = bare
+    for prefix in PREFIXES:
+        inner = inner.replace(f".{prefix}", ".")
+    return inner if inner in here else bare
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            given=f"shoal.load(model, {str(path)!r})",
+            found="it is not a safetensors file, and Shoal unpickles nothing",
+            fix=f"shoal.load(model, torch.load({str(path)!r}, weights_only=True)), if you trust it",
+        )
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except Exception as error:  # safetensors raises its own and OSErrors alike
+        raise CheckpointError(
+            given=f"shoal.load(model, {str(path)!r})",
+            found=str(error),
+            fix="give a safetensors file that is whole, as shoal.export writes it",
+        ) from None

@@ -1,0 +1,86 @@
+"""Do all ranks run the same code with the same packages? Compared before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from shoal.errors import AgreementError
+from shoal.world import World
+
+
+def check_same_environment(world: World) -> None:
+    """Raise AgreementError, on all ranks, naming the odd rank, its host and what differs; once a world.
+
+    Compared are Python, torch, the script with the modules beside and below it and, between machines,
+    all installed packages (which takes a tenth of a second).
+    """
+    if world.size == 1 or world.compared:
+        return
+    world.compared = True
+    facts = {"Python": platform.python_version(), "torch": str(torch.__version__), **sources()}
+    if world.placement.nodes > 1:
+        facts |= packages()
+    # One digest suffices where all is well; names and versions go round where it is not.
+    if len(set(world.gather(_digest(repr(sorted(facts.items())))))) > 1:
+        compare(world, facts)
+
+
+def compare(world: World, facts: Mapping[str, str]) -> None:
+    """Raise AgreementError for the first of `facts` that is not the same on all ranks."""
+    ranks = world.gather((socket.gethostname(), dict(facts)))
+    for name in sorted({name for _, found in ranks for name in found}):
+        values = [found.get(name, "none") for _, found in ranks]
+        usual, times = Counter(values).most_common(1)[0]
+        if times < len(values):
+            odd = next(rank for rank, value in enumerate(values) if value != usual)
+            more = len(values) - times - 1
+            raise AgreementError(
+                given=f"{name}: {usual} on {times} of {len(values)} ranks",
+                found=f"{values[odd]} on rank {odd} ({ranks[odd][0]})"
+                + (f", and {more} more ranks differ" if more else ""),
+                fix="start all ranks with the same script in the same environment "
+                f"(compare `pip list` and `git status` on {ranks[odd][0]} and elsewhere)",
+            )
+
+
+def sources() -> dict[str, str]:
+    """The digest of the script's text and of each module loaded from beside or below it."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    if main is None:
+        return {}
+    folder = Path(main).absolute().parent
+    inside = tuple(str(path.absolute()) for path in (Path(sys.prefix), Path(__file__).parent))
+    paths = {Path(main).absolute()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        # Thousands of modules: text is compared, and no file asked for.
+        if file.startswith(f"{folder}/") and file.endswith(".py") and not file.startswith(inside):
+            paths.add(Path(file))
+    return {
+        f"the source {path.relative_to(folder)}": _digest(path.read_bytes())
+        for path in sorted(paths)
+        if path.is_file()
+    }
+
+
+def packages() -> dict[str, str]:
+    """The version of each installed package, by name."""
+    return {
+        f"the package {found.metadata['Name']}": found.version
+        for found in metadata.distributions()
+        if found.metadata["Name"]
+    }
+
+
+def _digest(content: str | bytes) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()[:12]
