@@ -33,11 +33,16 @@ if TYPE_CHECKING:
     from shoal.schedule import Schedule
     from shoal.step import Step
     from shoal.task import Noise, Task
+    from shoal.trackers import TensorBoard, WandB
     from shoal.world import World, init
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "trackers": (
+        "TensorBoard",
+        "WandB",
+    ),
     "exchange": (
         "export",
         "load",
@@ -69,6 +74,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "TensorBoard",
+    "WandB",
     "export",
     "load",
     "Evaluation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +18,7 @@ from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.step import Step
+from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World, random_state, set_random_state
 
 
@@ -47,7 +48,8 @@ class Run:
 
     `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
     else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
-    the rank. The newest `keep` checkpoints are kept.
+    the rank. The newest `keep` checkpoints are kept. `trackers` take what `world.log` is given:
+    TensorBoard if it is installed, unless others are chosen; () is none.
 
     Raises CheckpointError, on all ranks, when the directory can't be written.
     """
@@ -60,6 +62,7 @@ class Run:
         *,
         state: Mapping[str, Stateful] | None = None,
         keep: int = 3,
+        trackers: Sequence[Tracker] | None = None,
     ) -> None:
         self.directory = Path(directory)
         self.steps = _named_steps(step)
@@ -81,6 +84,9 @@ class Run:
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._progress = Progress(sys.stdout) if self.world.first else None
+        chosen = default_trackers() if trackers is None else trackers
+        self._curves = Curves(self.directory, chosen, first=self.world.first)
+        self.world.recorder = self.log
         self._begun = False
         self._closed = False
         self._free = False
@@ -125,6 +131,7 @@ class Run:
             set_random_state(loaded.rank_state)
         else:
             self.world.reseed(f"noise from step {loaded.step}")
+        self._curves.begins = loaded.step
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
         self.events.write(
             "restore", {"step": loaded.step, "position": restored.position, "path": str(loaded.path)}
@@ -205,6 +212,17 @@ class Run:
         }
         self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})
 
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the present step: as an event, and on rank 0 in the trackers.
+
+        Numbers are floats or tensors of one element. Rank 0's are what people see; see `World.log`.
+        """
+        self._check_open()
+        self._catch_up()
+        numbers = {name: float(value) for name, value in values.items()}
+        self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
+        self._curves.write(numbers, self.step)
+
     def _commit(self, checkpoints: Checkpoints, position: int) -> Path:
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
@@ -224,6 +242,8 @@ class Run:
         """Write what is left of the events and end the progress line."""
         self._closed = True
         self.events.close()
+        self._curves.close()
+        self.world.recorder = None
         if self._lock is not None:
             self._lock.release()
         if self._progress is not None:

@@ -10,7 +10,7 @@ import socket
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -182,6 +182,7 @@ class World:
         self._mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None
         self.compared = False
+        self.recorder: Callable[[Mapping[str, Any]], None] | None = None
         self._sections = 0
         self._stepping = False
         self._closed = False
@@ -353,6 +354,22 @@ class World:
         """Print `text` once: on rank 0."""
         if self.first:
             print(text, flush=True)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the present step with the Run that is open: losses, rates, scores.
+
+            world.log({"rate": optimizer.param_groups[0]["lr"]})
+
+        They become events, and curves in the Run's trackers; those of rank 0 are shown.
+        Raises LaunchError where no Run is open.
+        """
+        if self.recorder is None:
+            raise LaunchError(
+                given="world.log(…)",
+                found="no Run is open that could record it",
+                fix="with shoal.Run('runs/a', step, loader) as run: …, and world.log inside",
+            )
+        self.recorder(values)
 
     def attach(self, engine: Engine) -> None:
         """Know the engine of a parallelized model for as long as the model lives."""

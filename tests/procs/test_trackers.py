@@ -1,0 +1,92 @@
+"""Curves in real trackers: one run goes on after a restart, without a jump back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+from torch import nn
+
+import shoal
+from ranks import Ranks
+from shoal.errors import LaunchError
+
+
+def train(world: shoal.World, directory: Path, stop: int, trackers: Any = None) -> None:
+    """Up to step `stop`, saving at step 4, with a number that tells the attempt's steps apart."""
+    torch.manual_seed(0)
+    model = shoal.parallelize(nn.Linear(2, 1), world)
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
+    data = shoal.Loader((torch.ones(40, 2),), world, batch_size=4)
+    with shoal.Run(directory, step, data, trackers=trackers) as run:
+        run.restore()
+        for batch in data.epochs(9):
+            result = step(batch)
+            world.log({"loss": result.loss, "half": torch.tensor(run.step / 2)})
+            run.tick(every=4)
+            if run.step == stop:
+                break
+
+
+@pytest.fixture
+def world() -> Iterator[shoal.World]:
+    with shoal.init() as alone:
+        yield alone
+
+
+def curve(directory: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_is_the_default_and_goes_on_where_the_run_does(
+    world: shoal.World, tmp_path: Path
+) -> None:
+    train(world, tmp_path, 6)  # two steps beyond its checkpoint
+    train(world, tmp_path, 9)
+    assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
+    lines = (tmp_path / "events/rank-0.jsonl").read_text().splitlines()
+    logged = [event for event in map(json.loads, lines) if event["event"] == "log"]
+    assert [event["step"] for event in logged] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+
+
+def test_curves_are_rank_0s(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(train_quietly, tmp_path)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert len(curve(tmp_path, "loss")) == 3
+
+
+def train_quietly(world: shoal.World, directory: Path) -> None:
+    train(world, directory, 3)
+
+
+def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path: Path) -> None:
+    options = (shoal.WandB(project="tests", mode="offline"),)
+    train(world, tmp_path, 6, options)
+    before = json.loads((tmp_path / "wandb.json").read_text())
+    assert before["sent"] == 6
+    train(world, tmp_path, 9, options)
+    after = json.loads((tmp_path / "wandb.json").read_text())
+    assert after == {"id": before["id"], "sent": 9}
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.stem for path in runs] == [f"run-{before['id']}"] * 2
+
+
+def test_no_trackers_are_none(world: shoal.World, tmp_path: Path) -> None:
+    train(world, tmp_path, 2, ())
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_numbers_without_a_run_have_nowhere_to_go(world: shoal.World) -> None:
+    with pytest.raises(LaunchError, match="no Run is open"):
+        world.log({"loss": 1.0})
