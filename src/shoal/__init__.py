@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.batch import Batch
-    from shoal.data import Loader, Order
+    from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
     from shoal.environ import Placement
     from shoal.errors import (
         AgreementError,
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "batch": ("Batch",),
-    "data": ("Loader", "Order"),
+    "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
     "environ": ("Placement",),
     "errors": (
         "AgreementError",
@@ -58,6 +58,7 @@ __all__ = [
     "Accuracy",
     "AgreementError",
     "Batch",
+    "Budget",
     "CheckpointError",
     "DataError",
     "DataParallel",
@@ -73,8 +74,11 @@ __all__ = [
     "Single",
     "Step",
     "StepError",
+    "Stream",
     "Task",
+    "Weighted",
     "World",
+    "coverage",
     "evaluate",
     "init",
     "parallelize",
