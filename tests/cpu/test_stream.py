@@ -20,7 +20,7 @@ from shoal.data.stream import Lanes, Streamed
 from shoal.errors import DataError
 
 BATCH = 16
-LENGTHS = [random.Random(5).randint(0, 40) for _ in range(25)]
+LENGTHS = np.random.default_rng(5).integers(0, 40, 25).tolist()
 STARTS = [0, *itertools.accumulate(LENGTHS)]
 SIZE = sum(LENGTHS)
 

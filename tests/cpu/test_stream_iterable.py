@@ -56,7 +56,7 @@ def test_each_epoch_to_its_own_end(world: shoal.World, options: Any) -> None:
     loader = build(world, **options)
     assert loader.epoch_size is None
     found = seen(loader, 3)
-    assert [index for batch in found for index in batch] == sum(EPOCHS, [])
+    assert [index for batch in found for index in batch] == [*itertools.chain(*EPOCHS)]
     assert [len(batch) for batch in found] == [4] * 5 + [2] + [4] * 5 + [3] + [4] * 6
     assert (loader.epoch, loader.position, loader.epoch_size) == (3, 69, 24)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
 
 from shoal.data.feed import Feed, Fetch
 from shoal.data.mapped import (
@@ -115,6 +116,8 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
         self._until = until
 
     def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
+        # A worker that reads for nobody but itself: datasets would else divide or reseed by its number.
+        worker._worker_info = None
         first, begun, offset = self._place
         size, drop = self._cutting.batch_size, self._cutting.drop_last
         for epoch in range(begun, self._until):

@@ -38,7 +38,7 @@ class Loader:
     that lists the same for the same epoch, or any object of the form of Ordering.
 
     Random numbers of samples depend on (seed, epoch, position) alone, whoever loads them: a dataset
-    whose `__getitem__` has a parameter `rng` gets a numpy.random.Generator, and `augment=True` sets
+    with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and `augment=True` sets
     the generators of `random`, NumPy and torch before each sample.
 
     The rest is torch's DataLoader, on which it stands: `collate_fn`, `num_workers` (kept for all

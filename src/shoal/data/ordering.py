@@ -88,7 +88,8 @@ class Weighted:
         """Sample indices at `positions`."""
         wanted = uniform(positions, seed=seed, epoch=epoch) * self._sums[-1]
         found = np.searchsorted(self._sums, wanted, side="right")
-        return np.minimum(found, self._last).astype(np.int64)
+        indices: Indices = np.minimum(found, self._last).astype(np.int64)
+        return indices
 
 
 def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.float64]:
