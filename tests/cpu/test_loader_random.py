@@ -39,8 +39,11 @@ class AskingTogether(Asking):
         return [one(index, generator) for index, generator in zip(indices, rng, strict=True)]
 
 
-class Drawing(Asking):
+class Drawing(Dataset[Any]):
     """Draws from the generators that everyone shares."""
+
+    def __len__(self) -> int:
+        return SIZE
 
     def __getitem__(self, index: int) -> Tensor:
         drawn = [random.random(), np.random.rand(), float(torch.rand((), dtype=torch.float64))]

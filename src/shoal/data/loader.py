@@ -103,7 +103,7 @@ class Loader:
             self._feed = Placed(samples, sampler, shuffle=shuffle)
         if pin_memory is None:
             pin_memory = world.device.type == "cuda" and device.type == "cpu"
-        _check_fetch(device, num_workers, pin_memory)
+        check_fetch(device, num_workers, pin_memory)
         self._fetch = Fetch(
             world=world,
             num_workers=num_workers,
@@ -242,7 +242,8 @@ def _check_epoch(sampler: Sampler, samples: Source, drop_last: bool) -> None:
         )
 
 
-def _check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> None:
+def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> None:
+    """Refuse to share or pin samples that lie on a device."""
     if device.type != "cpu" and (num_workers or pin_memory):
         raise DataError(
             given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
