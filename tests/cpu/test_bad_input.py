@@ -78,9 +78,9 @@ def rig() -> Iterator[Rig]:
         yield Rig(world)
 
 
-class Stream(IterableDataset[int]):
+class Exhausted(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        yield 1
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,9 @@ TABLE = [
     Bad("no sample", data(X[:0]), DataError, "Tensor", "without a sample", r"len\(dataset\)"),
     Bad("empty list", data([]), DataError, "list", "without a sample", r"len\(dataset\)"),
     Bad(
-        "iterable", data(Stream()),
-        DataError, "Stream.*IterableDataset", "position", r"list\(dataset\)",
+        "iterable",
+        lambda rig: next(shoal.Loader(Exhausted(), rig.world, batch_size=2).epochs(1)),
+        DataError, "Exhausted", "gives 0 samples", "__iter__ must begin anew",
     ),
     Bad("generator", data(iter([1])), DataError, "list_iterator", "lacks __len__", "dataset"),
     Bad("DataLoader", data(LOADER), DataError, "DataLoader", "lacks __len__", r"\.dataset"),

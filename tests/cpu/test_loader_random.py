@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 import shoal
 from shoal.data.mapped import Mapped
@@ -146,6 +146,12 @@ def test_another_seed_draws_otherwise(world: shoal.World) -> None:
     one = drawn(build(world, Asking()))
     other = drawn(shoal.Loader(Asking(), world, batch_size=BATCH, seed=4))
     assert set(one.values()).isdisjoint(other.values())
+
+
+def test_a_wrapper_that_hides_rng_is_named(world: shoal.World) -> None:
+    hidden = Subset(Subset(Asking(), range(9)), range(5))
+    with pytest.raises(DataError, match="Subset does not pass on"):
+        build(world, hidden)
 
 
 def test_tensors_can_not_be_augmented(world: shoal.World) -> None:

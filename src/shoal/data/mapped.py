@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from shoal.data.sampler import Share
+from shoal.errors import DataError
 from shoal.task import Noise
 
 Collate = Callable[[list[Any]], Any]
@@ -73,6 +74,9 @@ class Mapped(Sampled):
         # Together they can't each have the global generators to themselves.
         self._many = None if augment else getattr(dataset, "__getitems__", None)
         self._takes_rng = takes_rng(self._many or type(dataset).__getitem__)
+        inner = dataset
+        while not self._takes_rng and (inner := getattr(inner, "dataset", None)) is not None:
+            _refuse_to_hide(inner, dataset)
         self.size = len(dataset)
 
     def samples(self, share: Share) -> list[Any]:
@@ -142,6 +146,17 @@ def takes_rng(function: Any) -> bool:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
+
+
+def _refuse_to_hide(inner: Any, wrapper: Any) -> None:
+    if takes_rng(getattr(type(inner), "__getitem__", None)):
+        raise DataError(
+            given=f"Loader({type(wrapper).__name__} of {type(inner).__name__}, …)",
+            found=f"{type(inner).__name__}.__getitem__ takes rng, which {type(wrapper).__name__} does "
+            "not pass on: its samples would be without",
+            fix="choose the samples inside the dataset, or pass it on in a __getitem__(index, rng=None) "
+            "of the wrapper's own",
+        )
 
 
 class Rows(Dataset[Any]):
