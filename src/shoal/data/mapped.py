@@ -154,8 +154,8 @@ def _refuse_to_hide(inner: Any, wrapper: Any) -> None:
             given=f"Loader({type(wrapper).__name__} of {type(inner).__name__}, …)",
             found=f"{type(inner).__name__}.__getitem__ takes rng, which {type(wrapper).__name__} does "
             "not pass on: its samples would be without",
-            fix="choose the samples inside the dataset, or pass it on in a __getitem__(index, rng=None) "
-            "of the wrapper's own",
+            fix="choose the samples inside the dataset, or pass rng on in a __getitem__ of "
+            "the wrapper's own",
         )
 
 
