@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset as HubDataset
-from torch.utils.data import IterableDataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import IterableDataset, get_worker_info
 
 import shoal
 from shoal.data.flow import Cutting, Reading
@@ -148,6 +149,26 @@ def test_a_hub_stream_resumes_with_its_shuffle_buffer(
     begun = numbers(first, 8)
     second.load_state_dict(first.state_dict())
     assert begun + numbers(second) == whole
+
+
+def test_a_hub_stream_that_was_divided_already(world: shoal.World) -> None:
+    divided = split_dataset_by_node(hub(False), rank=0, world_size=2)
+    with pytest.raises(DataError, match="cut that part again"):
+        build(world, divided)
+
+
+class Halved(IterableDataset[int]):
+    """Divides itself among workers, as torch's documentation has it."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        yield from range(0 if worker is None else worker.id, 22, 1 if worker is None else 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_dataset_that_divides_itself_among_workers(world: shoal.World, num_workers: int) -> None:
+    found = seen(build(world, Halved(), num_workers=num_workers), 1)
+    assert [*itertools.chain(*found)] == list(range(22))
 
 
 class Once(IterableDataset[int]):

@@ -47,6 +47,12 @@ class Flow(Feed):
     """
 
     def __init__(self, dataset: Any, cutting: Cutting) -> None:
+        if getattr(dataset, "_distributed", None) is not None:
+            raise DataError(
+                given="Loader(split_dataset_by_node(dataset, …), …)",
+                found="it gives each rank a part, and the Loader would cut that part again",
+                fix="the whole dataset on every rank: leave split_dataset_by_node out",
+            )
         self.seed = cutting.seed
         self._dataset = dataset
         self._cutting = cutting
