@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.batch import Batch
     from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
+    from shoal.ema import EMA
+    from shoal.ending import Evaluation
     from shoal.environ import Placement
     from shoal.errors import (
         AgreementError,
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     )
     from shoal.evaluation import Accuracy, evaluate
     from shoal.layout import Layout
+    from shoal.loop import Moment, Trained, train
     from shoal.parallel import DDP, DataParallel, Single, parallelize
+    from shoal.rows import Rows, gather
     from shoal.run import Run
+    from shoal.schedule import Schedule
     from shoal.step import Step
     from shoal.task import Noise, Task
     from shoal.world import World, init
@@ -32,6 +37,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ending": ("Evaluation",),
+    "loop": ("Moment", "Trained", "train"),
+    "schedule": ("Schedule",),
+    "ema": ("EMA",),
     "batch": ("Batch",),
     "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
     "environ": ("Placement",),
@@ -47,6 +56,7 @@ _HOMES = {
     "evaluation": ("Accuracy", "evaluate"),
     "layout": ("Layout",),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
+    "rows": ("Rows", "gather"),
     "run": ("Run",),
     "step": ("Step",),
     "task": ("Noise", "Task"),
@@ -54,11 +64,20 @@ _HOMES = {
 }
 
 __all__ = [
+    "Budget",
+    "Stream",
+    "Weighted",
+    "coverage",
+    "Evaluation",
+    "Moment",
+    "Trained",
+    "train",
+    "Schedule",
+    "EMA",
     "DDP",
     "Accuracy",
     "AgreementError",
     "Batch",
-    "Budget",
     "CheckpointError",
     "DataError",
     "DataParallel",
@@ -69,17 +88,16 @@ __all__ = [
     "Noise",
     "Order",
     "Placement",
+    "Rows",
     "Run",
     "ShoalError",
     "Single",
     "Step",
     "StepError",
-    "Stream",
     "Task",
-    "Weighted",
     "World",
-    "coverage",
     "evaluate",
+    "gather",
     "init",
     "parallelize",
 ]

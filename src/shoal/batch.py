@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.engine import Correction, Engine, OpenEngine, check_clip, correct
 from shoal.errors import StepError
+from shoal.rows import Rows, gather_rows
 from shoal.task import Count, Micro, Noise, check_loss
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class Batch:
     """One global batch as this rank sees it: its micro-batches, for `Step` or for a loop of one's own.
 
     `first` is the position of the global batch's first sample since the start of training, `size` how
-    many samples it has over all ranks. A loop of one's own is as exact as `Step`:
+    many samples it has over all ranks; it is `taken` once a step has been made of it. A loop of one's
+    own is as exact as `Step`:
 
         for micro in batch:
             batch.backward(*loss(model(micro[0]), micro))
@@ -39,6 +41,7 @@ class Batch:
         "micros",
         "seed",
         "size",
+        "taken",
         "wait",
     )
 
@@ -57,6 +60,7 @@ class Batch:
         self.micros = micros
         self.seed = seed
         self.wait = wait
+        self.taken = False
         self._world = world
         self._current = -1
         self._backwards: list[OpenEngine] = []
@@ -101,6 +105,10 @@ class Batch:
             self._noise = Noise(self.seed, micro.first, micro.samples)
         return self._noise
 
+    def gather(self, tensor: Tensor) -> Rows:
+        """The rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
+        return gather_rows(tensor, self.micro)
+
     def backward(self, loss: Tensor, count: Count, model: nn.Module | None = None) -> None:
         """Backward of the current micro-batch; gradients are reduced over ranks after the last.
 
@@ -110,6 +118,8 @@ class Batch:
         micro = self.micro
         loss, count = check_loss((loss, count))
         engine = self._engine(model)
+        if engine not in self._backwards:
+            engine.begin()
         last = self._current == len(self.micros) - 1
         engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
         self._backwards.append(engine)
@@ -133,6 +143,8 @@ class Batch:
             raise
         engine.multiply(result.factor)
         engine.finished = result
+        engine.uncounted += 1
+        self.taken = True
         return result
 
     def _check_backwards(self, engine: OpenEngine) -> None:

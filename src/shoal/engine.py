@@ -63,7 +63,7 @@ def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> C
     """
     if totals.local and totals.counted == totals.loss_sum == 0:
         return Correction(math.nan, 0.0, 0.0, 0.0, True)
-    if not totals.counted > 0:  # a count of NaN neither
+    if not 0 < totals.counted < math.inf:  # a count of NaN neither
         raise StepError(
             given=f"a global batch of {size} samples",
             found=f"its losses report a count of {totals.counted:g} in total, so their mean does not "
@@ -178,6 +178,15 @@ class OpenEngine(Engine):
 
     finished: Correction | None = None
     """What the batch came to that a loop of one's own finished last, until its Step has counted it."""
+    uncounted: int = 0
+    """How many such batches its Step has not counted yet."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A loop of one's own comes to its first backward of a batch.
+
+        Forgets a batch that was skipped, its gradients cleared; raises StepError where it was not.
+        """
 
     @abstractmethod
     def backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,7 @@ def evaluate(
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
     num_workers: int = 0,
+    batches: int | None = None,
 ) -> dict[str, Any]:
     """The loss and the `metrics` of the step's model over `dataset`. Collective.
 
@@ -65,6 +67,7 @@ def evaluate(
     of all modules are put back. A metric is a function (output, target) -> (sum, count), or any
     torchmetrics Metric; `targets(batch)` gives what it compares with (the second element of a tuple
     and "labels" of a mapping by default). `batch_size` is global, 256 per data rank unless given.
+    `batches` looks at so many global batches only.
 
     Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
     """
@@ -85,7 +88,7 @@ def evaluate(
     samples = 0
     step.engine.settle(step.optimizer)
     with evaluation(step.model), torch.no_grad():
-        for batch in loader.epochs(1):
+        for batch in islice(loader.epochs(1), batches):
             for micro in batch.micros:
                 output = step.infer(micro, batch.seed)
                 samples += micro.samples if micro.weight else 0
@@ -149,7 +152,8 @@ def default_targets(value: Any) -> Any:
     raise DataError(
         given=f"metrics over batches of type {type(value).__name__}",
         found="neither a second element nor 'labels' to compare with",
-        fix="evaluate(step, data, metrics=…, targets=lambda batch: batch.y)",
+        fix="evaluate(step, data, metrics=…, targets=lambda batch: "
+        + ("batch['y'])" if isinstance(value, Mapping) else "batch.y)"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +11,30 @@ from torch import Tensor, nn
 
 from shoal.errors import CheckpointError, StepError
 
+_EXTRA = "_extra_state"
+"""How torch's names of what `get_extra_state` returns end; it may be anything."""
+
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The user's names of the optimizer's parameters, in the order of its state's numbers."""
+    """The user's names of the optimizer's parameters, in the order of its state's numbers.
+
+    Raises StepError for what is no optimizer that a step can drive, or of other parameters.
+    """
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise StepError(
+            given=f"an optimizer of type {kind}",
+            found="it is not a torch.optim.Optimizer",
+            fix="optimizer = torch.optim.AdamW(model.parameters()), then "
+            "shoal.Step(model, optimizer, task)",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise StepError(
+            given=f"an optimizer of type {kind}",
+            found="it takes a closure that computes the loss again and again; a step computes it once",
+            fix="torch.optim.AdamW(model.parameters()), or another that needs no closure",
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     strange = [p for p in parameters if id(p) not in names]
@@ -36,7 +58,7 @@ def named(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
     groups = state["param_groups"]
     return {
         "type": type(optimizer).__name__,
-        "state": {names[n]: item for n, item in state["state"].items()},
+        "state": {names[n] if isinstance(n, int) else n: s for n, s in state["state"].items()},
         "groups": [{key: group[key] for key in group if key != "params"} for group in groups],
         "members": members(optimizer, names),
     }
@@ -86,8 +108,14 @@ def numbered(
 ) -> dict[str, Any]:
     """What this rank's optimizer takes of the `state` that `_named` made."""
     groups = optimizer.state_dict()["param_groups"]
+    numbers = {name: number for number, name in enumerate(names)}
     return {
-        "state": {n: state["state"][name] for n, name in enumerate(names) if name in state["state"]},
+        # What belongs to no parameter keeps its key; a name that is not here is another rank's.
+        "state": {
+            numbers.get(name, name): item
+            for name, item in state["state"].items()
+            if name in numbers or name not in state["members"]
+        },
         "param_groups": [
             {**saved, "params": group["params"]}
             for saved, group in zip(state["groups"], groups, strict=True)
@@ -96,10 +124,10 @@ def numbered(
 
 
 def check_model(
-    model: nn.Module, saved: Mapping[str, Tensor], here: Mapping[str, tuple[int, ...]]
+    model: nn.Module, saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...] | None]
 ) -> None:
-    """`here` holds the shapes of the model's tensors, over all ranks."""
-    there = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    """`here` holds the shapes of the model's state as `shapes` gives them, over all ranks."""
+    there = shapes(saved)
     missing = [name for name in here if name not in there]
     unexpected = [name for name in there if name not in here]
     reshaped = [
@@ -122,6 +150,14 @@ def check_model(
             ),
             fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
         )
+
+
+def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """The shape of each tensor of a model's state; None for a module's extra state, which has none."""
+    return {
+        name: tuple(value.shape) if isinstance(value, Tensor) and not name.endswith(_EXTRA) else None
+        for name, value in state.items()
+    }
 
 
 def _first(names: list[str], shown: int = 3) -> str:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shoal.checkpoint import Agreement, Checkpoints
+from shoal.checkpoint import Agreement, Checkpoints, Lock
 from shoal.data import Loader
-from shoal.errors import CheckpointError, StepError
+from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.step import Step
@@ -63,15 +63,27 @@ class Run:
     ) -> None:
         self.directory = Path(directory)
         self.steps = _named_steps(step)
+        if not isinstance(loader, Loader):
+            raise DataError(
+                given=f"shoal.Run(directory, step, {type(loader).__name__})",
+                found="it does not know the global batch or where it stands",
+                fix="loader = shoal.Loader(dataset, world, batch_size=512)",
+            )
         self.loader = loader
         self.world: World = loader.world
         self.state = dict(state or {})
         self.checkpoints = Checkpoints(self.directory / "checkpoints", self.world, keep=keep)
         self.checkpoints.check()
+        self._lock = Agreement(self.world).together(
+            f"a Run in {self.directory}",
+            lambda: Lock(self.directory / "lock") if self.world.first else None,
+        )
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._progress = Progress(sys.stdout) if self.world.first else None
         self._begun = False
+        self._closed = False
+        self._free = False
         self._recorded = self._numbers()
         self._saved: tuple[dict[str, int], int, Path] | None = None
 
@@ -90,7 +102,9 @@ class Run:
         Raises CheckpointError when there are checkpoints but none that can be trusted, or when they
         are of another model.
         """
+        self._check_open()
         loaded = self.checkpoints.restore()
+        self._free, self._saved = True, None
         if loaded is None:
             return None
         for skipped in loaded.skipped:
@@ -124,6 +138,7 @@ class Run:
     def tick(self, *, every: int | None = None) -> None:
         """After each batch: record the steps taken on it, show progress, and save at every `every`-th
         step of the first Step. Collective."""
+        self._check_open()
         if not self._begun:
             self._begin()
         now = time.time()
@@ -162,34 +177,55 @@ class Run:
         if every is not None and self.step % check_interval(every) == 0 and moved:
             self.save()
 
-    def save(self) -> Path:
+    def save(self, *, to: str | None = None) -> Path:
         """Commit a checkpoint of everything from which the run goes on. Collective.
 
         Called again before anything has moved, it returns the checkpoint that it committed then;
-        with user state, which may have changed since, that one is replaced.
+        with user state, which may have changed since, that one is replaced. `to="best"` keeps it in
+        `best/` of the run directory instead, in the place of the one before; `restore` does not look
+        there.
         """
+        self._check_open()
+        self._check_free()
         self._catch_up()
-        at = (self._numbers(), self.loader.position)
+        at = (self._numbers(), self._position())
+        if to is not None:
+            return self._commit(Checkpoints(self.directory / to, self.world, keep=1), at[1])
         if self._saved is not None and self._saved[:2] == at and not self.state:
             return self._saved[2]
+        path = self._commit(self.checkpoints, at[1])
+        self._saved = (*at, path)
+        return path
+
+    def note(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Record an event of your own: its kind, the step, and numbers or texts by name."""
+        plain = {
+            name: value if isinstance(value, str | int | float) else str(value)
+            for name, value in values.items()
+        }
+        self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})
+
+    def _commit(self, checkpoints: Checkpoints, position: int) -> Path:
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
-            "loader": self.loader.state_dict(),
+            "loader": {**self.loader.state_dict(), "position": position},
         }
-        path = self.checkpoints.save(
-            self.step, state, random_state(), {"position": self.loader.position}
-        )
+        if not self.world.first:
+            state["state"] = {}  # else each tensor would be that of the rank which happens to write it
+        path = checkpoints.save(self.step, state, random_state(), {"position": position})
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
-        self._saved = (*at, path)
         return path
 
     def close(self) -> None:
         """Write what is left of the events and end the progress line."""
+        self._closed = True
         self.events.close()
+        if self._lock is not None:
+            self._lock.release()
         if self._progress is not None:
             self._progress.close()
 
@@ -204,7 +240,37 @@ class Run:
     ) -> None:
         self.close()
 
+    def _position(self) -> int:
+        """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""
+        last, position = self.loader.last, self.loader.position
+        left = last is not None and not last.taken and last.first + last.size == position
+        return last.first if last is not None and left else position
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StepError(
+                given=f"a Run in {self.directory} after its `with` block, or after close()",
+                found="its events are closed",
+                fix="call restore, tick and save inside `with shoal.Run(…) as run:`",
+            )
+
+    def _check_free(self) -> None:
+        """Refuse to mix with the checkpoints of another training: the newest would be resumed from."""
+        if self._free:
+            return
+        there = self.checkpoints.newest()
+        if there is not None:
+            raise CheckpointError(
+                given=f"training from the start in {self.directory}",
+                found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
+                "would take for this one's",
+                fix="run.restore() before the first batch, or another directory, or to start afresh: "
+                f"rm -r {self.directory}",
+            )
+        self._free = True
+
     def _begin(self) -> None:
+        self._check_free()
         self._begun = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.

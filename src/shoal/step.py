@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.batch import Batch, not_finite
 from shoal.engine import Correction, OpenEngine, check_clip, correct
 from shoal.errors import CheckpointError, StepError
-from shoal.names import check_model, check_optimizer, members, named, numbered, parameter_names
+from shoal.names import (
+    check_model,
+    check_optimizer,
+    members,
+    named,
+    numbered,
+    parameter_names,
+    shapes,
+)
 from shoal.parallel import engine_of
 from shoal.task import Micro, Task
 from shoal.trial import check_loss_adds_up
@@ -102,18 +110,25 @@ class Step:
                 found="the third is a Task, which says what is computed from a batch",
                 fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
+        if schedule is not None and not isinstance(schedule, LRScheduler):
+            raise StepError(
+                given=f"Step(schedule={schedule!r})",
+                found="a schedule is a torch scheduler made for the optimizer",
+                fix="schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000), or "
+                "shoal.Schedule(warmup=100)(optimizer, 10_000)",
+            )
         self.model = model
         self.engine = engine_of(model)
+        parameter_names(model, optimizer)  # refuses what no step can drive
         self.optimizer = optimizer
         self.task = task
         self.precision = precision
         self.clip = check_clip(clip)
-        self.schedule = schedule
+        self.schedule = _check_schedule(schedule, optimizer)
         self.number = 0
         self.last: Result | None = None
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
-        self._names = parameter_names(model, optimizer)
         self._compile = compile
         self._prepared = False
 
@@ -123,6 +138,7 @@ class Step:
         Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
         step is skipped and the scale lowered instead); the parameters are untouched then.
         """
+        self.catch_up()
         if not self._prepared:
             self._prepare(batch)
         scale = 1.0 if self._scale is None else self._scale.value
@@ -144,14 +160,16 @@ class Step:
                 raise not_finite(decided, batch)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
+        batch.taken = True
         update = time.perf_counter() - begun
         return self._count(decided, skipped, totals.forward, totals.backward, update)
 
     def catch_up(self) -> None:
-        """Count the batch that a loop of one's own has finished on the model since the last call."""
+        """Count the batches that a loop of one's own has finished on the model since the last call."""
         if isinstance(self.engine, OpenEngine) and self.engine.finished is not None:
+            self.number += self.engine.uncounted - 1
             self._count(self.engine.finished, False, 0.0, 0.0, 0.0)
-            self.engine.finished = None
+            self.engine.finished, self.engine.uncounted = None, 0
 
     def infer(self, micro: Micro, seed: int) -> Any:
         """The model's output on a micro-batch in this step's precision. Collective."""
@@ -186,23 +204,29 @@ class Step:
         if self._scale is not None:
             self._scale.value = state["scale"]["value"]
             self._scale.good = state["scale"]["good"]
+        if isinstance(self.engine, OpenEngine):
+            self.engine.finished, self.engine.uncounted = None, 0  # of batches that were not saved
         self.engine.load_state(state["engine"])
         self.number = state["number"]
+
+    @property
+    def _names(self) -> list[str]:
+        return parameter_names(self.model, self.optimizer)  # groups may have been added
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if `state` is of another model, optimizer, schedule or precision.
 
         Collective: ranks may hold parts of the model, and `state` is of all of it.
         """
-        shapes = {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
-        check_model(self.model, state["model"], self._of_all_ranks(shapes))
+        here = self._of_all_ranks(shapes(self.model.state_dict()))
+        check_model(self.model, state["model"], here)
         groups = self._of_all_ranks(members(self.optimizer, self._names))
         check_optimizer(self.optimizer, state["optimizer"], groups)
         parts = {"schedule": self.schedule, "scale": self._scale}
-        for part, here in parts.items():
-            if (part in state) != (here is not None):
+        for part, own in parts.items():
+            if (part in state) != (own is not None):
                 raise CheckpointError(
-                    given=f"a Step {'with' if here is not None else 'without'} a {part}",
+                    given=f"a Step {'with' if own is not None else 'without'} a {part}",
                     found=f"a checkpoint {'with' if part in state else 'without'} one",
                     fix="build the Step as in the run that wrote the checkpoint (schedule=, "
                     "precision=), or start afresh: shoal.Run('runs/b', …)",
@@ -224,8 +248,29 @@ class Step:
         return self.last
 
     def _prepare(self, batch: Batch) -> None:
-        self._prepared = True
         self.engine.world.stepping()
         check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:
             self.engine.compile(self._compile)
+        self._prepared = True
+
+
+def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """`schedule` if it can be stepped without a metric and steers `optimizer`."""
+    if schedule is None:
+        return None
+    kind = type(schedule).__name__
+    if not isinstance(schedule, LRScheduler):
+        found = "it is not a torch.optim.lr_scheduler.LRScheduler"
+    elif isinstance(schedule, ReduceLROnPlateau):
+        found = "it is stepped with a metric after validation, not with each optimizer step"
+    elif schedule.optimizer is not optimizer:
+        found = f"it steers another {type(schedule.optimizer).__name__} than the one given"
+    else:
+        return schedule
+    raise StepError(
+        given=f"schedule={kind}",
+        found=found,
+        fix="torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps); a plateau is yours to step: "
+        "plateau.step(shoal.evaluate(step, data)['loss']), Run(…, state={'plateau': plateau})",
+    )

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.errors import DataError, StepError
+
+if TYPE_CHECKING:
+    from shoal.world import World
 
 Count: TypeAlias = "int | float | Tensor"
 """How many samples or tokens a sum was taken over; a tensor where only the data knows."""
@@ -67,13 +71,19 @@ class Micro(NamedTuple):
 
     `value` is what the dataset and the collate function made of `samples` samples from position
     `first` on. `weight` is 1, or 0 for the stand-in that a rank without samples runs in order to take
-    part in the collectives of the step.
+    part in the collectives of the step. `world` are the processes that share the global batch, None
+    where nobody does.
     """
 
     value: Any
     first: int
     samples: int
     weight: float
+    world: World | None = None
+
+
+UNDER_WAY: ContextVar[Micro | None] = ContextVar("micro-batch under way", default=None)
+"""What a Task's functions are being called on, for those that talk to other ranks (`shoal.gather`)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +102,12 @@ class Task:
 
     def forward(self, model: Callable[..., Any], micro: Micro, seed: int) -> Any:
         """Call `model` on a micro-batch and return its output."""
-        positional, named = self.arguments(micro, seed)
-        return model(*positional, **named)
+        token = UNDER_WAY.set(micro)
+        try:
+            positional, named = self.arguments(micro, seed)
+            return model(*positional, **named)
+        finally:
+            UNDER_WAY.reset(token)
 
     def arguments(self, micro: Micro, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What the model is called with: positional arguments and keywords."""
@@ -111,11 +125,15 @@ class Task:
 
     def reduce(self, output: Any, micro: Micro, seed: int) -> tuple[Tensor, Count]:
         """The loss of a micro-batch as (sum, count), checked to be of that form."""
-        if self._loss_takes_noise:
-            noise = Noise(seed, micro.first, micro.samples, stream=1)
-            result = self.loss(output, micro.value, noise=noise)
-        else:
-            result = self.loss(output, micro.value)
+        token = UNDER_WAY.set(micro)
+        try:
+            if self._loss_takes_noise:
+                noise = Noise(seed, micro.first, micro.samples, stream=1)
+                result = self.loss(output, micro.value, noise=noise)
+            else:
+                result = self.loss(output, micro.value)
+        finally:
+            UNDER_WAY.reset(token)
         return check_loss(result, self.loss)
 
     @cached_property

@@ -180,6 +180,7 @@ class World:
         self.data_size = layout.data_size
         self._engines: list[weakref.ref[Engine]] = []
         self._mesh: DeviceMesh | None = None
+        self._data_group: dist.ProcessGroup | None = None
         self._sections = 0
         self._stepping = False
         self._closed = False
@@ -197,6 +198,17 @@ class World:
         return self.rank == 0
 
     @property
+    def _alone(self) -> bool:
+        """Whether this is a world of one. LaunchError where it was one of several and is closed."""
+        if self.group is None and self.size > 1:
+            raise LaunchError(
+                given=f"a World of {self.size} ranks after its `with` block, or after close()",
+                found=f"rank {self.rank} has left the group and would go on with its own share only",
+                fix="evaluate and save inside `with shoal.init() as world:`",
+            )
+        return self.group is None
+
+    @property
     def mesh(self) -> DeviceMesh:
         """torch's device mesh over all axes of the layout, outermost first. Collective, once."""
         if self.group is None:
@@ -210,6 +222,16 @@ class World:
             self._mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
         return self._mesh
 
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that have different samples, in the order of their data ranks."""
+        if self.group is None or self.data_size == self.size:
+            return self.group
+        if self._data_group is None:
+            axes = self.mesh["replicate", "shard"]
+            self._data_group = axes._flatten("data").get_group()
+        return self._data_group
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `tensor` over all ranks in place ("sum", "max" or "min") and return it."""
         operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -219,13 +241,13 @@ class World:
                 found=f"the operations are {', '.join(operations)}",
                 fix="op='sum', divided by world.size for a mean",
             )
-        if self.group is not None:
+        if not self._alone:
             dist.all_reduce(tensor, operations[op], group=self.group)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
         """Everyone's value, in rank order, on every rank."""
-        if self.group is None:
+        if self._alone:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
@@ -233,7 +255,7 @@ class World:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source` on every rank."""
-        if self.group is None:
+        if self._alone:
             return value
         values = [value]
         dist.broadcast_object_list(values, src=source, group=self.group)
@@ -241,7 +263,7 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.group is not None:
+        if not self._alone:
             self.all_reduce(torch.zeros((), device=self.device))
 
     def agree(self, value: Any, what: str) -> Any:
@@ -270,7 +292,7 @@ class World:
         the others raise within a second instead of waiting.
         """
         self._sections += 1
-        if self.group is None:
+        if self._alone:
             yield True
             return
         store = self._store("shoal/first")
@@ -354,7 +376,7 @@ class World:
         self._closed = True
         atexit.unregister(self.close)
         self._engines.clear()
-        self._mesh = None
+        self._mesh = self._data_group = None
         if self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self.group is not None and dist.is_initialized():

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -157,6 +157,26 @@ TABLE = [
     Bad(
         "drop_last", sized(32, drop_last=True),
         DataError, "batch_size=32", "20 samples", "drop_last=False",
+    ),
+    *(
+        Bad(
+            f"wrapped {i}", act, StepError, "in torch's DataParallel",
+            "its names begin with 'module.'", "shoal.parallelize(model, world)",
+        )
+        for i, act in enumerate((
+            lambda rig: shoal.parallelize(nn.DataParallel(nn.Linear(4, 3)), rig.world),
+            lambda rig: shoal.Step(nn.DataParallel(rig.model), rig.optimizer, shoal.Task(loss)),
+        ))
+    ),
+    Bad(
+        "schedule of a class", step(schedule=torch.optim.lr_scheduler.CosineAnnealingLR), StepError,
+        "CosineAnnealingLR", "a torch scheduler made for the optimizer", "shoal.Schedule(warmup=100)",
+    ),
+    Bad(
+        "torch's loader in a Run",
+        lambda rig: shoal.Run("nowhere", rig.step(), cast(Any, LOADER)),
+        DataError,
+        "DataLoader", "the global batch", "shoal.Loader(dataset, world",
     ),
     Bad("no sample", data(X[:0]), DataError, "Tensor", "without a sample", r"len\(dataset\)"),
     Bad("empty list", data([]), DataError, "list", "without a sample", r"len\(dataset\)"),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.trial import is_mean
+from shoal.trial import evaluation, is_mean
 
 SAMPLES = 24
 GENERATOR = torch.Generator().manual_seed(0)
@@ -250,3 +250,26 @@ def draw_after(action: Callable[[], object]) -> tuple[float, float, float]:
 )
 def test_what_a_mean_looks_like(whole: float, first: float, second: float, mean: bool) -> None:
     assert is_mean(whole, ((first, 3.0), (second, 1.0)), (2, 2)) is mean
+
+
+class Merging(nn.Module):
+    """Merges an adapter into its weight in eval mode, as LoRA layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_layers_that_do_more_than_note_the_mode_are_put_back_too() -> None:
+    frozen = Merging().eval()
+    model = nn.Sequential(nn.Sequential(Merging(), frozen), nn.Sequential(frozen), nn.Dropout().eval())
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    with evaluation(model):
+        assert not any(module.training for module in modules)
+    assert [module.training for module in modules] == modes
+    assert [module.merged for module in modules if isinstance(module, Merging)] == [False, True]

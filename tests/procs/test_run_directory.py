@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 import shoal
 from ranks import Ranks
 from shoal import events
-from shoal.errors import StepError
+from shoal.errors import CheckpointError, StepError
 from shoal.world import random_state, set_random_state
 from training import EPOCH_STEPS, Training, same, train
 
@@ -193,6 +193,19 @@ def test_ticks_without_a_step_are_an_error(world: shoal.World, tmp_path: Path) -
     for _ in fit.data.epochs(1):
         with pytest.raises(StepError, match="no Step of this Run has taken one"):
             fit.run.tick(every=1)
+
+
+def test_a_run_that_begins_anew_over_checkpoints_is_refused(world: shoal.World, tmp_path: Path) -> None:
+    with Fit(world, tmp_path).run as run:
+        run.restore()
+        run.save()
+    again = Fit(world, tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoints of an earlier run"):
+        again.train(1)
+    assert saved(tmp_path) == [0]
+    again.run.restore()
+    again.train(3, every=1)
+    assert saved(tmp_path) == [1, 2, 3]
 
 
 def lower_scale(step: shoal.Step) -> None:

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from shoal.checkpoint.agreement import Agreement
+from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
 from shoal.checkpoint.state import Tree, compare_names, shapes
 from shoal.checkpoint.store import Files
 
-__all__ = ["Agreement", "Checkpoints", "Files", "Loaded", "Skipped", "Tree", "compare_names", "shapes"]
+__all__ = [
+    "Agreement",
+    "Checkpoints",
+    "Files",
+    "Loaded",
+    "Lock",
+    "Skipped",
+    "Tree",
+    "compare_names",
+    "shapes",
+]

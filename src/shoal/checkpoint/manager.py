@@ -81,6 +81,13 @@ class Checkpoints:
             f"{self._directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
 
+    def newest(self) -> Path | None:
+        """The newest directory that may be a checkpoint, whole or not."""
+        given = f"checkpoints in {self._directory}"
+        rank = self._world.rank
+        found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
+        return self._world.broadcast(found[0] if found else None)  # type: ignore[no-any-return]
+
     def save(self, step: int, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> Path:
         """Save; when this returns, the checkpoint is on the disk.
 

@@ -152,7 +152,7 @@ class Loader:
         shares = self._feed.shares(count, self._fetch)
         for share, values in on_device(shares, self.world.device):
             micros = [
-                Micro(value, share.first + start, stop - start, weight)
+                Micro(value, share.first + start, stop - start, weight, self.world)
                 for value, (start, stop, weight) in zip(values, share.cells, strict=True)
             ]
             wait = time.perf_counter() - begun

@@ -43,7 +43,9 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
     _check_model(model, world)
     if strategy is None:
         strategy = DDP()
-    if isinstance(strategy, str | type | nn.Module) or not hasattr(strategy, "apply"):
+    if isinstance(strategy, str | type | nn.Module) or not (
+        hasattr(strategy, "apply") and hasattr(strategy, "axes")
+    ):
         raise StepError(
             given=f"parallelize(model, world, {strategy!r})",
             found="a strategy is a value such as shoal.DDP(), not a name, a class or a list",
@@ -64,6 +66,7 @@ def parallelize(model: Model, world: World, strategy: Strategy | None = None) ->
 
 
 def _check_model(model: object, world: World) -> None:
+    _check_bare(model)
     if not isinstance(model, nn.Module):
         raise StepError(
             given=f"parallelize({type(model).__name__}, …)",
@@ -89,8 +92,18 @@ def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
     return [other for other in others if any(id(p) in own for p in other.parameters())]
 
 
+def _check_bare(model: object) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise StepError(
+            given=f"a model in torch's {type(model).__name__}",
+            found="its gradients would be reduced twice, and its names begin with 'module.'",
+            fix="shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the options",
+        )
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine that `parallelize` attached; StepError if there is none."""
+    _check_bare(model)
     attachment = getattr(model, ATTRIBUTE, None)
     if not isinstance(attachment, Attachment) or attachment.engine is None:
         raise StepError(

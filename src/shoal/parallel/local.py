@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shoal.batch import Batch
 from shoal.engine import OpenEngine, Totals
@@ -28,6 +29,7 @@ class LocalEngine(OpenEngine):
         self.module = module
         self.world = world
         self.call: Callable[..., Any] = module
+        _check_kinds(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters:
             raise StepError(
@@ -35,6 +37,7 @@ class LocalEngine(OpenEngine):
                 found="a model without trainable parameters",
                 fix="parameter.requires_grad_(True) for what should learn, before parallelize",
             )
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._shown: list[tuple[Tensor, Count, float]] = []
         self._unused_checked = False
 
@@ -96,8 +99,24 @@ class LocalEngine(OpenEngine):
         if last and not self._unused_checked:
             self._check_unused()
 
+    def begin(self) -> None:
+        """Forget the sums of a batch whose gradients were cleared; see the contract."""
+        if not self._pending():
+            return
+        if any(p.grad is not None for p in self.parameters):
+            raise StepError(
+                given="batch.backward on a new batch",
+                found="the gradients of the batch before it, for which batch.finish was not called",
+                fix="batch.finish(model) after each batch, or optimizer.zero_grad() to skip one; to "
+                "accumulate, shoal.Loader(…, micro_batches=4)",
+            )
+        self.discard()
+
     def totals(self) -> Totals:
         """The sums of the batch and the norm of its gradients, in one transfer from the device."""
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            self._refuse_others(thawed)
         norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
         loss_sum, count, value = self._sums(norm)
         self._shown.clear()
@@ -129,7 +148,9 @@ class LocalEngine(OpenEngine):
         # With several models, a loss of one may run through another (a GAN's generator through the
         # discriminator), whose parameters must not learn from it. Naming the leaves costs a little,
         # so it is done only then.
-        return self.parameters if len(self.world.engines) > 1 else None
+        if len(self.world.engines) == 1:
+            return None
+        return [p for p in self.parameters if p.requires_grad]  # some may have been frozen since
 
     def _sums(self, norm: Tensor) -> tuple[float, float, float]:
         shown = self._shown
@@ -143,14 +164,58 @@ class LocalEngine(OpenEngine):
         loss_sum, count, value = torch.stack((losses, counts, norm)).tolist()
         return loss_sum, count, value
 
+    def _pending(self) -> bool:
+        """Whether there are sums of a batch that was not finished."""
+        return bool(self._shown)
+
+    def _refuse_others(self, others: Sequence[Tensor]) -> None:
+        ids = {id(p) for p in others}
+        names = [name for name, p in self.module.named_parameters() if id(p) in ids]
+        for p in others:
+            p.grad = None  # nobody else would
+        raise StepError(
+            given=f"trainable parameters of {type(self.module).__name__}: {first(names)}",
+            found="parallelize did not see them as such: they were frozen then, or were added since",
+            fix="add layers and requires_grad_(True) before parallelize; to let a layer learn later, "
+            "leave it out of the optimizer until then (add_param_group)",
+        )
+
     def _check_unused(self) -> None:
         self._unused_checked = True
+        known = {id(p) for p in self.parameters}
+        others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in known]
+        if others:
+            self._refuse_others(others)
         names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
         if names:
             self._report_unused(names)
 
     def _report_unused(self, names: Sequence[str]) -> None:
         self.world.say(f"shoal: parameters that the loss does not use: {', '.join(names)}")
+
+
+def first(names: Sequence[str], shown: int = 3) -> str:
+    """The first few of `names`, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def _check_kinds(module: nn.Module) -> None:
+    """Refuse parameters that no engine here can sum and take the norm of."""
+    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if lazy:
+        raise StepError(
+            given=f"parallelize({type(module).__name__}, world)",
+            found=f"parameters without a shape as yet, of lazy layers: {first(lazy)}",
+            fix="run the model once before, on a batch or a part of one: model(inputs)",
+        )
+    if sparse:
+        raise StepError(
+            given=f"parallelize({type(module).__name__}, world)",
+            found=f"layers with sparse gradients: {first(sparse)}",
+            fix="nn.Embedding(…, sparse=False)",
+        )
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ the engine tells the reducer itself when a backward is the last of a batch.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
-from shoal.parallel.local import LocalEngine, as_scalar
+from shoal.parallel.local import LocalEngine, as_scalar, first
 from shoal.task import Count, Micro
 from shoal.world import World
 
@@ -143,8 +144,8 @@ class DDPEngine(LocalEngine):
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
             self._reducer.prepare_for_backward(roots)
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
-        if last and not self._unused_checked:
-            self._check_unused()
+        if last:
+            self._check_reduced()
 
     def totals(self) -> Totals:
         """As in one process; then rank 0's buffers go to all, as DDP has it."""
@@ -162,6 +163,26 @@ class DDPEngine(LocalEngine):
         """Drop the gradients, the tally's too."""
         super().discard()
         self._tally.grad = None
+
+    def _pending(self) -> bool:
+        return self._tally.grad is not None
+
+    def _check_reduced(self) -> None:
+        """Raise StepError if a bucket still waits for a gradient: all in it would stay this rank's."""
+        if not self._unused_checked:
+            self._check_unused()
+        try:
+            self._reducer._rebuild_buckets()  # done long ago; it still checks that all are reduced
+        except RuntimeError:
+            names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+            some = f": {first(names)}" if names else ""
+            raise StepError(
+                given=f"shoal.DDP() around {type(self.module).__name__}",
+                found="parameters that earlier batches used got no gradient in the last micro-batch "
+                f"of this one{some}; the parameters were not touched",
+                fix="shoal.DDP(unused=True) where the loss does not always use all of them; freeze or "
+                "convert parameters before parallelize",
+            ) from None
 
     def _inputs(self) -> list[nn.Parameter] | None:
         leaves = super()._inputs()
@@ -212,8 +233,13 @@ class DDPEngine(LocalEngine):
             queue(self._reducer._delay_all_reduce)
 
         handle = loss.register_hook(after_backward)
-        torch.autograd.backward([loss, self._tally], [torch.zeros_like(loss), value], retain_graph=True)
+        roots, seeds = [loss, self._tally], [torch.zeros_like(loss), value]
+        torch.autograd.backward(roots, seeds, retain_graph=True)
         handle.remove()
+        # The reducer notes the order of the gradients only in the second backward of a static graph.
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward([])
+        torch.autograd.backward(roots, seeds, retain_graph=True)
         for leaf, gradient in kept:
             leaf.grad = gradient
         self._reducer._rebuild_buckets()
@@ -248,6 +274,8 @@ def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
 
 def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
     """`count` without the rounding that averaging over ranks left on a whole number."""
+    if not math.isfinite(count):
+        return count
     nearest = float(round(count))
     return nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
 

@@ -1,0 +1,127 @@
+"""When a training run ends before its time: evaluations that grow no better, and the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import StepError
+from shoal.world import World
+
+CHECK_SECONDS = 5.0
+"""How often, at most, ranks agree on whether the time is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """On what a training run is evaluated, when, and what follows from it.
+
+    `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `best` names
+    the metric by which checkpoints are compared, `higher` says which way; the best one is kept in
+    `best/` of the run directory. After `patience` evaluations without a better one training stops.
+    The rest is as for `shoal.evaluate`.
+    """
+
+    dataset: Any
+    every: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    targets: Callable[[Any], Any] | None = None
+    batch_size: int | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    best: str = "loss"
+    higher: bool = False
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.best != "loss" and self.best not in self.metrics:
+            raise StepError(
+                given=f"Evaluation(best={self.best!r})",
+                found=f"the metrics are {', '.join(('loss', *self.metrics))}",
+                fix="best='loss', or the name of a metric, with higher=True where more is better",
+            )
+        for name, value in (("every", self.every), ("patience", self.patience)):
+            if value is not None and value < 1:
+                raise StepError(
+                    given=f"Evaluation({name}={value})",
+                    found="it is a number of 1 or more",
+                    fix=f"leave {name} out, or give a positive number",
+                )
+
+
+class Verdict:
+    """The best evaluation so far, how many have passed since, and what follows."""
+
+    def __init__(self, evaluation: Evaluation | None) -> None:
+        self.evaluation = evaluation
+        self.best: float | None = None
+        self.since = 0
+
+    def add(self, value: float) -> bool:
+        """Take the next value; whether it is the best so far. NaN never is."""
+        better = not math.isnan(value) and (
+            self.best is None or (value > self.best if self._higher else value < self.best)
+        )
+        self.since = 0 if better else self.since + 1
+        if better:
+            self.best = value
+        return better
+
+    @property
+    def _higher(self) -> bool:
+        return self.evaluation is not None and self.evaluation.higher
+
+    @property
+    def impatient(self) -> bool:
+        """Whether training should stop for want of a better one."""
+        patience = None if self.evaluation is None else self.evaluation.patience
+        return patience is not None and self.since >= patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and the evaluations since."""
+        return {"best": self.best, "since": self.since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.best, self.since = state["best"], state["since"]
+
+
+class Deadline:
+    """Ends a run in time on all ranks at the same step, without a collective in every step.
+
+    Rank 0 looks at its clock; when it does, it also says at which step it will look again: after as
+    many as fit into CHECK_SECONDS, or into what is left. All ranks count the same steps.
+    """
+
+    def __init__(self, seconds: float | None, world: World) -> None:
+        if seconds is not None and not seconds > 0:
+            raise StepError(
+                given=f"max_time={seconds}",
+                found="the time is a positive number of seconds",
+                fix="max_time=3600.0, or leave it out",
+            )
+        self._seconds = seconds
+        self._world = world
+        self._begun = self._looked = time.monotonic()
+        self._steps = 0
+        self._at, self._next = 0, 1
+
+    def over(self) -> bool:
+        """Whether to stop after this step. Collective at the steps agreed on."""
+        self._steps += 1
+        if self._seconds is None or self._steps < self._next:
+            return False
+        stop, self._next = self._world.broadcast(self._look(time.monotonic()))
+        return bool(stop)
+
+    def _look(self, now: float) -> tuple[bool, int]:
+        left = (self._seconds or 0.0) - (now - self._begun)
+        timed = self._steps - self._at
+        each = (now - self._looked) / timed
+        self._looked, self._at = now, self._steps
+        # Half of what is left, and no more than twice the steps just timed: steps may grow slower.
+        fit = int(min(CHECK_SECONDS, left / 2) / max(each, 1e-6))
+        return left <= 0, self._steps + max(1, min(fit, 2 * timed))

@@ -1,0 +1,222 @@
+"""The loop given: training with evaluation, best checkpoint and early stopping, from public parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.data import Loader
+from shoal.ema import EMA
+from shoal.ending import Deadline, Evaluation, Verdict
+from shoal.engine import Strategy
+from shoal.errors import StepError
+from shoal.evaluation import evaluate as evaluate_on
+from shoal.layout import Layout
+from shoal.parallel import parallelize
+from shoal.run import Run
+from shoal.step import Result, Step
+from shoal.task import Task
+from shoal.world import World, init, random_state, set_random_state
+
+
+class Moment(NamedTuple):
+    """What a callback is told: after each step, each evaluation, and at the end.
+
+    `kind` is "step", "evaluation" or "end". `result` is the step's, `metrics` the last evaluation's.
+    """
+
+    kind: str
+    run: Run
+    model: nn.Module
+    result: Result | None
+    metrics: Mapping[str, Any]
+
+
+class Trained(NamedTuple):
+    """How a training run ended: `reason` is "epochs", "steps", "patience", "max_time" or "callback".
+
+    `metrics` are those of the last evaluation, `best` is the value of the metric compared, and `ema`
+    holds the averaged parameters if they were asked for.
+    """
+
+    model: nn.Module
+    step: Step
+    metrics: Mapping[str, Any]
+    best: float | None
+    ema: EMA | None
+    reason: str
+
+
+def train(
+    model: nn.Module | Callable[[], nn.Module],
+    task: Task,
+    dataset: Any,
+    *,
+    directory: str | Path,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
+    micro_batches: int = 1,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    precision: str = "fp32",
+    clip: float | None = None,
+    compile: str | None = None,
+    parallel: Strategy | None = None,
+    layout: str | Layout = "replicate=-1",
+    seed: int = 0,
+    world: World | None = None,
+    evaluate: Evaluation | None = None,
+    save: int | None = None,
+    keep: int = 3,
+    ema: float | None = None,
+    callbacks: Sequence[Callable[[Moment], object]] = (),
+    max_time: float | None = None,
+) -> Trained:
+    """Train `model` on `dataset` for `epochs` or `steps`, going on where `directory` ends. Collective.
+
+    `model` is a module, or what makes one: it is then called with the random streams of `seed`, the
+    same on all ranks. `optimizer` makes the optimizer from the parallelized model. `batch_size` is
+    global. `schedule(optimizer, total)` makes a torch scheduler over all optimizer steps: a
+    `shoal.Schedule`. `save` is how many steps lie between checkpoints (an epoch unless given); there is
+    always one at the end. `ema` is the decay of averaged parameters, which are then evaluated.
+    `max_time` ends training, with a checkpoint, after so many seconds. Where both `epochs` and `steps`
+    are given the schedule spans the epochs and the steps end the run: `steps=2` is a dry run.
+
+    Callbacks are called on all ranks; one that returns True at an evaluation, on any rank, ends
+    training. Before the first step one batch of the evaluation is tried, so that what can't be
+    evaluated fails early. Built from Loader, Step, Run and evaluate alone, whose errors it passes on.
+    """
+    if epochs is None and steps is None:
+        raise StepError(
+            given="shoal.train(…) without an end",
+            found="neither epochs nor steps",
+            fix="epochs=10, or steps=10_000",
+        )
+    with ExitStack() as stack:
+        if world is None:
+            world = stack.enter_context(init(layout=layout, seed=seed))
+        made = parallelize(model if isinstance(model, nn.Module) else model(), world, parallel)
+        loader = Loader(
+            dataset,
+            world,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
+        chosen = optimizer(made)
+        total = len(loader) * epochs if epochs is not None else steps or 0
+        rates = schedule and schedule(chosen, total)
+        step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
+        average = None if ema is None else EMA(made, decay=ema)
+        verdict = Verdict(evaluate)
+        state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
+        run = stack.enter_context(Run(directory, step, loader, state=state, keep=keep))
+        loop = _Loop(run, step, average, verdict, callbacks, Deadline(max_time, world))
+        return loop.run_to_end(epochs, steps, save=save)
+
+
+class _Loop:
+    def __init__(
+        self,
+        run: Run,
+        step: Step,
+        ema: EMA | None,
+        verdict: Verdict,
+        callbacks: Sequence[Callable[[Moment], object]],
+        deadline: Deadline,
+    ) -> None:
+        self.run = run
+        self.step = step
+        self.ema = ema
+        self.verdict = verdict
+        self.callbacks = callbacks
+        self.deadline = deadline
+        self.metrics: Mapping[str, Any] = {}
+
+    def run_to_end(self, epochs: int | None, steps: int | None, *, save: int | None) -> Trained:
+        """Restore, train, and save what came of it."""
+        self.run.restore()
+        reason = self.train(epochs, steps, save=save)
+        self.run.save()
+        self.tell("end")
+        model, best = self.step.model, self.verdict.best
+        return Trained(model, self.step, self.metrics, best, self.ema, reason)
+
+    def train(self, epochs: int | None, steps: int | None, *, save: int | None) -> str:
+        """Run up to the end; which end it was."""
+        loader, evaluation = self.run.loader, self.verdict.evaluation
+        if self.verdict.impatient:
+            return "patience"
+        if steps is not None and self.step.number >= steps:
+            return "steps"
+        if evaluation is not None:
+            self._try_out(evaluation)
+        epoch = loader.epoch
+        for batch in loader.epochs(10**12 if epochs is None else epochs):
+            result = self.step(batch)
+            if self.ema is not None and not result.skipped:
+                self.ema.update()
+            self.tell("step")
+            ended, epoch = loader.epoch != epoch, loader.epoch
+            stop = None
+            every = None if evaluation is None else evaluation.every
+            if evaluation is not None and (self.step.number % every == 0 if every else ended):
+                stop = self._evaluate(evaluation)
+            self.run.tick(every=save)
+            if save is None and ended:
+                self.run.save()
+            if stop is None and self.deadline.over():
+                stop = "max_time"
+            if stop is None and steps is not None and self.step.number >= steps:
+                stop = "steps"
+            if stop is not None:
+                return stop
+        return "epochs"
+
+    def tell(self, kind: str) -> list[object]:
+        """Call the callbacks; what they returned."""
+        moment = Moment(kind, self.run, self.step.model, self.step.last, self.metrics)
+        return [callback(moment) for callback in self.callbacks]
+
+    def _evaluate(self, evaluation: Evaluation) -> str | None:
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            self.metrics = self._measure(evaluation)
+        self.run.note("evaluation", self.metrics)
+        shown = ", ".join(
+            f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float)
+        )
+        self.run.world.say(f"step {self.step.number:,}: {shown}")
+        # Rank 0 decides for all: a metric may differ in its last bit between ranks.
+        value = self.run.world.broadcast(float(self.metrics[evaluation.best]))
+        if self.verdict.add(value):
+            self.run.save(to="best")
+        if any(self.run.world.gather(any(answer is True for answer in self.tell("evaluation")))):
+            return "callback"
+        return "patience" if self.verdict.impatient else None
+
+    def _measure(self, evaluation: Evaluation, batches: int | None = None) -> dict[str, Any]:
+        return evaluate_on(
+            self.step,
+            evaluation.dataset,
+            metrics=evaluation.metrics,
+            targets=evaluation.targets,
+            batch_size=evaluation.batch_size,
+            collate_fn=evaluation.collate_fn,
+            num_workers=evaluation.num_workers,
+            batches=batches,
+        )
+
+    def _try_out(self, evaluation: Evaluation) -> None:
+        kept = random_state()
+        self._measure(evaluation, batches=1)
+        set_random_state(kept)

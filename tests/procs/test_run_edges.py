@@ -1,0 +1,182 @@
+"""Runs at the edges of what is usual: loops left early, directories of others, ranks' own state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from ranks import Ranks
+from shoal.errors import CheckpointError, LaunchError, StepError
+
+SAMPLES, BATCH = 20, 5
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        yield started
+
+
+@pytest.fixture
+def world() -> Iterator[shoal.World]:
+    with shoal.init(device="cpu") as alone:
+        yield alone
+
+
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def parts(world: shoal.World) -> tuple[shoal.Step, shoal.Loader]:
+    torch.manual_seed(0)
+    model = shoal.parallelize(nn.Linear(2, 1), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
+    values = torch.arange(2.0 * SAMPLES).view(SAMPLES, 2) / SAMPLES
+    return step, shoal.Loader((values,), world, batch_size=BATCH)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_batch_that_no_step_took_is_not_missed(world: shoal.World, tmp_path: Path, raw: bool) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        for batch in data.epochs(1):
+            if step.number == 2:
+                break
+            if raw:
+                for micro in batch:
+                    batch.backward(*loss(step.model(micro[0]), micro), step.model)
+                batch.finish(step.model)
+                step.optimizer.step()
+                step.optimizer.zero_grad()
+            else:
+                step(batch)
+            run.tick()
+        run.save()
+        restored = run.restore()
+    assert restored is not None
+    assert restored.position == 2 * BATCH
+    assert next(data.epochs(1)).first == 2 * BATCH
+
+
+def test_batches_finished_between_ticks_are_all_counted(world: shoal.World, tmp_path: Path) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        for number, batch in enumerate(data.epochs(1)):
+            for micro in batch:
+                batch.backward(*loss(step.model(micro[0]), micro), step.model)
+            batch.finish(step.model)
+            step.optimizer.step()
+            step.optimizer.zero_grad()
+            if number % 2:
+                run.tick()
+        assert step.number == SAMPLES // BATCH
+        step(batch)
+        for micro in batch:
+            batch.backward(*loss(step.model(micro[0]), micro), step.model)
+        batch.finish(step.model)
+        last = step(batch)
+        assert step.last == last
+        assert step.number == SAMPLES // BATCH + 3
+
+
+def test_what_was_finished_after_a_save_is_not_counted_after_its_restore(
+    world: shoal.World, tmp_path: Path
+) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        first, second, *_ = data.epochs(1)
+        step(first)
+        run.save()
+        for micro in second:
+            second.backward(*loss(step.model(micro[0]), micro), step.model)
+        second.finish(step.model)
+        run.restore()
+        run.tick()
+    assert step.number == 1
+
+
+def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
+    world: shoal.World, tmp_path: Path
+) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        step(next(data.epochs(1)))
+        run.tick(every=1)
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        step(next(data.epochs(1)))
+        for use in (run.tick, run.save):
+            with pytest.raises(CheckpointError, match=r"newest step-1(.|\n)*run.restore\(\)"):
+                use()
+        assert run.restore() is not None
+
+
+def test_a_closed_run_says_so(world: shoal.World, tmp_path: Path) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        pass
+    for use in (run.tick, run.save, run.restore):
+        with pytest.raises(StepError, match=r"inside `with shoal\.Run"):
+            use()
+
+
+class Own:
+    """State that depends on the rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {"rank": rank}
+        self.state |= {f"tensor {n}": torch.full((2 + rank,), rank) for n in range(6)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def own_state(world: shoal.World, directory: Path) -> dict[str, Any]:
+    step, data = parts(world)
+    own = Own(world.rank)
+    with shoal.Run(directory, step, data, state={"own": own}) as run:
+        run.save()
+        run.restore()
+    return own.state
+
+
+def test_the_state_of_users_is_rank_0s_throughout(ranks: Ranks, tmp_path: Path) -> None:
+    for state in ranks.call(own_state, tmp_path):
+        assert state.pop("rank") == 0
+        assert [value.tolist() for value in state.values()] == [[0, 0]] * 6
+
+
+def after_the_end(world: shoal.World) -> list[str]:
+    """What a world of two says when it is used after its end; the test's own world goes on."""
+    closed = copy.copy(world)
+    closed.group = None
+    step, _ = parts(world)
+    step.engine.world = closed
+    found = []
+    for use in (
+        lambda: shoal.evaluate(step, (torch.ones(3, 2),)),
+        lambda: closed.gather(1),
+        lambda: closed.broadcast(1),
+        lambda: closed.all_reduce(torch.ones(1)),
+        closed.barrier,
+    ):
+        try:
+            use()
+        except LaunchError as error:
+            found.append(error.found)
+    return found
+
+
+def test_a_world_that_has_ended_gives_no_parts_for_the_whole(ranks: Ranks) -> None:
+    for rank, found in enumerate(ranks.call(after_the_end)):
+        assert found == [f"rank {rank} has left the group and would go on with its own share only"] * 5
