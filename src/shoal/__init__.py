@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.batch import Batch
-    from shoal.data import Loader, Order
+    from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
     from shoal.ema import EMA
     from shoal.ending import Evaluation
     from shoal.environ import Placement
@@ -39,20 +39,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "trackers": (
-        "TensorBoard",
-        "WandB",
-    ),
-    "exchange": (
-        "export",
-        "load",
-    ),
-    "ending": ("Evaluation",),
-    "loop": ("Moment", "Trained", "train"),
-    "schedule": ("Schedule",),
-    "ema": ("EMA",),
     "batch": ("Batch",),
-    "data": ("Loader", "Order"),
+    "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
+    "ema": ("EMA",),
+    "ending": ("Evaluation",),
     "environ": ("Placement",),
     "errors": (
         "AgreementError",
@@ -64,52 +54,60 @@ _HOMES = {
         "StepError",
     ),
     "evaluation": ("Accuracy", "evaluate"),
+    "exchange": ("export", "load"),
     "layout": ("Layout",),
+    "loop": ("Moment", "Trained", "train"),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
     "rows": ("Rows", "gather"),
     "run": ("Run",),
+    "schedule": ("Schedule",),
     "step": ("Step",),
     "task": ("Noise", "Task"),
+    "trackers": ("TensorBoard", "WandB"),
     "world": ("World", "init"),
 }
 
 __all__ = [
-    "TensorBoard",
-    "WandB",
-    "export",
-    "load",
-    "Evaluation",
-    "Moment",
-    "Trained",
-    "train",
-    "Schedule",
-    "EMA",
-    "DDP",
     "Accuracy",
     "AgreementError",
     "Batch",
+    "Budget",
     "CheckpointError",
+    "DDP",
     "DataError",
     "DataParallel",
+    "EMA",
+    "Evaluation",
     "LaunchError",
     "Layout",
     "LayoutError",
     "Loader",
+    "Moment",
     "Noise",
     "Order",
     "Placement",
     "Rows",
     "Run",
+    "Schedule",
     "ShoalError",
     "Single",
     "Step",
     "StepError",
+    "Stream",
     "Task",
+    "TensorBoard",
+    "Trained",
+    "WandB",
+    "Weighted",
     "World",
+    "coverage",
     "evaluate",
+    "export",
     "gather",
     "init",
+    "load",
     "parallelize",
+    "train",
 ]
 
 

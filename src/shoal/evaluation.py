@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.data import Loader
-from shoal.data.source import Collate
+from shoal.data.mapped import Collate
 from shoal.errors import DataError, StepError
 from shoal.step import Step
 from shoal.task import Count

@@ -114,8 +114,7 @@ def train(
             num_workers=num_workers,
         )
         chosen = optimizer(made)
-        total = len(loader) * epochs if epochs is not None else steps or 0
-        rates = schedule and schedule(chosen, total)
+        rates = schedule and schedule(chosen, len(loader) * epochs if epochs else steps or 0)
         step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
         average = None if ema is None else EMA(made, decay=ema)
         verdict = Verdict(evaluate)

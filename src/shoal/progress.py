@@ -61,11 +61,15 @@ class Progress:
 
 
 def progress_line(
-    step: int, position: int, epoch_size: int, losses: Mapping[str, float], rate: float | None
+    step: int, position: int, epoch_size: int | None, losses: Mapping[str, float], rate: float | None
 ) -> str:
     """The text of the line; `rate` in samples per second over all ranks."""
-    epoch, offset = divmod(position, epoch_size)
-    parts = [f"step {step:,}", f"epoch {epoch + offset / epoch_size:.2f}"]
+    parts = [f"step {step:,}"]
+    if epoch_size is None:
+        parts.append(f"sample {position:,}")
+    else:
+        epoch, offset = divmod(position, epoch_size)
+        parts.append(f"epoch {epoch + offset / epoch_size:.2f}")
     parts += [f"{name} {value:.4g}" for name, value in losses.items()]
     if rate is not None:
         parts.append(f"{rate:,.0f} samples/s")

@@ -111,13 +111,6 @@ class Step:
                 found="the third is a Task, which says what is computed from a batch",
                 fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
-        if schedule is not None and not isinstance(schedule, LRScheduler):
-            raise StepError(
-                given=f"Step(schedule={schedule!r})",
-                found="a schedule is a torch scheduler made for the optimizer",
-                fix="schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000), or "
-                "shoal.Schedule(warmup=100)(optimizer, 10_000)",
-            )
         self.model = model
         self.engine = engine_of(model)
         parameter_names(model, optimizer)  # refuses what no step can drive
@@ -273,6 +266,6 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps); a plateau is yours to step: "
+        fix="shoal.Schedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is yours to step: "
         "plateau.step(shoal.evaluate(step, data)['loss']), Run(…, state={'plateau': plateau})",
     )

@@ -78,9 +78,9 @@ def rig() -> Iterator[Rig]:
         yield Rig(world)
 
 
-class Stream(IterableDataset[int]):
+class Exhausted(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        yield 1
+        return iter(())
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ TABLE = [
     ),
     Bad(
         "schedule of a class", step(schedule=torch.optim.lr_scheduler.CosineAnnealingLR), StepError,
-        "CosineAnnealingLR", "a torch scheduler made for the optimizer", "shoal.Schedule(warmup=100)",
+        "schedule=", "it is not a torch.optim.lr_scheduler.LRScheduler", "shoal.Schedule(",
     ),
     Bad(
         "torch's loader in a Run",
@@ -181,8 +181,9 @@ TABLE = [
     Bad("no sample", data(X[:0]), DataError, "Tensor", "without a sample", r"len\(dataset\)"),
     Bad("empty list", data([]), DataError, "list", "without a sample", r"len\(dataset\)"),
     Bad(
-        "iterable", data(Stream()),
-        DataError, "Stream.*IterableDataset", "position", r"list\(dataset\)",
+        "iterable",
+        lambda rig: next(shoal.Loader(Exhausted(), rig.world, batch_size=2).epochs(1)),
+        DataError, "Exhausted", "gives 0 samples", "__iter__ must begin anew",
     ),
     Bad("generator", data(iter([1])), DataError, "list_iterator", "lacks __len__", "dataset"),
     Bad("DataLoader", data(LOADER), DataError, "DataLoader", "lacks __len__", r"\.dataset"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.data.prefetch import move, on_device
+from shoal.data.prefetch import move, on_device, tensors_in
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -39,6 +39,22 @@ def test_tensors_move_wherever_they_are_nested() -> None:
     assert found["c"].nodes.device == META
     assert found["d"] is None
     assert tensor.device.type == "cpu"
+
+
+class Store(dict[str, Any]):
+    """A store of a graph batch: a mapping that knows its parent."""
+
+    def __init__(self, parent: Any, **values: Any) -> None:
+        super().__init__(values)
+        self.parent = parent
+
+
+def test_tensors_are_found_in_objects_of_other_libraries() -> None:
+    nodes, edges, extra = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    graph = Graph(nodes)
+    vars(graph)["store"] = Store(graph, edges=edges, kind=Tensor, names=["a", "b"])
+    found = list(tensors_in([graph, {"extra": (extra, graph)}, None]))
+    assert sorted(map(len, found)) == [1, 2, 3]
 
 
 def test_on_the_cpu_values_pass_untouched_and_one_at_a_time() -> None:

@@ -27,6 +27,7 @@ def test_the_line_says_where_the_run_stands() -> None:
     line = progress_line(1234, 2500, 1000, {"loss": 0.123456, "critic": 12345.6}, 98765.4)
     assert line == "step 1,234 · epoch 2.50 · loss 0.1235 · critic 1.235e+04 · 98,765 samples/s"
     assert progress_line(1, 10, 1000, {}, None) == "step 1 · epoch 0.01"
+    assert progress_line(1, 1000, None, {}, None) == "step 1 · sample 1,000"
 
 
 def test_a_log_of_a_day_stays_small(loader: shoal.Loader) -> None:
@@ -37,7 +38,7 @@ def test_a_log_of_a_day_stays_small(loader: shoal.Loader) -> None:
     losses = {"generator": 1.23456, "critic": 6.54321}
     for second in range(1, int(DAY)):
         if progress.due(begun + second):
-            loader.position = second * 5000
+            loader.load_state_dict(loader.state_dict() | {"position": second * 5000})
             progress.show(second * 500, loader, losses, begun + second)
             shown.append(second)
     progress.close()
@@ -86,7 +87,7 @@ def test_throughput_counts_samples_since_the_last_line(loader: shoal.Loader) -> 
     log = io.StringIO()
     progress = Progress(log)
     for second, position in ((10, 100), (20, 400), (40, 600)):
-        loader.position = position
+        loader.load_state_dict(loader.state_dict() | {"position": position})
         progress.show(second, loader, {}, progress._begun + second)
     lines = log.getvalue().splitlines()
     assert "samples/s" not in lines[0]

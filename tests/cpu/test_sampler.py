@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.order import Order
+from shoal.data.ordering import Shuffled
 from shoal.data.sampler import Sampler, Share, cut
 
 SIZES = st.integers(1, 60)
@@ -16,9 +17,10 @@ MICROS = st.integers(1, 5)
 
 
 def sampler(rank: int = 0, **options: int | bool) -> Sampler:
-    defaults = {"size": 101, "batch_size": 16, "ranks": 3, "micro_batches": 2, "seed": 5}
-    values = defaults | {"shuffle": True, "drop_last": False} | options
-    return Sampler(rank=rank, **values)  # type: ignore[arg-type]
+    defaults = {"batch_size": 16, "ranks": 3, "micro_batches": 2, "seed": 5, "drop_last": False}
+    size, shuffle = int(options.pop("size", 101)), bool(options.pop("shuffle", True))
+    order = Shuffled(size, shuffle=shuffle)
+    return Sampler(order=order, rank=rank, **(defaults | options))  # type: ignore[arg-type]
 
 
 @given(SIZES, RANKS, MICROS)

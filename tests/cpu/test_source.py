@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset as HubDataset
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import shoal
 from shoal.errors import DataError
@@ -153,11 +152,6 @@ def test_a_collate_function_gets_samples_of_a_dict(world: shoal.World) -> None:
         assert all(torch.equal(sample["x"], X[sample["y"]]) for sample in batch)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield 1
-
-
 class NoLength:
     def __getitem__(self, index: int) -> int:
         return index
@@ -166,7 +160,6 @@ class NoLength:
 @pytest.mark.parametrize(
     ("dataset", "found"),
     [
-        (Stream(), "no sample at a position"),
         (NoLength(), "lacks __len__ or __getitem__"),
         (iter([1]), "lacks __len__ or __getitem__"),
         ([], "without a sample"),

@@ -9,12 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import Sampler as TorchSampler
 
 from shoal.batch import Batch
+from shoal.data.budget import BatchSize
+from shoal.data.feed import Feed, Fetch, Placed, check_state
+from shoal.data.flow import Cutting, Flow
+from shoal.data.mapped import Collate, Source
+from shoal.data.ordering import Ordering, Shuffled, ordering
 from shoal.data.prefetch import on_device
-from shoal.data.sampler import Sampler, Share
-from shoal.data.source import Collate, source
+from shoal.data.sampler import Sampler
+from shoal.data.source import source
+from shoal.data.stream import GROUPS, Lanes, Stream, counted
 from shoal.errors import DataError
 from shoal.task import Micro
 from shoal.world import World
@@ -23,13 +30,22 @@ from shoal.world import World
 class Loader:
     """Cuts a dataset into global batches and gives each rank its share of each.
 
-    `dataset` is a tensor, an array, a tuple or dict of them, or any map-style dataset (of torch, of
-    Hugging Face). `batch_size` counts the samples of a *global* batch, over all ranks and
-    micro-batches. The order of an epoch depends on (seed, epoch) only; `seed` is the world's unless
-    given. The rest is torch's DataLoader, on which it stands: `collate_fn`, `num_workers` (kept for
-    all epochs), `prefetch_factor`, `pin_memory` (on CUDA unless given).
+    `dataset` is a tensor, an array, a tuple or dict of them, any map-style dataset (of torch, of
+    Hugging Face), a Stream of shards, or an IterableDataset, which every rank then reads whole and in
+    its own order. `batch_size` counts the samples of a *global* batch, over all ranks and
+    micro-batches; a Budget decides it batch by batch. The order of an epoch depends on (seed, epoch)
+    only; `seed` is the world's unless given. `order` replaces shuffling: a Weighted, a torch Sampler
+    that lists the same for the same epoch, or any object of the form of Ordering.
 
-    Its state is one number: the position, in samples since the start of training.
+    Random numbers of samples depend on (seed, epoch, position) alone, whoever loads them: a dataset
+    with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and `augment=True` sets
+    the generators of `random`, NumPy and torch before each sample.
+
+    The rest is torch's DataLoader, on which it stands: `collate_fn`, `num_workers` (kept for all
+    epochs), `prefetch_factor`, `pin_memory` (on CUDA unless given or the samples lie there).
+
+    Its state is one number: the position, in samples since the start of training. Making one for a
+    Stream without lengths is collective.
     """
 
     def __init__(
@@ -37,154 +53,158 @@ class Loader:
         dataset: Any,
         world: World,
         *,
-        batch_size: int,
+        batch_size: int | BatchSize,
         micro_batches: int = 1,
         shuffle: bool = True,
+        order: Ordering | TorchSampler[Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
+        augment: bool = False,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        batch_size, micro_batches = check_sizes(batch_size, micro_batches, world.data_size)
         self.world = world
-        self._source = source(dataset, collate_fn, -(-batch_size // world.data_size))
-        self._sampler = Sampler(
-            size=len(self._source),
-            batch_size=batch_size,
-            ranks=world.data_size,
-            rank=world.data_rank,
-            micro_batches=micro_batches,
-            seed=world.seed if seed is None else seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
-        if self._sampler.epoch_size == 0:
-            raise DataError(
-                given=f"batch_size={batch_size}, drop_last=True",
-                found=f"a dataset of {len(self._source)} samples: every batch would be dropped",
-                fix="a smaller batch_size, or drop_last=False, which is exact too",
+        batch_size, micro_batches = check_sizes(batch_size, micro_batches, world.data_size)
+        seed = world.seed if seed is None else seed
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        device = torch.device("cpu")
+        self._feed: Feed
+        if isinstance(dataset, IterableDataset):
+            cutting = Cutting(
+                batch_size=_fixed(batch_size, order),
+                ranks=world.data_size,
+                rank=world.data_rank,
+                micro_batches=micro_batches,
+                drop_last=drop_last,
+                collate=collate_fn or default_collate,
+                seed=seed,
+                augment=augment,
             )
-        self._num_workers = num_workers
-        self._prefetch_factor = prefetch_factor
-        self._pin_memory = world.device.type == "cuda" if pin_memory is None else pin_memory
-        self.position = 0
+            self._feed = Flow(dataset, cutting)
+        else:
+            if isinstance(dataset, Stream):
+                counted(dataset, world)
+            share = -(-self.batch_size // world.data_size)
+            samples = source(dataset, collate_fn, share, seed=seed, augment=augment)
+            device = samples.device
+            sampler = Sampler(
+                order=self._order(dataset, samples, order, shuffle),
+                batch_size=batch_size,
+                ranks=world.data_size,
+                rank=world.data_rank,
+                micro_batches=micro_batches,
+                seed=seed,
+                drop_last=drop_last,
+            )
+            _check_epoch(sampler, samples, drop_last)
+            self._feed = Placed(samples, sampler, shuffle=shuffle)
+        if pin_memory is None:
+            pin_memory = world.device.type == "cuda" and device.type == "cpu"
+        check_fetch(device, num_workers, pin_memory)
+        self._fetch = Fetch(
+            world=world,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
         self.last: Batch | None = None
 
     def __len__(self) -> int:
         """Global batches in an epoch."""
-        return math.ceil(self._sampler.epoch_size / self._sampler.batch_size)
+        if self.epoch_size is None or not isinstance(self._batch_size, int):
+            raise DataError(
+                given="len(loader)",
+                found="how many batches an epoch has is known once it has been gone through",
+                fix="count them in the loop, or loader.epoch_size for samples, which may be None",
+            )
+        return math.ceil(self.epoch_size / self._batch_size)
+
+    @property
+    def position(self) -> int:
+        """The position of the next batch, in samples since the start of training."""
+        return self._feed.position
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
-        return self.position // self._sampler.epoch_size
+        return self._feed.epoch
 
     @property
     def batch_size(self) -> int:
-        """Samples in a global batch."""
-        return self._sampler.batch_size
+        """Samples in a global batch, or in the largest that there may be."""
+        return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.at_most
 
     @property
-    def epoch_size(self) -> int:
-        """Samples in an epoch."""
-        return self._sampler.epoch_size
+    def epoch_size(self) -> int | None:
+        """Samples in an epoch; None for an IterableDataset before its first epoch has ended."""
+        return self._feed.epoch_size
 
     def epochs(self, count: int) -> Iterator[Batch]:
         """The batches up to the end of epoch `count`, counted from the start of training.
 
-        After a restore it goes on in mid-epoch with the next sample that was not consumed.
+        After a restore it goes on in mid-epoch with the next sample that was not consumed. An epoch
+        ends on all ranks in the same step.
         """
-        until = count * self._sampler.epoch_size
-        seed = self._sampler.seed
         begun = time.perf_counter()
-        for share, values in on_device(self._shares(until), self.world.device):
+        shares = self._feed.shares(count, self._fetch)
+        for share, values in on_device(shares, self.world.device):
             micros = [
                 Micro(value, share.first + start, stop - start, weight, self.world)
                 for value, (start, stop, weight) in zip(values, share.cells, strict=True)
             ]
             wait = time.perf_counter() - begun
-            batch = Batch(share.first, share.size, micros, seed=seed, wait=wait, world=self.world)
-            self.position = share.first + share.size
+            batch = Batch(
+                share.first, share.size, micros, seed=self._feed.seed, wait=wait, world=self.world
+            )
+            self._feed.consumed(share)
             self.last = batch
             yield batch
             begun = time.perf_counter()
 
-    def _shares(self, until: int) -> Iterator[tuple[Share, list[Any]]]:
-        blocks = _Blocks(self._sampler, self.position, until, self._source.block)
-        loader: DataLoader[list[list[Any]]] = DataLoader(
-            self._source,
-            batch_size=None,
-            sampler=blocks,
-            collate_fn=_as_it_is,
-            num_workers=self._num_workers,
-            prefetch_factor=self._prefetch_factor if self._num_workers else None,
-            pin_memory=self._pin_memory,
-            generator=_cpu_generator(self.world, self.position),
-        )
-        for values in loader:
-            yield from zip(blocks.sent.pop(0), values, strict=True)
-
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it would mean nothing without."""
-        sampler = self._sampler
-        return {
-            "position": self.position,
-            "size": sampler.size,
-            "seed": sampler.seed,
-            "shuffle": sampler.shuffle,
-            "epoch_size": sampler.epoch_size,
-        }
+        return self._feed.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position; DataError if the data or its order are not the same."""
         self.check_state(state)
-        self.position = state["position"]
+        self._feed.load(state)
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise DataError if `state` is of other data or another order; nothing changes."""
-        here = self.state_dict()
-        names = {
-            "size": "a dataset of {:,} samples",
-            "seed": "seed {}",
-            "shuffle": "shuffle={}",
-            "epoch_size": "epochs of {:,} samples (drop_last, batch_size)",
-        }
-        for key, text in names.items():
-            if state[key] != here[key]:
-                raise DataError(
-                    given="a Loader with " + text.format(here[key]),
-                    found=f"a checkpoint written with {text.format(state[key])}: samples would be "
-                    "repeated or missed",
-                    fix="train on the same data in the same order, or start afresh in another run "
-                    "directory: shoal.Run('runs/b', …)",
-                )
+        check_state(state, self._feed.state())
+
+    def _order(self, dataset: Any, samples: Source, order: Any, shuffle: bool) -> Ordering:
+        if not isinstance(dataset, Stream):
+            if order is None:
+                return Shuffled(samples.size, shuffle=shuffle)
+            return ordering(order, samples.size)
+        if order is not None:
+            raise DataError(
+                given="Loader(Stream(…), order=…)",
+                found="shards are read in sequence, not at random",
+                fix="leave order out; weights: repeat shards, or a map-style dataset",
+            )
+        chunk = max(1, GROUPS * self.batch_size // dataset.lanes)
+        return Lanes(dataset.lengths or (), lanes=dataset.lanes, chunk=chunk, shuffle=shuffle)
 
 
-class _Blocks:
-    """The sampler as torch's DataLoader wants it, keeping the blocks that are under way."""
-
-    def __init__(self, sampler: Sampler, position: int, until: int, block: int) -> None:
-        self._arguments = (sampler, position, until, block)
-        self.sent: list[list[Share]] = []
-
-    def __iter__(self) -> Iterator[list[Share]]:
-        sampler, position, until, block = self._arguments
-        for shares in sampler.shares(position, until, block):
-            self.sent.append(shares)
-            yield shares
-
-
-def check_sizes(batch_size: int, micro_batches: int, ranks: int) -> tuple[int, int]:
+def check_sizes(
+    batch_size: int | BatchSize, micro_batches: int, ranks: int
+) -> tuple[int | BatchSize, int]:
     """Both as plain integers; refuses batches that can't be cut into ranks x micro-batches."""
-    sizes = (batch_size, micro_batches)
+    sizes = (getattr(batch_size, "at_most", batch_size), micro_batches)
     if not all(isinstance(n, int | np.integer) and n is not True and n > 0 for n in sizes):
         raise DataError(
             given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
             found="both must be positive whole numbers",
             fix="for example batch_size=512, micro_batches=4",
         )
+    if not isinstance(batch_size, int | np.integer):
+        return batch_size, int(micro_batches)
     if batch_size < ranks * micro_batches:
         raise DataError(
             given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
@@ -195,10 +215,38 @@ def check_sizes(batch_size: int, micro_batches: int, ranks: int) -> tuple[int, i
     return int(batch_size), int(micro_batches)
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def _fixed(batch_size: int | BatchSize, order: Any) -> int:
+    """The batch size of an IterableDataset."""
+    if order is None and isinstance(batch_size, int):
+        return batch_size
+    raise DataError(
+        given="Loader(IterableDataset, …) with order= or a batch_size that is decided on",
+        found="it has no sample at a position",
+        fix="a map-style dataset, or yield samples in the order and groups that are wanted",
+    )
 
 
-def _cpu_generator(world: World, position: int) -> torch.Generator:
-    # By position, so that what workers draw does not repeat in a later loop or after a resume.
-    return torch.Generator().manual_seed(world.seed_for(f"workers from sample {position}"))
+def _check_epoch(sampler: Sampler, samples: Source, drop_last: bool) -> None:
+    if drop_last and not sampler.fixed:
+        raise DataError(
+            given=f"batch_size={type(sampler.batch_size).__name__}, drop_last=True",
+            found="batches of any size: none of them is short",
+            fix="leave drop_last out",
+        )
+    if sampler.epoch_size == 0:
+        raise DataError(
+            given=f"batch_size={sampler.largest}, drop_last={drop_last}",
+            found=f"a dataset of {samples.size} samples and an order of {len(sampler.order)}: no batch "
+            "in an epoch, every batch would be dropped",
+            fix="a smaller batch_size, or drop_last=False, which is exact too",
+        )
+
+
+def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> None:
+    """Refuse to share or pin samples that lie on a device."""
+    if device.type != "cpu" and (num_workers or pin_memory):
+        raise DataError(
+            given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
+            found="worker processes can't read memory of the device, and only the host's is pinned",
+            fix="num_workers=0 without pin_memory: nothing has to be loaded any more; or tensor.cpu()",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -52,16 +53,25 @@ def _hand_over(value: Any, stream: torch.cuda.Stream) -> None:
     """Let the current stream wait for the copies, and keep their memory until it is done with it."""
     current = torch.cuda.current_stream()
     current.wait_stream(stream)
-    for tensor in _tensors(value):
-        tensor.record_stream(current)
+    for tensor in tensors_in(value):
+        if tensor.is_cuda:
+            tensor.record_stream(current)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: through tuples, lists, mappings and the attributes of objects that
+    move themselves (a graph batch of another library keeps stores within stores)."""
+    waiting, met = [value], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in met:
+            continue
+        met.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, tuple | list):
+            waiting += item
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        if not isinstance(item, Tensor | type | ModuleType) and hasattr(item, "__dict__"):
+            waiting += vars(item).values()

@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from shoal.data.order import Order
+from shoal.data.budget import BatchSize
+from shoal.data.ordering import Indices, Ordering
+from shoal.errors import DataError
 
 ORDER_BLOCK = 4096
 """Positions of one rank whose order is evaluated at once: small enough to seek in microseconds."""
@@ -36,13 +37,15 @@ class Cell(NamedTuple):
 class Share(NamedTuple):
     """What one rank takes of one global batch: its cells, and the dataset indices of all of them.
 
-    `first` is the position of the batch's first sample since the start of training.
+    `first` is the position of the batch's first sample since the start of training. `ends` is set by
+    those who know no other way to tell that a batch is the last of its epoch.
     """
 
     first: int
     size: int
     cells: tuple[Cell, ...]
-    indices: npt.NDArray[np.int64]
+    indices: Indices
+    ends: bool = False
 
 
 def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[Cell, ...]:
@@ -59,27 +62,37 @@ def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[Cell, 
 class Sampler:
     """The shares of one rank from any position on: the order cut into batches and cells.
 
-    `size` samples in the dataset, `batch_size` in a global batch. With `drop_last` an epoch ends
-    before a batch that would be short.
+    `batch_size` is the size of every global batch, or decides on each from the samples that come
+    next. With `drop_last` an epoch ends before a batch that would be short.
     """
 
-    size: int
-    batch_size: int
+    order: Ordering
+    batch_size: int | BatchSize
     ranks: int
     rank: int
     micro_batches: int
     seed: int
-    shuffle: bool
     drop_last: bool
 
-    @property
+    @cached_property
     def epoch_size(self) -> int:
         """Samples in an epoch."""
-        return self.size - self.size % self.batch_size if self.drop_last else self.size
+        size = len(self.order)
+        return size - size % self.largest if self.drop_last else size
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all batches, but for the last of an epoch, have the same size."""
+        return isinstance(self.batch_size, int)
+
+    @cached_property
+    def largest(self) -> int:
+        """The size of the largest batch that there may be."""
+        return self.batch_size if isinstance(self.batch_size, int) else self.batch_size.at_most
 
     @cached_property
     def _full(self) -> tuple[Cell, ...]:
-        return self._cut(self.batch_size)
+        return self._cut(self.largest)
 
     def _cut(self, size: int) -> tuple[Cell, ...]:
         return cut(size, ranks=self.ranks, rank=self.rank, micro_batches=self.micro_batches)
@@ -89,23 +102,53 @@ class Sampler:
 
         A list stays within an epoch. The order is evaluated for many batches at once.
         """
-        share = -(-self.batch_size // self.ranks)
-        ahead = block * max(1, ORDER_BLOCK // (share * block)) * self.batch_size
         while position < until:
             epoch, offset = divmod(position, self.epoch_size)
-            order = Order(self.size, seed=self.seed, epoch=epoch, shuffle=self.shuffle)
-            base = epoch * self.epoch_size
-            end = min(self.epoch_size, until - base)
-            for start in range(offset, end, ahead):
-                shares = self._block(order, base, start, min(end, start + ahead))
-                for first in range(0, len(shares), block):
-                    yield shares[first : first + block]
-            position = base + end
+            end = min(self.epoch_size, until - epoch * self.epoch_size)
+            within = self._equal if isinstance(self.batch_size, int) else self._decided
+            yield from within(epoch, offset, end, block)
+            position = epoch * self.epoch_size + end
 
-    def _block(self, order: Order, base: int, offset: int, stop: int) -> list[Share]:
-        starts = range(offset, stop, self.batch_size)
-        sizes = [min(self.batch_size, stop - start) for start in starts]
-        cut = [self._full if size == self.batch_size else self._cut(size) for size in sizes]
+    def _equal(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[Share]]:
+        share = -(-self.largest // self.ranks)
+        ahead = block * max(1, ORDER_BLOCK // (share * block)) * self.largest
+        for start in range(offset, end, ahead):
+            shares = self._block(epoch, start, min(end, start + ahead))
+            for first in range(0, len(shares), block):
+                yield shares[first : first + block]
+
+    def _decided(self, epoch: int, offset: int, end: int, block: int) -> Iterator[list[Share]]:
+        shares: list[Share] = []
+        while offset < end:
+            upcoming = self._take(epoch, np.arange(offset, min(end, offset + self.largest)))
+            size = self._decide(upcoming)
+            cells = self._cut(size)
+            mine = np.concatenate([upcoming[cell.start : cell.stop] for cell in cells])
+            shares.append(Share(epoch * self.epoch_size + offset, size, cells, mine))
+            offset += size
+            if len(shares) == block or offset >= end:
+                yield shares
+                shares = []
+
+    def _decide(self, upcoming: Indices) -> int:
+        rule = self.batch_size
+        size = rule if isinstance(rule, int) else rule(upcoming)
+        if not isinstance(size, int | np.integer) or not 1 <= size <= len(upcoming):
+            raise DataError(
+                given=f"batch_size={type(rule).__name__}, asked with {len(upcoming)} samples to come",
+                found=f"it takes {size!r} of them",
+                fix="return a whole number from 1 to len(indices)",
+            )
+        return int(size)
+
+    def _take(self, epoch: int, positions: Indices) -> Indices:
+        return self.order.take(positions, seed=self.seed, epoch=epoch)
+
+    def _block(self, epoch: int, offset: int, stop: int) -> list[Share]:
+        base = epoch * self.epoch_size
+        starts = range(offset, stop, self.largest)
+        sizes = [min(self.largest, stop - start) for start in starts]
+        cut = [self._full if size == self.largest else self._cut(size) for size in sizes]
         positions = np.concatenate(
             [
                 np.arange(start + cell.start, start + cell.stop)
@@ -113,7 +156,7 @@ class Sampler:
                 for cell in cells
             ]
         )
-        indices = order.take(positions)
+        indices = self._take(epoch, positions)
         shares, taken = [], 0
         for start, size, cells in zip(starts, sizes, cut, strict=True):
             count = sum(cell.stop - cell.start for cell in cells)

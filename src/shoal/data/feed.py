@@ -1,0 +1,179 @@
+"""What a Loader draws from: shares and their values from any position on, and that position."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.data.mapped import Source
+from shoal.data.ordering import Checked
+from shoal.data.sampler import Sampler, Share
+from shoal.data.stream import Lanes
+from shoal.errors import DataError
+from shoal.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """How torch's DataLoader is to fetch."""
+
+    world: World
+    num_workers: int
+    prefetch_factor: int | None
+    pin_memory: bool
+
+    def items(self, dataset: Dataset[Any], sampler: Any, position: int) -> Iterator[Any]:
+        """The items of `dataset` at what `sampler` yields, or all it yields itself without one."""
+        # By position, so that what workers draw does not repeat in a later loop or after a resume.
+        generator = torch.Generator().manual_seed(
+            self.world.seed_for(f"workers from sample {position}")
+        )
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=_as_it_is,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch_factor if self.num_workers else None,
+            pin_memory=self.pin_memory,
+            generator=generator,
+        )
+        yield from loader
+
+
+class Feed(ABC):
+    """Shares and values of one kind of dataset. `position` counts samples since the start."""
+
+    seed: int
+    position: int = 0
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
+
+    @property
+    @abstractmethod
+    def epoch_size(self) -> int | None:
+        """Samples in an epoch; None as long as nobody knows."""
+
+    @abstractmethod
+    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
+        """The shares from where it stands to the end of epoch `epochs`, with their values."""
+
+    @abstractmethod
+    def consumed(self, share: Share) -> None:
+        """Go on after a share."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Where it stands, and what that would mean nothing without."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that has been checked."""
+
+
+class Placed(Feed):
+    """A source with a sample at every position, so that the position is all there is to know."""
+
+    def __init__(self, source: Source, sampler: Sampler, *, shuffle: bool) -> None:
+        self.seed = sampler.seed
+        self._source = source
+        self._sampler = sampler
+        self._shuffle = shuffle
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch belongs to, from 0."""
+        return self.position // self._sampler.epoch_size
+
+    @property
+    def epoch_size(self) -> int:
+        """Samples in an epoch."""
+        return self._sampler.epoch_size
+
+    def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
+        """The shares from where it stands to the end of epoch `epochs`, with their values."""
+        until = epochs * self._sampler.epoch_size
+        blocks = _Blocks(self._sampler, self.position, until, self._source.block)
+        for values in fetch.items(self._source, blocks, self.position):
+            yield from zip(blocks.sent.pop(0), values, strict=True)
+
+    def consumed(self, share: Share) -> None:
+        """Go on after a share."""
+        self.position = share.first + share.size
+
+    def state(self) -> dict[str, Any]:
+        """The position, and what it would mean nothing without."""
+        state = {
+            "position": self.position,
+            "size": self._source.size,
+            "seed": self.seed,
+            "shuffle": self._shuffle,
+            "epoch_size": self._sampler.epoch_size,
+        }
+        order = self._sampler.order
+        if isinstance(order, Checked):
+            state["order"] = order.fingerprint(self.seed)
+        if isinstance(order, Lanes):
+            state["shards"] = order.fingerprint()
+            state["chunk"] = order.chunk
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that has been checked."""
+        self.position = state["position"]
+        if isinstance(self._sampler.order, Lanes):
+            # Made from the batch size of the first run; another one now must not change the order.
+            self._sampler.order.chunk = state["chunk"]
+
+
+class _Blocks:
+    """The sampler as torch's DataLoader wants it, keeping the blocks that are under way."""
+
+    def __init__(self, sampler: Sampler, position: int, until: int, block: int) -> None:
+        self._arguments = (sampler, position, until, block)
+        self.sent: list[list[Share]] = []
+
+    def __iter__(self) -> Iterator[list[Share]]:
+        sampler, position, until, block = self._arguments
+        for shares in sampler.shares(position, until, block):
+            self.sent.append(shares)
+            yield shares
+
+
+STATE_WORDS = {
+    "kind": ("a dataset that is {}", "a dataset read at positions"),
+    "size": ("a dataset of {:,} samples", ""),
+    "seed": ("seed {}", ""),
+    "shuffle": ("shuffle={}", ""),
+    "epoch_size": ("epochs of {:,} samples (drop_last, batch_size)", ""),
+    "order": ("an order of one's own (checksum {})", "no order of one's own"),
+    "shards": ("shards and lanes of checksum {}", "a dataset without shards"),
+}
+"""By key of a state, how an error calls it, and how where there is none."""
+
+
+def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise DataError if `state` is of other data or another order than `here`."""
+    for key, (text, none) in STATE_WORDS.items():
+        ours, theirs = (
+            text.format(each[key]) if each.get(key) is not None else none for each in (here, state)
+        )
+        if ours != theirs:
+            raise DataError(
+                given=f"a Loader with {ours}",
+                found=f"a checkpoint written with {theirs}: samples would be repeated or missed",
+                fix="train on the same data in the same order, or start afresh in another run "
+                "directory: shoal.Run('runs/b', …)",
+            )
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

@@ -1,0 +1,159 @@
+"""Random numbers of samples: the same for (seed, epoch, position), whoever loads them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+import shoal
+from shoal.data.mapped import Mapped
+from shoal.data.ordering import Shuffled
+from shoal.data.sampler import Sampler
+from shoal.errors import DataError
+
+SIZE, BATCH, EPOCHS = 23, 4, 2
+
+Drawn = dict[tuple[int, int], tuple[float, ...]]
+
+
+class Asking(Dataset[Any]):
+    """Asks for a generator of each sample."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int, rng: np.random.Generator | None = None) -> Tensor:
+        assert rng is not None
+        return torch.tensor([index, rng.random(), rng.random()], dtype=torch.float64)
+
+
+class AskingTogether(Asking):
+    def __getitems__(self, indices: list[int], rng: list[np.random.Generator]) -> list[Tensor]:
+        one = super().__getitem__
+        return [one(index, generator) for index, generator in zip(indices, rng, strict=True)]
+
+
+class Drawing(Dataset[Any]):
+    """Draws from the generators that everyone shares."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = [random.random(), np.random.rand(), float(torch.rand((), dtype=torch.float64))]
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (Asking(), {}),
+    (AskingTogether(), {}),
+    (Drawing(), {"augment": True}),
+]
+kinds = pytest.mark.parametrize(("dataset", "options"), KINDS, ids=["rng", "together", "augment"])
+
+
+def build(world: shoal.World, dataset: Any, **options: Any) -> shoal.Loader:
+    return shoal.Loader(dataset, world, batch_size=BATCH, seed=3, **options)
+
+
+def drawn(loader: shoal.Loader, stop: int | None = None) -> Drawn:
+    """What each sample drew, by (epoch, index)."""
+    found: Drawn = {}
+    for number, batch in enumerate(loader.epochs(EPOCHS), 1):
+        for micro in batch.micros:
+            for index, *numbers in micro.value.tolist():
+                found[batch.first // SIZE, int(index)] = tuple(numbers)
+        if number == stop:
+            break
+    return found
+
+
+@kinds
+@pytest.mark.parametrize("other", [{"num_workers": 2}, {"micro_batches": 3}])
+def test_workers_and_micro_batches_change_nothing(
+    world: shoal.World, dataset: Any, options: dict[str, Any], other: dict[str, Any]
+) -> None:
+    alone = drawn(build(world, dataset, **options))
+    assert len(alone) == SIZE * EPOCHS
+    assert drawn(build(world, dataset, **options, **other)) == alone
+
+
+@kinds
+def test_no_sample_draws_what_another_or_another_epoch_draws(
+    world: shoal.World, dataset: Any, options: dict[str, Any]
+) -> None:
+    numbers = [number for row in drawn(build(world, dataset, **options)).values() for number in row]
+    assert len(set(numbers)) == len(numbers)
+
+
+@kinds
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_run_draws_the_same(
+    world: shoal.World, dataset: Any, options: dict[str, Any], num_workers: int
+) -> None:
+    first, second = (build(world, dataset, num_workers=num_workers, **options) for _ in range(2))
+    begun = drawn(first, stop=8)
+    second.load_state_dict(first.state_dict())
+    assert begun | drawn(second) == drawn(build(world, dataset, **options))
+
+
+@kinds
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_change_nothing(
+    world: shoal.World, dataset: Any, options: dict[str, Any], ranks: int
+) -> None:
+    alone = drawn(build(world, dataset, **options))
+    served = Mapped(dataset, torch.stack, 3, augment=bool(options))
+    for rank in range(ranks):
+        sampler = Sampler(
+            order=Shuffled(SIZE, shuffle=True),
+            batch_size=BATCH,
+            ranks=ranks,
+            rank=rank,
+            micro_batches=1,
+            seed=3,
+            drop_last=False,
+        )
+        for [share] in sampler.shares(0, SIZE * EPOCHS, 1):
+            for index, *numbers in served[[share]][0][0].tolist():
+                assert alone[share.first // SIZE, int(index)] == tuple(numbers)
+
+
+def test_the_main_process_keeps_its_own_generators(world: shoal.World) -> None:
+    def three() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    seed()
+    expected = three()
+    seed()
+    drawn(build(world, Drawing(), augment=True))
+    # torch's own DataLoader takes a base seed from its generator, which is the Loader's here.
+    assert three() == expected
+
+
+def test_another_seed_draws_otherwise(world: shoal.World) -> None:
+    one = drawn(build(world, Asking()))
+    other = drawn(shoal.Loader(Asking(), world, batch_size=BATCH, seed=4))
+    assert set(one.values()).isdisjoint(other.values())
+
+
+def test_a_wrapper_that_hides_rng_is_named(world: shoal.World) -> None:
+    hidden = Subset(Subset(Asking(), range(9)), range(5))
+    with pytest.raises(DataError, match="Subset does not pass on"):
+        build(world, hidden)
+
+
+def test_tensors_can_not_be_augmented(world: shoal.World) -> None:
+    with pytest.raises(DataError, match="draw no random numbers"):
+        build(world, torch.arange(SIZE), augment=True)

@@ -1,0 +1,208 @@
+"""Datasets that can only be iterated: read whole by each rank, of a length that nobody knows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset as HubDataset
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import IterableDataset, get_worker_info
+
+import shoal
+from shoal.data.flow import Cutting, Reading
+from shoal.errors import DataError
+
+BATCH = 4
+
+
+class Counting(IterableDataset[int]):
+    """As many samples as it says, and as many more as the epoch."""
+
+    def __init__(self, size: int = 22) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(1000 * self.epoch, 1000 * self.epoch + self.size + self.epoch)
+
+
+EPOCHS = [list(range(22)), list(range(1000, 1023)), list(range(2000, 2024))]
+
+
+def build(world: shoal.World, data: Any = None, **options: Any) -> shoal.Loader:
+    data = Counting() if data is None else data
+    return shoal.Loader(data, world, **({"batch_size": BATCH, "seed": 3} | options))
+
+
+def seen(loader: shoal.Loader, epochs: int, stop: int | None = None) -> list[list[int]]:
+    found = []
+    for batch in loader.epochs(epochs):
+        found.append([int(i) for micro in batch.micros if micro.weight for i in micro.value])
+        assert batch.size == len(found[-1])
+        if len(found) == stop:
+            break
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"micro_batches": 3}])
+def test_each_epoch_to_its_own_end(world: shoal.World, options: Any) -> None:
+    loader = build(world, **options)
+    before = loader.epoch_size
+    found = seen(loader, 3)
+    assert [index for batch in found for index in batch] == [*itertools.chain(*EPOCHS)]
+    assert [len(batch) for batch in found] == [4] * 5 + [2] + [4] * 5 + [3] + [4] * 6
+    assert (before, loader.epoch_size) == (None, 24)
+    assert (loader.epoch, loader.position) == (3, 69)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stop", [1, 6, 8, 12])
+def test_it_goes_on_where_it_was_left(world: shoal.World, num_workers: int, stop: int) -> None:
+    whole = seen(build(world), 3)
+    first, second = (build(world, num_workers=num_workers) for _ in range(2))
+    begun = seen(first, 3, stop)
+    second.load_state_dict(first.state_dict())
+    assert second.epoch == first.epoch
+    assert begun + seen(second, 3) == whole
+    assert begun + seen(first, 3) == whole
+
+
+def test_short_batches_may_be_dropped(world: shoal.World) -> None:
+    found = seen(build(world, drop_last=True), 3)
+    assert [len(batch) for batch in found] == [4] * 16
+    with pytest.raises(DataError, match="so no batch"):
+        seen(build(world, Counting(3), drop_last=True), 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_end_in_the_same_step_and_share_every_sample(ranks: int) -> None:
+    shares = []
+    for rank in range(ranks):
+        cutting = Cutting(
+            batch_size=BATCH,
+            ranks=ranks,
+            rank=rank,
+            micro_batches=1,
+            drop_last=False,
+            collate=list,
+            seed=0,
+            augment=False,
+        )
+        shares.append(list(Reading(Counting(), cutting, 0, 0, 0, 2)))
+    ends = [[(share.first, share.size, share.ends) for share, _ in of_rank] for of_rank in shares]
+    assert all(each == ends[0] for each in ends)
+    real = [
+        sample
+        for of_rank in shares
+        for share, values in of_rank
+        for cell, value in zip(share.cells, values, strict=True)
+        if cell.weight
+        for sample in value
+    ]
+    assert sorted(real) == EPOCHS[0] + EPOCHS[1]
+
+
+def test_augmentation_of_an_iterable_resumes(world: shoal.World) -> None:
+    class Noisy(IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            for _ in range(22):
+                yield random.random()
+
+    def drawn(loader: shoal.Loader, stop: int | None = None) -> list[float]:
+        batches = itertools.islice(loader.epochs(2), stop)
+        return [x for batch in batches for micro in batch.micros for x in micro.value.tolist()]
+
+    whole = drawn(build(world, Noisy(), augment=True))
+    assert len(set(whole)) == 44
+    first, second = (build(world, Noisy(), augment=True, num_workers=n) for n in (0, 1))
+    begun = drawn(first, 8)
+    second.load_state_dict(first.state_dict())
+    assert begun + drawn(second) == whole
+
+
+def hub(shuffled: bool) -> Any:
+    data = HubDataset.from_dict({"x": list(range(23))}).to_iterable_dataset(num_shards=4)
+    return data.shuffle(seed=1, buffer_size=7) if shuffled else data
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_hub_stream_resumes_with_its_shuffle_buffer(
+    world: shoal.World, shuffled: bool, num_workers: int
+) -> None:
+    def numbers(loader: shoal.Loader, stop: int | None = None) -> list[int]:
+        batches = itertools.islice(loader.epochs(2), stop)
+        return [x for batch in batches for micro in batch.micros for x in micro.value["x"].tolist()]
+
+    whole = numbers(build(world, hub(shuffled)))
+    assert sorted(whole[:23]) == sorted(whole[23:]) == list(range(23))
+    assert (whole[:23] != whole[23:]) == shuffled
+    first, second = (build(world, hub(shuffled), num_workers=num_workers) for _ in range(2))
+    begun = numbers(first, 8)
+    second.load_state_dict(first.state_dict())
+    assert begun + numbers(second) == whole
+
+
+def test_a_hub_stream_that_was_divided_already(world: shoal.World) -> None:
+    divided = split_dataset_by_node(hub(False), rank=0, world_size=2)
+    with pytest.raises(DataError, match="cut that part again"):
+        build(world, divided)
+
+
+class Halved(IterableDataset[int]):
+    """Divides itself among workers, as torch's documentation has it."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        yield from range(0 if worker is None else worker.id, 22, 1 if worker is None else 2)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_dataset_that_divides_itself_among_workers(world: shoal.World, num_workers: int) -> None:
+    found = seen(build(world, Halved(), num_workers=num_workers), 1)
+    assert [*itertools.chain(*found)] == list(range(22))
+
+
+class Once(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.samples = iter(range(5))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.samples
+
+
+def test_what_begins_only_once_is_named(world: shoal.World) -> None:
+    with pytest.raises(DataError, match="begin anew"):
+        seen(build(world, Once()), 2)
+
+
+def test_a_dataset_that_shrank_is_noticed(world: shoal.World) -> None:
+    first = build(world)
+    seen(first, 1, 4)
+    second = build(world, Counting(10))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match="it ends after 10 now"):
+        seen(second, 1)
+
+
+@pytest.mark.parametrize("options", [{"order": shoal.Weighted([1.0])}, {"batch_size": None}])
+def test_what_needs_positions_is_refused(world: shoal.World, options: Any) -> None:
+    if options.get("batch_size", 0) is None:
+        options = {"batch_size": shoal.Budget([1], 5)}
+    with pytest.raises(DataError, match="no sample at a position"):
+        build(world, **options)
+
+
+def test_its_state_is_not_that_of_another_kind(world: shoal.World) -> None:
+    with pytest.raises(DataError, match="a dataset that is iterated"):
+        build(world, torch.arange(22)).load_state_dict(build(world).state_dict())
+    with pytest.raises(DataError, match="read at positions"):
+        build(world).load_state_dict(build(world, torch.arange(22)).state_dict())
