@@ -266,6 +266,7 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="shoal.Schedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is yours to step: "
-        "plateau.step(shoal.evaluate(step, data)['loss']), Run(…, state={'plateau': plateau})",
+        fix="shoal.Schedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is "
+        "yours to step: plateau.step(shoal.evaluate(step, data)['loss']), "
+        "Run(…, state={'plateau': plateau})",
     )
