@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.batch import Batch
     from shoal.data import Loader, Order
-    from shoal.environ import Placement
     from shoal.errors import (
         AgreementError,
         CheckpointError,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         StepError,
     )
     from shoal.evaluation import Accuracy, evaluate
+    from shoal.launchers import Placement
     from shoal.layout import Layout
     from shoal.parallel import DDP, DataParallel, Single, parallelize
     from shoal.run import Run
@@ -34,7 +34,6 @@ __version__ = "0.1.0"
 _HOMES = {
     "batch": ("Batch",),
     "data": ("Loader", "Order"),
-    "environ": ("Placement",),
     "errors": (
         "AgreementError",
         "CheckpointError",
@@ -45,6 +44,7 @@ _HOMES = {
         "StepError",
     ),
     "evaluation": ("Accuracy", "evaluate"),
+    "launchers": ("Placement",),
     "layout": ("Layout",),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
     "run": ("Run",),
