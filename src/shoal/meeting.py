@@ -104,7 +104,8 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
-    for port in (*meeting.ports, 0):
+    # From the end of the list: callers try its start, and a store keeps them waiting.
+    for port in (*reversed(meeting.ports), 0):
         if port == server.getsockname()[1]:
             continue
         with suppress(DistError):

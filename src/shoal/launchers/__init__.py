@@ -121,10 +121,9 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
 
 def order_of_detection() -> str:
     """The table as text, one launcher a line: variables, name, reason, source."""
-    lines = [
-        f"{' or '.join(one.marks)} → {one.name}: {one.why_here} [{one.source}]" for one in LAUNCHERS
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        f"{' or '.join(one.marks)}: {one.name}; {one.why_here} [{one.source}]" for one in LAUNCHERS
+    )
 
 
 def _alone(env: Mapping[str, str], cpus: int) -> Placement:
