@@ -32,6 +32,8 @@ from shoal.layout import AXES, Layout
 POLL_SECONDS = 0.05
 HEAR_SECONDS = 5.0
 """How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
+LET_GO_SECONDS = 0.05
+"""How long a rank that has left its group lets the group's threads finish."""
 LONGEST = 365 * 86400.0
 """The longest time limit in seconds: torch can't count to infinity."""
 
@@ -403,6 +405,10 @@ class World:
             if self.first and self._sections:
                 self._await_hearers()
             dist.destroy_process_group()
+            # A model that lives on keeps Gloo's threads. One of them may still have to let go of
+            # the last collective's tensors, for which it needs the interpreter: it would abort the
+            # process if that had begun to end.
+            time.sleep(LET_GO_SECONDS)
         self.group = None
 
     def __enter__(self) -> World:
