@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -122,8 +122,7 @@ class Cluster:
         command: Sequence[str],
         *,
         folder: Path | None = None,
-        timeout: float = 120,
-        **variables: str,
+        variables: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the login node to its end."""
         return subprocess.run(
