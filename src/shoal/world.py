@@ -56,6 +56,10 @@ def init(
     first optimizer step on; before it, `prepare_timeout` holds. `deterministic` asks torch for
     deterministic algorithms. Use it as a context manager, so that nothing is left behind.
 
+    With several ranks, torch gets as many threads as this rank has cores for itself, unless
+    OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
+    stderr. Call `torch.set_num_threads` afterwards for another number.
+
     Raises LaunchError for an environment that contradicts itself or a group that can't form,
     LayoutError for a layout that does not fit.
     """

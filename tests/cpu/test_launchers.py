@@ -100,6 +100,13 @@ def test_a_batch_script_and_a_shell_under_salloc_are_no_tasks(name: str) -> None
     assert "no task of a step" in found.reason
 
 
+def test_slurms_interactive_shell_is_no_task_with_any_process_manager() -> None:
+    """Its step number is one of Slurm's own; the site's default manager sets variables there."""
+    shell = change("slurm-salloc-shell", SLURM_STEP_ID="4294967290", SLURM_PROCID="0")
+    for manager in ({"PMIX_RANK": "0"}, {"PMI_RANK": "0", "PMI_SIZE": "1"}):
+        assert read({**shell, **manager}).launcher == "none"
+
+
 def test_srun_inside_salloc_is_srun_in_a_step_of_fewer_nodes() -> None:
     found = read_all("slurm-sub-step")
     assert recordings.load("slurm-sub-step").environments[0]["SLURM_NODELIST"] == "node[01-04]"
@@ -183,6 +190,7 @@ def change(name: str, rank: int = 0, **values: str) -> dict[str, str]:
             ["SLURM_STEP_NUM_TASKS=2", "WORLD_SIZE=2"],
         ),
         (change("torchrun", OMPI_COMM_WORLD_SIZE="4"), ["OMPI_COMM_WORLD_SIZE=4"]),
+        (change("torchrun", PMI_SIZE="4"), ["PMI_SIZE=4"]),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"},
             ["WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=4"],

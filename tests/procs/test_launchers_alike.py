@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -79,6 +80,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return final_loss([sys.executable], 1, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.full
 def test_shoal_run_and_torchrun(alone: str, tmp_path: Path) -> None:
     assert alone.startswith("loss 1.6")
     assert final_loss([*SHOAL, "2"], 2, tmp_path) == alone
@@ -135,7 +137,7 @@ CPUS = os.sched_getaffinity(0)
 @pytest.mark.parametrize("command", [SHOAL, TORCHRUN], ids=["shoal run", "torchrun"])
 def test_no_two_ranks_share_a_core_while_others_idle(command: list[str], tmp_path: Path) -> None:
     said, messages = run([*command, "2", "train.py"], tmp_path, CORES)
-    first, second = eval(said)
+    first, second = ast.literal_eval(said)
     if command is SHOAL:
         assert set(first[0]).isdisjoint(second[0])
         assert {*first[0], *second[0]} == CPUS
@@ -148,6 +150,6 @@ def test_no_two_ranks_share_a_core_while_others_idle(command: list[str], tmp_pat
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two cores")
 def test_threads_of_ones_own_are_kept(tmp_path: Path) -> None:
     said, _ = run([*SHOAL, "2", "train.py"], tmp_path, CORES, OMP_NUM_THREADS="2")
-    for affinity, threads, _ in eval(said):
+    for affinity, threads, _ in ast.literal_eval(said):
         assert threads == 2
         assert len(affinity) >= 2  # not bound to fewer cores than that

@@ -130,9 +130,10 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
     # What is left of a launcher that is not recognised must not become N worlds of one.
     if env.get("WORLD_SIZE", "1") not in ("", "1"):
         require(env, ("WORLD_SIZE", "RANK"))
-    if env.get("PMI_RANK") or env.get("PMI_SIZE", "1") not in ("", "1"):
+    if env.get("PMI_SIZE", "1") not in ("", "1"):
         require(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
-    if env.get("PMIX_RANK"):
+    # Slurm's shell in an allocation has it too where pmix is the site's default.
+    if env.get("PMIX_RANK") and not env.get("SLURM_STEP_ID"):
         require(env, ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
     batch = spell(env, ("SLURM_JOB_ID",))
     return Placement(

@@ -14,7 +14,7 @@ RUN_ID = "shoal-run"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Where a launcher around torchrun says how many processes it started.
-_OUTER = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_OUTER = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
