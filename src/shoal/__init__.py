@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
     from shoal.ema import EMA
     from shoal.ending import Evaluation
-    from shoal.environ import Placement
     from shoal.errors import (
         AgreementError,
         CheckpointError,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     )
     from shoal.evaluation import Accuracy, evaluate
     from shoal.exchange import export, load
+    from shoal.launchers import Placement
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
     from shoal.parallel import DDP, DataParallel, Single, parallelize
@@ -43,7 +43,6 @@ _HOMES = {
     "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
     "ema": ("EMA",),
     "ending": ("Evaluation",),
-    "environ": ("Placement",),
     "errors": (
         "AgreementError",
         "CheckpointError",
@@ -55,6 +54,7 @@ _HOMES = {
     ),
     "evaluation": ("Accuracy", "evaluate"),
     "exchange": ("export", "load"),
+    "launchers": ("Placement",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),

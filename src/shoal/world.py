@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
+import os
 import random
 import socket
+import sys
 import time
 import traceback
 import weakref
@@ -20,15 +23,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal import environ
+from shoal import cores, environ, meeting
 from shoal.engine import Engine
-from shoal.environ import Placement
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
+from shoal.launchers import Placement
 from shoal.layout import AXES, Layout
 
 POLL_SECONDS = 0.05
 HEAR_SECONDS = 5.0
 """How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
+LET_GO_SECONDS = 0.05
+"""How long a rank that has left its group lets the group's threads finish."""
 LONGEST = 365 * 86400.0
 """The longest time limit in seconds: torch can't count to infinity."""
 
@@ -50,6 +55,10 @@ def init(
     root of every random stream. `timeout` is how long a collective may wait, in seconds, from the
     first optimizer step on; before it, `prepare_timeout` holds. `deterministic` asks torch for
     deterministic algorithms. Use it as a context manager, so that nothing is left behind.
+
+    With several ranks, torch gets as many threads as this rank has cores for itself, unless
+    OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
+    stderr. Call `torch.set_num_threads` afterwards for another number.
 
     Raises LaunchError for an environment that contradicts itself or a group that can't form,
     LayoutError for a layout that does not fit.
@@ -73,6 +82,8 @@ def init(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     group = _join(placement, backend or ("nccl" if place.type == "cuda" else "gloo"), prepare_timeout)
+    if group is not None:
+        placement = _share_machine(placement, group)
     return World(placement, resolved, place, group, seed, timeout, deterministic=deterministic)
 
 
@@ -126,18 +137,21 @@ def _join(placement: Placement, backend: str, timeout: float) -> dist.ProcessGro
     if placement.size == 1:
         return None
     address = f"tcp://{placement.address}:{placement.port}"
+    rank, size, met = placement.rank, placement.size, placement.meeting
     try:
+        store = None if met is None else meeting.meet(met, rank=rank, size=size, timeout=timeout)
         dist.init_process_group(
             backend,
-            init_method=address,
-            rank=placement.rank,
-            world_size=placement.size,
+            init_method=address if store is None else None,
+            store=store,
+            rank=rank,
+            world_size=size,
             timeout=timedelta(seconds=timeout),
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         in_use = "EADDRINUSE" in str(error)
         raise LaunchError(
-            given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
+            given=f"rank {rank} of {size} at {address} ({placement.launcher})",
             found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
             fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
             if in_use
@@ -148,6 +162,40 @@ def _join(placement: Placement, backend: str, timeout: float) -> dist.ProcessGro
     if group is None:  # pragma: no cover - init_process_group has just set it
         raise RuntimeError("torch.distributed has no default group after init_process_group")
     return group
+
+
+def _share_machine(placement: Placement, group: dist.ProcessGroup) -> Placement:
+    """Take this rank's share of its machine's cores; what ranks could only learn from each other.
+
+    torch gets as many threads as the rank has cores, within what the user has chosen (see
+    `cores.threads`). Rank 0 prints what came of it, once.
+    """
+    mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+    everyone: list[tuple[str, list[int]]] = [mine] * placement.size
+    dist.all_gather_object(everyone, mine, group=group)
+    machines = list(dict.fromkeys(host for host, _ in everyone))
+    if placement.launcher in ("Open MPI", "Hydra"):
+        node = machines.index(mine[0])
+        placement = dataclasses.replace(placement, node=node, nodes=len(machines))
+    if placement.launcher != "srun":  # Slurm has said how many are a task's
+        share = cores.share(mine[1], [cpus for host, cpus in everyone if host == mine[0]])
+        placement = dataclasses.replace(placement, cores=share)
+    variable = environ.threads_variable()
+    threads = cores.threads(
+        placement.cores,
+        now=torch.get_num_threads(),
+        variable=variable,
+        launcher=placement.launcher,
+    )
+    torch.set_num_threads(threads)
+    if placement.rank == 0:
+        told = f"{placement.size} ranks on {len(machines)} machine(s), by {placement.launcher}; "
+        told += f"rank 0: {placement.cores} core(s), {threads} thread(s)"
+        if variable and placement.launcher != "shoal run":
+            told += f", OMP_NUM_THREADS={variable}"
+            told += " replaced" if str(threads) != variable else ""
+        print(f"shoal: {told}", file=sys.stderr, flush=True)
+    return placement
 
 
 def _backends() -> list[str]:
@@ -401,6 +449,10 @@ class World:
             if self.first and self._sections:
                 self._await_hearers()
             dist.destroy_process_group()
+            # A model that lives on keeps Gloo's threads. One of them may still have to let go of
+            # the last collective's tensors, for which it needs the interpreter: it would abort the
+            # process if that had begun to end.
+            time.sleep(LET_GO_SECONDS)
         self.group = None
 
     def __enter__(self) -> World:

@@ -6,16 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from shoal.environ import (
-    RUN_ID,
-    Placement,
-    expand_hosts,
-    expand_tasks,
-    placement,
-    set_variables,
-    worker_threads,
-)
+from shoal.environ import placement, set_variables, worker_threads
 from shoal.errors import LaunchError
+from shoal.launchers import RUN_ID, Placement, expand_hosts, expand_tasks
 
 TORCHRUN = {
     "RANK": "5",
@@ -139,7 +132,7 @@ def test_cores_of_a_task(change: dict[str, str], cpus: int, cores: int) -> None:
 
 @pytest.mark.parametrize("step", [None, "", "4294967290", "4294967291"])
 def test_batch_script_and_shells_are_not_tasks(step: str | None) -> None:
-    env = {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}
+    env = {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     found = read(env if step is None else {**env, "SLURM_STEP_ID": step})
     assert (found.launcher, found.size) == ("none", 1)
 

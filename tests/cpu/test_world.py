@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.environ import Placement, placement
+from shoal.environ import placement
 from shoal.errors import AgreementError, LaunchError, LayoutError, StepError
+from shoal.launchers import Placement
 from shoal.world import choose_device, derive_seed
 
 

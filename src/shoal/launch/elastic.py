@@ -30,7 +30,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from ..environ import RUN_ID, worker_variables
+from ..environ import worker_variables
+from ..launchers import RUN_ID
 
 _ADDRESS = "127.0.0.1"
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 
-from ..environ import SAFE_PATH, write_variables
+from ..cores import divide
+from ..environ import SAFE_PATH, threads_variable, write_variables
 from .failure import encode, exit_status, from_exception
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +46,7 @@ def main(script: Script, rank: int, variables: Mapping[str, str], reports: Conne
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     _become_main()
     write_variables({**variables, SAFE_PATH: "1" if script.safe_path else None})
+    _take_cores(int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))
     try:
         run_script(script)
     except KeyboardInterrupt:
@@ -82,6 +84,17 @@ def bind_to_launcher() -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     if not launcher.is_alive():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _take_cores(local_rank: int, local_size: int) -> None:
+    """Run on this process's share of the machine, so that no two ranks get in each other's way.
+
+    Not where the user has asked for more threads than fit there.
+    """
+    mine = divide(os.sched_getaffinity(0), local_size)[local_rank]
+    wanted = threads_variable()
+    if not wanted.isdecimal() or int(wanted) <= len(mine):
+        os.sched_setaffinity(0, mine)
 
 
 def _become_main() -> None:

@@ -1,0 +1,153 @@
+"""Which launcher started this process: one table, asked in its order. Pure but for host files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .hosts import expand_hosts, expand_tasks
+from .mpi import Commands, hydra, jsrun, open_mpi
+from .others import flux, pals
+from .placement import DIRECTORY, PORTS, Meeting, Placement, require, spell
+from .slurm import is_task, srun
+from .torchrun import RUN_ID, torchrun
+
+__all__ = [
+    "DIRECTORY",
+    "LAUNCHERS",
+    "PORTS",
+    "RUN_ID",
+    "Commands",
+    "Launcher",
+    "Meeting",
+    "Placement",
+    "detect",
+    "expand_hosts",
+    "expand_tasks",
+    "order_of_detection",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A launcher: the variables that give it away, why it is asked where it is, and whence known.
+
+    Any one of `marks` is enough to know it; what it then lacks is an error and not another
+    launcher's turn.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    why_here: str
+    source: str
+    read: Callable[[Mapping[str, str], int, Commands], Placement]
+
+    def started(self, env: Mapping[str, str]) -> bool:
+        """Whether this launcher started the process with this environment."""
+        if self.marks == _SLURM:
+            return is_task(env)
+        return any(env.get(name) for name in self.marks)
+
+
+_SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
+
+LAUNCHERS = (
+    Launcher(
+        name="torchrun, shoal run",
+        marks=("RANK", "LOCAL_RANK"),
+        why_here="first: others start its agents, and their variables stay visible to its workers",
+        source="torch.distributed.run; torch 2.13, recorded",
+        read=lambda env, cpus, _: torchrun(env, cpus),
+    ),
+    Launcher(
+        name="jsrun (LSF)",
+        marks=("JSM_NAMESPACE_RANK",),
+        why_here="before Open MPI: Spectrum MPI under jsrun sets OMPI_COMM_WORLD_* too",
+        source="IBM Spectrum LSF and JSM, documentation",
+        read=lambda env, cpus, _: jsrun(env, cpus),
+    ),
+    Launcher(
+        name="Open MPI, PRRTE",
+        marks=("OMPI_COMM_WORLD_RANK",),
+        why_here="before srun: inside an allocation mpirun starts its daemons as tasks of a step",
+        source="Open MPI 4.1 and 5.0, recorded",
+        read=lambda env, cpus, _: open_mpi(env, cpus),
+    ),
+    Launcher(
+        name="Hydra (MPICH, Intel MPI)",
+        marks=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        why_here="before srun, as Open MPI; srun --mpi=pmi2 sets PMI_RANK, but not these two",
+        source="MPICH 4.0 and 5.0, Intel MPI 2021, recorded",
+        read=hydra,
+    ),
+    Launcher(
+        name="PALS (PBS)",
+        marks=("PALS_RANKID",),
+        why_here="after Hydra, which can run under PBS too and sets nothing of PALS",
+        source="mpiexec(1) of HPE PALS",
+        read=lambda env, cpus, _: pals(env, cpus),
+    ),
+    Launcher(
+        name="Flux",
+        marks=("FLUX_TASK_RANK",),
+        why_here="before srun: an instance of Flux may itself be a step of a Slurm job",
+        source="flux-environment(7)",
+        read=lambda env, cpus, _: flux(env, cpus),
+    ),
+    Launcher(
+        name="srun",
+        marks=_SLURM,
+        why_here="last: srun starts most of the others, with --mpi=pmi2 and pmix its tasks itself",
+        source="Slurm 22.05, recorded",
+        read=lambda env, cpus, _: srun(env, cpus),
+    ),
+)
+"""All launchers in the order in which they are asked: the first that is recognised decides.
+
+Where several left their variables, the one nearest to the process must win.
+"""
+
+
+def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
+    """The placement that `env` gives a process with `cpus` in its affinity; a world of one if none.
+
+    Raises LaunchError for environments that are half set or contradict themselves.
+    """
+    for launcher in LAUNCHERS:
+        if launcher.started(env):
+            return launcher.read(env, cpus, commands)
+    return _alone(env, cpus)
+
+
+def order_of_detection() -> str:
+    """The table as text, one launcher a line: variables, name, reason, source."""
+    return "\n".join(
+        f"{' or '.join(one.marks)}: {one.name}; {one.why_here} [{one.source}]" for one in LAUNCHERS
+    )
+
+
+def _alone(env: Mapping[str, str], cpus: int) -> Placement:
+    # What is left of a launcher that is not recognised must not become N worlds of one.
+    if env.get("WORLD_SIZE", "1") not in ("", "1"):
+        require(env, ("WORLD_SIZE", "RANK"))
+    if env.get("PMI_SIZE", "1") not in ("", "1"):
+        require(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    # Slurm's shell in an allocation has it too where pmix is the site's default.
+    if env.get("PMIX_RANK") and not env.get("SLURM_STEP_ID"):
+        require(env, ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+    batch = spell(env, ("SLURM_JOB_ID",))
+    return Placement(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node=0,
+        nodes=1,
+        cores=cpus,
+        address="127.0.0.1",
+        port=0,
+        launcher="none",
+        reason=f"{batch}, but this is no task of a step: a batch script or a shell"
+        if batch
+        else "no launcher's variables are set",
+    )

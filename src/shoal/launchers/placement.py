@@ -1,0 +1,166 @@
+"""Where one process of a world sits, and how it finds the first rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from shoal.errors import LaunchError
+
+_T = TypeVar("_T")
+
+PORTS = "SHOAL_PORTS"
+"""Sets the range of ports in which ranks meet where the launcher names none: `first-last`."""
+
+DIRECTORY = "SHOAL_MEETING"
+"""Sets the directory, shared by all machines, in which rank 0 publishes its address if it must."""
+
+# Below the ephemeral ports (32768 up), so that no outgoing connection can hold one of them.
+_DEFAULT_PORTS = "10001-20000"
+_TRIES = 8
+
+_FIX = "start the script with `shoal run -n N script.py`, or unset {names}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How the ranks of a job find the first one where nobody told them an address and a port.
+
+    Rank 0 takes the first free one of `ports`; the others look for it at each of `hosts` and in
+    the file that it writes into `directory` (none if empty). `job` is what they know each other by:
+    no other job, step or attempt has the same.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+    directory: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one process of the world sits, and which variables said so.
+
+    `node` and `nodes` count machines, `cores` is this process's share of its machine's cores,
+    `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
+    `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
+    job from 0. Open MPI and Hydra don't name the machine: there `node` and `nodes` hold for ranks in
+    blocks, and `World.placement` has those that the ranks found when they met.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    cores: int
+    address: str
+    port: int
+    launcher: str
+    attempt: int = 0
+    meeting: Meeting | None = None
+    reason: str
+
+    def __post_init__(self) -> None:
+        pairs = (
+            ("rank", self.rank, "world size", self.size),
+            ("local rank", self.local_rank, "local size", self.local_size),
+            ("node", self.node, "number of nodes", self.nodes),
+            ("local size less one", self.local_size - 1, "world size", self.size),
+        )
+        for name, value, limit_name, limit in pairs:
+            if not 0 <= value < limit:
+                raise LaunchError(
+                    given=self.reason,
+                    found=f"{name} {value} does not fit {limit_name} {limit}",
+                    fix="start the script with one launcher only, without setting these by hand",
+                )
+
+
+def meet(
+    env: Mapping[str, str],
+    *,
+    job: str,
+    hosts: tuple[str, ...],
+    number: int | None = None,
+    shared: bool = False,
+) -> Meeting:
+    """The meeting of the job known as `job`; MASTER_ADDR and MASTER_PORT, where set, decide.
+
+    `number` is a number of the job; neighbours get different first ports. With `shared`, rank 0
+    also publishes its address in a directory that all machines see.
+    """
+    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
+    directory = env.get(DIRECTORY) or f"{env.get('HOME') or '~'}/.cache/shoal/meeting"
+    return Meeting(
+        job=job,
+        hosts=(address,) if address else hosts,
+        ports=(integer(env, "MASTER_PORT"),) if port else _ports(env, job, number),
+        directory=directory if shared and not address else "",
+    )
+
+
+def _ports(env: Mapping[str, str], job: str, number: int | None) -> tuple[int, ...]:
+    text = env.get(PORTS) or _DEFAULT_PORTS
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
+        raise LaunchError(
+            given=f"{PORTS}={text}",
+            found="not a range of ports from 1 to 65535",
+            fix=f"export {PORTS}={_DEFAULT_PORTS}, which is the default",
+        )
+    count = int(last) - int(first) + 1
+    digest = hashlib.sha256(job.encode()).digest()
+    start = int.from_bytes(digest[:8], "little") if number is None else number
+    # Jobs that share their first port go on to different ones.
+    stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
+    steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
+    return tuple(dict.fromkeys(steps))
+
+
+def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:
+    """The error for N processes that would each be a world of their own."""
+    return LaunchError(
+        given=given,
+        found=f"{found}: each would be a world of its own",
+        fix=f"start the script with one launcher only; if that is wanted, unset {names}",
+    )
+
+
+def require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Raise LaunchError naming those of `names` that are not set."""
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        present = tuple(name for name in names if env.get(name))
+        raise LaunchError(
+            given=spell(env, present),
+            found=f"{', '.join(missing)} not set",
+            fix=_FIX.format(names=" ".join(present)),
+        )
+
+
+def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number in a variable; `default` where it is not set or empty."""
+    if default is not None and not env.get(name):
+        return default
+    return parse(env, name, int)
+
+
+def parse(env: Mapping[str, str], name: str, read: Callable[[str], _T]) -> _T:
+    """What `read` makes of a variable; its ValueError becomes a LaunchError that names it."""
+    try:
+        return read(env[name])
+    except ValueError:
+        raise LaunchError(
+            given=f"{name}={env[name]}",
+            found=f"{name} can't be read",
+            fix=_FIX.format(names=name),
+        ) from None
+
+
+def spell(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """The variables of `names` that are set, as one would type them."""
+    return ", ".join(f"{name}={env[name]}" for name in names if env.get(name))

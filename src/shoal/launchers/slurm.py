@@ -1,0 +1,124 @@
+"""Tasks of a Slurm step. Every variable was seen in tasks of Slurm 22.05: tests/recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.errors import LaunchError
+
+from .hosts import expand_hosts, expand_tasks
+from .placement import Placement, integer, meet, parse, require, spell
+
+# Slurm numbers its own steps (batch script, interactive shell, extern) from here up: not tasks.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+_NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
+# Not SLURM_NODELIST, which stays the job's in a step that has fewer nodes.
+_LISTS = ("SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
+
+_BY_HAND = "start the script with srun itself, in an environment not edited by hand"
+
+
+def is_task(env: Mapping[str, str]) -> bool:
+    """Whether this is a task of a step: a batch script and a shell under salloc are not."""
+    if not env.get("SLURM_STEP_ID"):
+        if integer(env, "SLURM_PROCID", 0) > 0:
+            # Only tasks have such a rank: a container or a wrapper dropped the rest.
+            require(env, ("SLURM_PROCID", "SLURM_STEP_ID"))
+        return False
+    return bool(env.get("SLURM_PROCID")) and integer(env, "SLURM_STEP_ID") < _FIRST_SPECIAL_STEP
+
+
+def srun(env: Mapping[str, str], cpus: int) -> Placement:
+    """Placement of a task under `srun`."""
+    require(env, _NAMES + _LISTS)
+    rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NTASKS")
+    node, step = integer(env, "SLURM_NODEID"), integer(env, "SLURM_STEP_ID")
+    _check_tasks(env, size)
+    hosts = parse(env, "SLURM_STEP_NODELIST", expand_hosts)
+    tasks = parse(env, "SLURM_STEP_TASKS_PER_NODE", expand_tasks)
+    if sum(tasks) != size or not 0 <= node < len(tasks) or len(hosts) != len(tasks):
+        raise LaunchError(
+            given=spell(env, ("SLURM_NTASKS", "SLURM_NODEID", *_LISTS)),
+            found=f"{sum(tasks)} tasks on {len(tasks)} nodes, and {len(hosts)} hosts",
+            fix=_BY_HAND,
+        )
+    attempt = integer(env, "SLURM_RESTART_COUNT", 0)
+    job = integer(env, "SLURM_JOB_ID")
+    meeting = meet(
+        env,
+        job=f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}-{attempt}",
+        hosts=_first_rank(env, hosts, _ranks_here(env, rank, tasks[node]), node),
+        number=job * 61 + step,
+    )
+    return Placement(
+        rank=rank,
+        size=size,
+        local_rank=integer(env, "SLURM_LOCALID"),
+        local_size=tasks[node],
+        node=node,
+        nodes=len(tasks),
+        cores=_cores(env, cpus, tasks[node]),
+        address=meeting.hosts[0],
+        port=meeting.ports[0],
+        launcher="srun",
+        attempt=attempt,
+        meeting=meeting,
+        reason=spell(env, ("SLURM_STEP_ID", *_NAMES, *_LISTS)),
+    )
+
+
+def _check_tasks(env: Mapping[str, str], size: int) -> None:
+    """Refuse numbers of tasks that another variable contradicts."""
+    per_node = integer(env, "SLURM_NTASKS_PER_NODE", 1)
+    if per_node > size:
+        raise LaunchError(
+            given=spell(env, ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")),
+            found=f"{size} task(s) in all, but {per_node} asked for on each node",
+            fix=f"drop --ntasks, or give `srun --ntasks={size} --ntasks-per-node={size}`",
+        )
+    for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
+        if integer(env, name, size) != size:
+            raise LaunchError(
+                given=spell(env, ("SLURM_NTASKS", name)),
+                found=f"srun started another number of processes than {name} says",
+                fix=f"unset {name}: srun's own variables say everything",
+            )
+
+
+def _ranks_here(env: Mapping[str, str], rank: int, local_size: int) -> list[int]:
+    """The ranks on this node, by local rank: only Slurm knows them under its distributions."""
+    text = env.get("SLURM_GTIDS")
+    if not text:
+        return [rank]
+    ranks = parse(env, "SLURM_GTIDS", lambda value: [int(item) for item in value.split(",")])
+    local = integer(env, "SLURM_LOCALID")
+    if len(ranks) != local_size or not 0 <= local < local_size or ranks[local] != rank:
+        raise LaunchError(
+            given=spell(env, ("SLURM_GTIDS", "SLURM_PROCID", "SLURM_LOCALID", _LISTS[1])),
+            found=f"the ranks on this node are {text}, but task {local} of them has rank {rank}",
+            fix=_BY_HAND,
+        )
+    return ranks
+
+
+def _first_rank(
+    env: Mapping[str, str], hosts: list[str], here: list[int], node: int
+) -> tuple[str, ...]:
+    """The hosts that may have rank 0: the first, but for one's own list (`-m arbitrary`)."""
+    if 0 in here:
+        return (hosts[node],)
+    if "arbitrary" in env.get("SLURM_DISTRIBUTION", ""):
+        # The list of nodes is sorted; that of the tasks, SLURM_HOSTFILE, need not be here.
+        return tuple(host for index, host in enumerate(hosts) if index != node)
+    return (hosts[0],)
+
+
+def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> int:
+    """How many cores one task may use, where `cpus` are in its affinity."""
+    if env.get("SLURM_CPUS_PER_TASK"):
+        # Since 22.05 srun inherits the job's variable without its binding: the affinity decides.
+        return max(1, min(cpus, integer(env, "SLURM_CPUS_PER_TASK")))
+    on_node = integer(env, "SLURM_CPUS_ON_NODE", cpus)
+    # Fewer than the node's: this task is bound, and they are its own. Otherwise all share them.
+    return cpus if cpus < on_node else max(1, on_node // local_size)

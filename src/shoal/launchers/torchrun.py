@@ -1,0 +1,65 @@
+"""torchrun, `shoal run`, and the same variables set by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.errors import LaunchError
+
+from .placement import Placement, integer, refuse_many_worlds, require, spell
+
+RUN_ID = "shoal-run"
+"""The run identifier that `shoal run` gives to torch elastic, by which workers know it."""
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Where a launcher around torchrun says how many processes it started.
+_OUTER = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
+    """Placement by torchrun's variables, which torch.distributed.run documents."""
+    if env.get("RANK") == "0" and env.get("WORLD_SIZE") == "1":
+        # In a world of one the rest is known.
+        known = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env = {**known, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env}
+    require(env, _NAMES)
+    rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
+    local_size = integer(env, "LOCAL_WORLD_SIZE")
+    if local_size < 1 or (size % local_size and not env.get("GROUP_WORLD_SIZE")):
+        raise LaunchError(
+            given=f"WORLD_SIZE={size}, LOCAL_WORLD_SIZE={local_size}",
+            found="the world does not divide into machines of that many processes",
+            fix="set GROUP_RANK and GROUP_WORLD_SIZE (machine and machines), as torchrun does",
+        )
+    nodes = integer(env, "GROUP_WORLD_SIZE", size // local_size)
+    _check_outer(env, size, nodes)
+    ours = env.get("TORCHELASTIC_RUN_ID") == RUN_ID
+    return Placement(
+        rank=rank,
+        size=size,
+        local_rank=integer(env, "LOCAL_RANK"),
+        local_size=local_size,
+        node=integer(env, "GROUP_RANK", rank // local_size),
+        nodes=nodes,
+        cores=max(1, cpus // local_size),
+        address=env["MASTER_ADDR"],
+        port=integer(env, "MASTER_PORT"),
+        launcher="shoal run" if ours else "torchrun",
+        attempt=integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        reason=spell(env, _NAMES),
+    )
+
+
+def _check_outer(env: Mapping[str, str], size: int, nodes: int) -> None:
+    """Refuse launchers of one machine that another launcher started more than once."""
+    by_agent = bool(env.get("TORCHELASTIC_RUN_ID"))
+    for name in _OUTER:
+        # The batch script's variables speak of no step.
+        outer = integer(env, name, 1) if name[:5] != "SLURM" or env.get("SLURM_STEP_ID") else 1
+        if nodes == 1 and outer > 1 and (by_agent or outer != size):
+            raise refuse_many_worlds(
+                spell(env, (name, "WORLD_SIZE", "GROUP_WORLD_SIZE")),
+                f"{outer} processes were started, and each started {size} for one machine alone",
+                name if name[:5] != "SLURM" else "SLURM_STEP_ID SLURM_STEP_NUM_TASKS",
+            )

@@ -1,0 +1,222 @@
+"""How the ranks of a job find the first one where no launcher gave them an address and a port.
+
+Rank 0 takes the first free port of the job's own list and answers whoever connects there with the
+name of the job and the port of the store. The others ask at each host and port in turn and pass
+over whatever answers otherwise, such as another job or an older attempt of this one. So nobody has
+to know which port was free, and two jobs on one machine can't meet by mistake.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from shoal.errors import LaunchError
+from shoal.launchers import DIRECTORY, PORTS, Meeting
+
+LONGEST = 300.0
+"""How many seconds ranks look for the first one at most: as long as torch's own stores wait."""
+
+_ANSWER_SECONDS = 2.0
+_CALLERS = 1024
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+
+
+def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
+    """The store of a job, once all its ranks are there: rank 0 opens it, the others find it.
+
+    Raises LaunchError where rank 0 finds no free port or not all others, or another rank no rank 0.
+    """
+    limit = min(timeout, LONGEST)
+    if rank:
+        host, port = _find(meeting, rank, time.monotonic() + limit)
+        store = _store(host, port, size, limit)
+        store.set(f"shoal/rank/{rank}", "here")
+        return store
+    server = _listen(meeting)
+    with server:
+        store = _open_store(meeting, server, size, limit)
+        line = f"{meeting.job} {store.port}\n".encode()
+        thread = threading.Thread(target=_answer, args=(server, line), daemon=True)
+        thread.start()
+        try:
+            with _published(meeting, server.getsockname()[1]):
+                _await_all(store, size, time.monotonic() + limit)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            thread.join()
+    return store
+
+
+def _answer(server: socket.socket, line: bytes) -> None:
+    """Tell each caller the same line and hang up, until `server` is shut down."""
+    while True:
+        try:
+            caller, _ = server.accept()
+        except OSError:
+            return
+        with caller, suppress(OSError):
+            caller.sendall(line)
+
+
+def _await_all(store: TCPStore, size: int, deadline: float) -> None:
+    missing = list(range(1, size))
+    pause = _FIRST_PAUSE
+    while True:
+        missing = [rank for rank in missing if not store.check([f"shoal/rank/{rank}"])]
+        if not missing:
+            return
+        if time.monotonic() + pause > deadline:
+            names = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
+            raise LaunchError(
+                given=f"a world of {size}, whose rank 0 is on {socket.gethostname()}",
+                found=f"rank {names} did not come",
+                fix="check that every rank was started, and its own error message",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _listen(meeting: Meeting) -> socket.socket:
+    """A socket at the first free port: of this machine alone where nobody else has ranks."""
+    for port in meeting.ports:
+        try:
+            if meeting.hosts == ("127.0.0.1",):
+                return socket.create_server(("127.0.0.1", port), backlog=_CALLERS)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(
+                    ("", port), family=socket.AF_INET6, backlog=_CALLERS, dualstack_ipv6=True
+                )
+            return socket.create_server(("", port), backlog=_CALLERS)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise _no_port(meeting)
+
+
+def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
+    # From the end of the list: callers try its start, and a store keeps them waiting.
+    for port in (*reversed(meeting.ports), 0):
+        if port == server.getsockname()[1]:
+            continue
+        with suppress(DistError):
+            return _store("127.0.0.1", port, size, limit, opens=True)
+    raise _no_port(meeting)
+
+
+def _no_port(meeting: Meeting) -> LaunchError:
+    ports = ", ".join(map(str, meeting.ports))
+    return LaunchError(
+        given=f"rank 0 on {socket.gethostname()} may listen at port {ports}",
+        found="in use" if len(meeting.ports) == 1 else "all of them are in use",
+        fix=f"export MASTER_PORT=N with a free port N (ss -ltn lists those in use), or {PORTS}",
+    )
+
+
+def _store(host: str, port: int, size: int, limit: float, *, opens: bool = False) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        size,
+        is_master=opens,
+        timeout=timedelta(seconds=limit),
+        wait_for_workers=False,
+    )
+
+
+def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
+    """The host and the port of the store of this job."""
+    pause, why = _FIRST_PAUSE, "nobody has said where rank 0 is"
+    while True:
+        places = [(host, port) for host in meeting.hosts for port in meeting.ports]
+        for host, port in [*places, *_read(meeting)]:
+            try:
+                return host, _ask(meeting.job, host, port)
+            except (OSError, ValueError) as error:
+                why = f"{host}:{port}: {error}"
+        if time.monotonic() + pause > deadline:
+            raise LaunchError(
+                given=f"rank {rank} looked for rank 0 of {meeting.job} at {_where(meeting)}",
+                found=f"not there; last, {why}",
+                fix="check that every rank was started and that hosts reach each other, or export "
+                "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
+                + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _ask(job: str, host: str, port: int) -> int:
+    """The port of the store of `job`, if rank 0 of that job answers."""
+    call = socket.create_connection((host, port), timeout=_ANSWER_SECONDS)
+    with call, call.makefile("rb") as answer:
+        line = answer.readline(1000).decode(errors="replace")
+    name, _, number = line.strip().rpartition(" ")
+    if name != job:
+        raise ValueError("something else answers there")
+    return int(number)
+
+
+def _where(meeting: Meeting) -> str:
+    hosts = [*meeting.hosts, *([str(_file(meeting))] if meeting.directory else [])]
+    return f"{', '.join(hosts)}; ports {', '.join(map(str, meeting.ports))}"
+
+
+def _file(meeting: Meeting) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in meeting.job)
+    return Path(meeting.directory).expanduser() / name
+
+
+@contextmanager
+def _published(meeting: Meeting, port: int) -> Iterator[None]:
+    """Rank 0's address in the shared directory for as long as the others may look for it."""
+    if not meeting.directory:
+        yield
+        return
+    path = _file(meeting)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write("".join(f"{host} {port}\n" for host in _own_addresses()))
+        partial.rename(path)
+    except OSError as error:
+        raise LaunchError(
+            given=f"rank 0 publishes its address in {path.parent}",
+            found=str(error),
+            fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read(meeting: Meeting) -> list[tuple[str, int]]:
+    if not meeting.directory:
+        return []
+    try:
+        lines = _file(meeting).read_text().splitlines()
+        return [(host, int(port)) for host, port in (line.split() for line in lines)]
+    except (OSError, ValueError):
+        return []
+
+
+def _own_addresses() -> list[str]:
+    """How other machines may call this one: by the address of its way out, and by name."""
+    addresses = [socket.gethostname()]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connecting a datagram socket only chooses a way. RFC 5737's address.
+        probe.connect(("192.0.2.1", 9))
+        addresses.insert(0, probe.getsockname()[0])
+    return addresses

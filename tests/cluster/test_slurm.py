@@ -1,0 +1,140 @@
+"""The same script and the same result under a real Slurm, however its tasks are laid out."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.slurm import Cluster, missing
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch, shoal
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum(), len(output)
+
+def main(size, seconds):
+    with shoal.init(seed=1) as world:
+        assert world.size == size, world.placement.reason
+        inputs = torch.randn(101, 5)
+        targets = inputs.sum(1, keepdim=True)
+        model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+        data = shoal.Loader((inputs, targets), world, batch_size=16)
+        with shoal.Run(sys.argv[3], step, data) as run:
+            run.restore()
+            for batch in data.epochs(3):
+                step(batch)
+                run.tick(every=1)
+                if world.placement.attempt == 0:
+                    time.sleep(seconds)
+        result = shoal.evaluate(step, (inputs, targets))
+        world.say(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
+
+main(int(sys.argv[1]), float(sys.argv[2]))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if missing():
+        pytest.skip(missing())
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
+        yield running
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return [sys.executable, str(tmp_path / "train.py")]
+
+
+def loss(text: str) -> str:
+    found = re.findall(r"loss (\d+\.\d+) attempt", text)
+    assert len(found) == 1, text
+    return str(found[0])
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process reaches on the login node, where no task is."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(TRAIN)
+    done = cluster.run([sys.executable, "train.py", "1", "0", "run"], folder=folder)
+    assert done.returncode == 0, done.stderr
+    return loss(done.stdout)
+
+
+STARTED = {
+    "srun": "srun -N2 -n3 {script} 3 0 run",
+    "srun inside salloc": "salloc -N3 --ntasks-per-node=1 srun -N2 -n2 --relative=1 {script} 2 0 run",
+    "arbitrary": "env SLURM_HOSTFILE=hosts srun -m arbitrary -n3 {script} 3 0 run",
+    "heterogeneous": "salloc -N1 -n1 : -N1 -n2 srun --het-group=0,1 {script} 3 0 run",
+    "pmi2": "srun --mpi=pmi2 -N2 -n2 {script} 2 0 run",
+    "pmix": "srun --mpi=pmix -N2 -n2 {script} 2 0 run",
+    "Open MPI": "salloc -N2 -n3 mpirun.openmpi -n 3 {script} 3 0 run",
+    "MPICH": "salloc -N2 -n3 mpirun.mpich -n 3 {script} 3 0 run",
+}
+
+
+@pytest.mark.parametrize("how", STARTED)
+def test_the_same_script_reaches_the_same_loss(
+    how: str, cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("node03\nnode01\nnode03\n")
+    command = STARTED[how].format(script=" ".join(script)).split()
+    done = cluster.run(command, folder=tmp_path, variables=AS_ROOT)
+    assert done.returncode == 0, done.stderr
+    assert loss(done.stdout) == alone
+
+
+def test_two_steps_of_one_job_on_one_node_do_not_clash(
+    cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+) -> None:
+    """With four ports for both."""
+    step = f"srun --exact -n2 {' '.join(script)} 2 0"
+    both = f"{step} one & {step} two & wait %1 && wait %2"
+    done = cluster.run(
+        ["salloc", "-N1", "-n4", "bash", "-c", both],
+        folder=tmp_path,
+        variables={"SHOAL_PORTS": "17401-17404"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"loss (\S+)", done.stdout) == [alone] * 2
+
+
+def test_the_same_command_after_a_requeue(
+    cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+) -> None:
+    """The job is put back in the middle; its own text, run again, goes on where it was."""
+    job = tmp_path / "job.sh"
+    text = ["#!/bin/bash", "#SBATCH -N2 -n2 --requeue --open-mode=append -o log"]
+    job.write_text("\n".join([*text, f"srun {' '.join(script)} 2 0.2 run", ""]))
+    number = cluster.run(["sbatch", "--parsable", "job.sh"], folder=tmp_path).stdout.strip()
+    wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-3")), tmp_path / "log")
+    assert cluster.run(["scontrol", "requeue", number]).returncode == 0
+    wait_for(lambda: "attempt 1" in (tmp_path / "log").read_text(), tmp_path / "log")
+    assert loss((tmp_path / "log").read_text()) == alone
+
+
+def wait_for(condition: Callable[[], bool], log: Path, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(log.read_text() if log.exists() else "no log")
+        time.sleep(0.1)
