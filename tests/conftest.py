@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
-MAY_BE_MISSING = ("needs CUDA",)
+MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
 
 
 @pytest.fixture(scope="session")

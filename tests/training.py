@@ -22,7 +22,7 @@ from hooked import HookedFiles
 from shoal.checkpoint import Checkpoints
 from shoal.parallel import engine_of
 from shoal.parallel.replicate import DDPEngine
-from shoal.world import random_state
+from shoal.streams import random_state
 
 SAMPLES = 41
 BATCH = 12  # the last batch of an epoch has 5 samples

@@ -21,8 +21,9 @@ from shoal.layout import Layout
 from shoal.parallel import parallelize
 from shoal.run import Run
 from shoal.step import Result, Step
+from shoal.streams import random_state, set_random_state
 from shoal.task import Task
-from shoal.world import World, init, random_state, set_random_state
+from shoal.world import World, init
 
 
 class Moment(NamedTuple):

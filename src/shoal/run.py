@@ -18,8 +18,9 @@ from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.step import Step
+from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
-from shoal.world import World, random_state, set_random_state
+from shoal.world import World
 
 
 class Stateful(Protocol):

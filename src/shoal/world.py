@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import os
 import random
 import socket
@@ -24,10 +23,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal import cores, environ, meeting
+from shoal.device import choose_device
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
 from shoal.launchers import Placement
 from shoal.layout import AXES, Layout
+from shoal.streams import derive_seed
 
 POLL_SECONDS = 0.05
 HEAR_SECONDS = 5.0
@@ -85,46 +86,6 @@ def init(
     if group is not None:
         placement = _share_machine(placement, group)
     return World(placement, resolved, place, group, seed, timeout, deterministic=deterministic)
-
-
-def choose_device(device: str | torch.device | None, placement: Placement) -> torch.device:
-    """The device of this rank: as given, else the visible GPU of its local rank, else the CPU.
-
-    "cuda" without a number is the GPU of the local rank too. Where each task sees one GPU only,
-    that one is its device whatever its local rank is.
-    """
-    if device is not None:
-        try:
-            chosen = torch.device(device)
-            if chosen.type == "cuda" and chosen.index is not None:
-                visible = torch.cuda.device_count()
-                if chosen.index >= visible:
-                    raise RuntimeError(f"no such GPU: {visible} visible, numbered from 0")
-                return chosen
-            if chosen.type != "cuda":
-                return torch.empty(1, device=chosen).device
-        except (RuntimeError, AssertionError) as error:
-            raise LaunchError(
-                given=f"device={device!r}",
-                found=str(error).splitlines()[0].partition(". ")[0],
-                fix="device='cpu', device='cuda', or leave it out",
-            ) from None
-    if not torch.cuda.is_available():
-        if device is None:
-            return torch.device("cpu")
-        raise LaunchError(
-            given=f"device={str(device)!r}",
-            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}",
-            fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
-        )
-    visible = torch.cuda.device_count()
-    if visible > 1 and placement.local_rank >= visible:
-        raise LaunchError(
-            given=f"{placement.local_size} processes on {socket.gethostname()}",
-            found=f"{visible} visible GPUs, none for local rank {placement.local_rank}",
-            fix=f"start {visible} processes per machine, or shoal.init(device='cpu')",
-        )
-    return torch.device("cuda", placement.local_rank if visible > 1 else 0)
 
 
 def _join(placement: Placement, backend: str, timeout: float) -> dist.ProcessGroup | None:
@@ -470,33 +431,6 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank {self.rank} of {self.size}, {self.layout}, {self.device})"
-
-
-def derive_seed(seed: int, purpose: str, index: int) -> int:
-    """A 63-bit seed from a root seed, a purpose and an index: the head of a SHA-256."""
-    digest = hashlib.sha256(f"shoal/{seed}/{purpose}/{index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
-def random_state() -> dict[str, Any]:
-    """The global random states of this process: Python's, NumPy's and torch's."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _line(trace: TracebackType | None) -> str:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
+from shoal.device import choose_device
 from shoal.environ import placement
 from shoal.errors import AgreementError, LaunchError, LayoutError, StepError
 from shoal.launchers import Placement
-from shoal.world import choose_device, derive_seed
+from shoal.streams import derive_seed
 
 
 @pytest.fixture

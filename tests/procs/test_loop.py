@@ -18,7 +18,7 @@ import shoal
 from ranks import Ranks
 from shoal.ending import Deadline, Verdict
 from shoal.errors import StepError
-from shoal.world import random_state, set_random_state
+from shoal.streams import random_state, set_random_state
 
 SAMPLES, BATCH = 40, 8  # five steps an epoch
 

@@ -18,7 +18,7 @@ import shoal
 from ranks import Ranks
 from shoal import events
 from shoal.errors import CheckpointError, StepError
-from shoal.world import random_state, set_random_state
+from shoal.streams import random_state, set_random_state
 from training import EPOCH_STEPS, Training, same, train
 
 
