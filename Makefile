@@ -8,6 +8,8 @@ export PYTHON
 
 PY := .venv/bin/python
 CODE := $(wildcard src tests examples benchmarks)
+# Most tests wait for processes of theirs; two files at a time keep two cores busy.
+IN_PARALLEL := -n 2 --dist loadfile
 
 help: ## list these targets
 	@echo 'make [PYTHON=/path/to/python3.11] TARGET'
@@ -25,10 +27,10 @@ lint: venv ## ruff and mypy
 	@$(PY) -m mypy $(CODE)
 
 test: lint ## lint, then the tests that need neither root nor system packages
-	@$(PY) -m pytest -m 'not system and not full'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full'
 
 test-rest: venv ## only what `make test` leaves out: system packages, the rest of long tables
-	@$(PY) -m pytest -m 'system or full'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'system or full'
 
 test-all: test ## everything
 	@$(MAKE) test-rest

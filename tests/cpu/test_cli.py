@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,17 @@ def test_a_port_in_use(script: str, busy_port: int) -> None:
     with pytest.raises(LaunchError, match="in use") as caught:
         local.run(script, processes=1, port=busy_port)
     assert caught.value.given == f"--port {busy_port}"
+
+
+def test_a_directory_for_temporary_files_that_sockets_can_not_name(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(LaunchError, match="leave 75") as caught:
+        local.run(script, processes=1)
+    assert caught.value.fix == "TMPDIR=/tmp shoal run …"
 
 
 @pytest.mark.parametrize("arguments", [["fly"], ["run", "--fast"], ["run", "-n", "2"]])

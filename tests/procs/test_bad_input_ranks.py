@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -298,9 +300,8 @@ def test_under_shoal_run_it_is_told_once_with_the_users_line(
     tmp_path: Path, layout: str, line: str, lines: list[str]
 ) -> None:
     text = textwrap.dedent(SCRIPT).replace("LAYOUT", layout)
-    script, temporary = tmp_path / "train.py", tmp_path / "temporary"
+    script, temporary = tmp_path / "train.py", Path(tempfile.mkdtemp(prefix="shoal-"))
     script.write_text(text)
-    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)],
         stderr=subprocess.PIPE,
@@ -312,6 +313,7 @@ def test_under_shoal_run_it_is_told_once_with_the_users_line(
         assert process.returncode == 1
         assert members(str(temporary)) == []
     finally:
+        shutil.rmtree(temporary)
         for pid in members(str(temporary)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

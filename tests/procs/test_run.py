@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -73,8 +74,9 @@ class Run:
 
     def __init__(self, folder: Path, script: str, options: Sequence[str]) -> None:
         self.folder = folder
-        self.temporary = folder / "temporary"
-        self.temporary.mkdir()
+        # Not in the folder, whose name may be too long for sockets.
+        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-")
+        self.temporary = Path(self._temporary.name)
         (folder / "script.py").write_text(textwrap.dedent(script))
         # As the installed command is: a file whose folder is not the current one.
         command = folder / "bin" / "shoal"

@@ -6,6 +6,7 @@ import errno
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from ..environ import set_variables, worker_threads
@@ -13,6 +14,9 @@ from ..errors import LaunchError
 from .launcher import Launcher
 from .signals import Interrupted, Interrupts
 from .worker import Script
+
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Of temporary files, in bytes: Linux cuts the path of a socket at 107."""
 
 GRACE = 3.0
 """Seconds between asking ranks to end and killing them."""
@@ -79,6 +83,14 @@ def _check(script: str, *, processes: int, restarts: int, port: int | None) -> N
         )
     if port is not None:
         _check_port(port)
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_FOLDER:
+        raise LaunchError(
+            given=f"a directory for temporary files with a long name, {folder}",
+            found=f"{len(os.fsencode(folder))} bytes; the sockets that processes are started through "
+            f"leave {LONGEST_FOLDER}",
+            fix="TMPDIR=/tmp shoal run …",
+        )
 
 
 def _check_port(port: int) -> None:
