@@ -34,9 +34,9 @@ loader = DataLoader(data, batch_size=64 // dist.get_world_size(), sampler=sample
 for epoch in range(10):
     sampler.set_epoch(epoch)
     for batch in loader:
-        batch = [part.to(device) for part in batch]
+        moved = [part.to(device) for part in batch]
         optimizer.zero_grad()
-        loss(parallel(batch[0]), batch).backward()
+        loss(parallel(moved[0]), moved).backward()
         optimizer.step()
 
 if dist.get_rank() == 0:

@@ -100,6 +100,7 @@ def test_blocks_are_read_with_their_lines_and_output() -> None:
 
 
 def test_a_block_that_nobody_runs_is_named() -> None:
-    text = '=== "tab"\n\n    ```python\n    --8<-- "docs/a.py"\n    ```\n\n    ```python\n    x = 1\n    ```\n'
+    one = '    ```python\n    --8<-- "docs/a.py"\n    ```\n'
+    text = f'=== "tab"\n\n{one}\n    ```python\n    x = 1\n    ```\n'
     assert pages.unrun(text) == ["    x = 1"]
     assert pages.included(text) == ["docs/a.py"]
