@@ -30,6 +30,11 @@ class Loader:
     all epochs), `prefetch_factor`, `pin_memory` (on CUDA unless given).
 
     Its state is one number: the position, in samples since the start of training.
+
+        >>> with shoal.init() as world:
+        ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
+        ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
 
     def __init__(
