@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-rest test-all lint format clean
+.PHONY: help venv demo docs test test-rest test-all lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 
@@ -21,9 +21,12 @@ venv: ## make .venv or bring it up to date
 demo: venv ## train with 1 and 3 processes, kill, resume, compare
 	@$(PY) examples/demo.py
 
+docs: venv ## build the guide and the reference into build/docs; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
 lint: venv ## ruff and mypy
-	@$(PY) -m ruff check $(CODE)
-	@$(PY) -m ruff format --check $(CODE)
+	@$(PY) -m ruff check $(CODE) docs/convert
+	@$(PY) -m ruff format --check $(CODE) docs/convert
 	@$(PY) -m mypy $(CODE)
 
 test: lint ## lint, then the tests that need neither root nor system packages
@@ -36,8 +39,8 @@ test-all: test ## everything
 	@$(MAKE) test-rest
 
 format: venv ## let ruff rewrite the code
-	@$(PY) -m ruff check --fix $(CODE)
-	@$(PY) -m ruff format $(CODE)
+	@$(PY) -m ruff check --fix $(CODE) docs/convert
+	@$(PY) -m ruff format $(CODE) docs/convert
 
 clean: ## remove .venv, caches and builds; run directories stay
 	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .coverage dist build

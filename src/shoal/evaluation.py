@@ -32,6 +32,9 @@ class Accuracy:
     """The share of correct classes: scores of shape (…, classes), targets of shape (…).
 
     Targets equal to `ignore_index` (torch's default, -100) are not counted.
+
+        >>> Accuracy()(torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), torch.tensor([1, 0, -100]))
+        (tensor(2), tensor(2))
     """
 
     def __init__(self, *, ignore_index: int = -100) -> None:

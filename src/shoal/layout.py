@@ -25,6 +25,10 @@ class Layout:
 
     One degree may be -1: `resolve` fills it with what the others leave. The text form names the
     degrees that are not 1, as in `"replicate=2,tensor=4"`, and parses back to an equal value.
+
+        >>> layout = Layout.parse("replicate=-1,tensor=2").resolve(8)
+        >>> str(layout), layout.data_size, layout.data_rank(5)
+        ('replicate=4,tensor=2', 4, 2)
     """
 
     replicate: int = 1

@@ -27,6 +27,10 @@ class Schedule:
     steps; afterwards it falls to `floor` times its own along `shape`: "cosine" (Loshchilov and Hutter
     2017, without restarts), "linear" or "constant". Steps are optimizer steps: never ranks or
     micro-batches. `Schedule(…)(optimizer, total)` is a torch scheduler, for `Step(schedule=…)`.
+
+        >>> rates = Schedule(shape="linear", warmup=2, floor=0.1)
+        >>> [round(rates.factor(step, 10), 2) for step in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.55, 0.1]
     """
 
     shape: str = "cosine"

@@ -28,6 +28,10 @@ class Noise:
     The same at any number of ranks, micro-batches and workers, which noise from a global generator
     is not. Counter-based generation: Philox (Salmon et al. 2011), one stream per position; `stream`
     numbers independent ones, so that a task's inputs and its loss do not draw the same.
+
+        >>> both, second = Noise(0, first=6, samples=2), Noise(0, first=7, samples=1)
+        >>> bool((both.normal(3)[1] == second.normal(3)[0]).all())
+        True
     """
 
     __slots__ = ("_generators", "first", "samples", "seed", "stream")
@@ -95,6 +99,10 @@ class Task:
     what the model is called with: a tuple for positional arguments, a mapping for keywords, anything
     else as the only argument. Without it, a tuple or list gives its first element and a mapping is
     passed as keywords. A function that has a parameter named `noise` gets the Noise of its samples.
+
+        >>> def loss(output, batch):
+        ...     return torch.nn.functional.mse_loss(output, batch["y"], reduction="sum"), len(output)
+        >>> task = Task(loss, inputs=lambda batch: batch["x"])
     """
 
     loss: Callable[..., tuple[Tensor, Count]]

@@ -46,6 +46,11 @@ class Loader:
 
     Its state is one number: the position, in samples since the start of training. Making one for a
     Stream without lengths is collective.
+
+        >>> with shoal.init() as world:
+        ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
+        ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
 
     def __init__(

@@ -32,6 +32,12 @@ class Order:
     `seed` is any integer; every (size, seed, epoch) gives an independent order.
     Raises DataError for a size or an epoch out of range, and for positions outside the order.
 
+        >>> order = Order(10**12, seed=0, epoch=3)
+        >>> order[5 * 10**11] == int(order.indices(5 * 10**11, 5 * 10**11 + 4)[0])
+        True
+        >>> sorted(Order(5, seed=1)), list(Order(5, seed=1, shuffle=False))
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+
     Method: a Feistel network over the smallest power of two >= size, with cycle walking (Luby and
     Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). It shuffles; it
     is not a cipher: keys come from SHAKE-256 (FIPS 202), but the rounds are fast, not secure.

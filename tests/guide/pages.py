@@ -1,0 +1,51 @@
+"""The pages of the guide as programs: their Python blocks in order, and what they say is printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INCLUDED = "--8<--"
+
+
+class Block(NamedTuple):
+    """A block of Python, the line of the page that it begins at, what it prints if the page says so."""
+
+    code: str
+    line: int
+    printed: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    """The Python blocks of a page; a `text` block after one, with nothing between, is its output."""
+    found: list[Block] = []
+    end = -1
+    for fence in FENCE.finditer(page):
+        language, body = fence.groups()
+        if language == "python":
+            found.append(Block(body, page.count("\n", 0, fence.start()) + 2, None))
+            end = fence.end()
+        elif language == "text" and page[end : fence.start()].strip() == "":
+            found[-1] = found[-1]._replace(printed=body)
+    return found
+
+
+def unrun(page: str) -> list[str]:
+    """The first lines of Python blocks that `blocks` does not see and that include no file."""
+    opened = re.findall(r"^( *)```python\n(.*)$", page, re.MULTILINE)
+    return [line for indent, line in opened if indent and INCLUDED not in line]
+
+
+def included(page: str) -> list[str]:
+    """The files that a page includes."""
+    return re.findall(rf'^ *{INCLUDED} "([^"]+)"$', page, re.MULTILINE)
+
+
+def program(page: Path) -> str:
+    """All blocks as one script, at the lines where they stand in the page."""
+    lines: list[str] = []
+    for block in blocks(page.read_text()):
+        lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    return "\n".join(lines) + "\n"
