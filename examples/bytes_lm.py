@@ -95,7 +95,7 @@ def main(options: argparse.Namespace) -> None:
             shoal.Task(loss, inputs),
             windows(training, options.context),
             directory=options.run,
-            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95)),
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95)),
             schedule=shoal.Schedule(warmup=20, floor=0.1),
             batch_size=options.batch_size,
             steps=options.steps,
@@ -120,9 +120,9 @@ if __name__ == "__main__":
     parser.add_argument("--bytes", type=int, default=2_000_000)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--ema", type=float, help="the decay of averaged parameters, as 0.99")
     parser.add_argument("--layout", default="replicate=-1")

@@ -41,7 +41,7 @@ def latent(points: Tensor, noise: shoal.Noise) -> Tensor:
 
 def main(directory: str, steps: int) -> None:
     torch.set_default_dtype(torch.float64)  # small enough; differences then show rounding alone
-    points = circle(20_000)
+    points = circle(4_000)
     with shoal.init(seed=0) as world:
         generator = shoal.parallelize(network(LATENT, 2), world)
         critic = shoal.parallelize(network(2, 1), world)
@@ -56,7 +56,7 @@ def main(directory: str, steps: int) -> None:
             return F.softplus(-critic(invented)).sum(), len(real)
 
         def adam(model: nn.Module) -> torch.optim.Optimizer:
-            return torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.5, 0.99))
+            return torch.optim.Adam(model.parameters(), lr=5e-4, betas=(0.5, 0.99))
 
         learn = shoal.Task(critic_loss, inputs=lambda real: real)
         imitate = shoal.Task(generator_loss, inputs=latent)
@@ -64,7 +64,7 @@ def main(directory: str, steps: int) -> None:
             "critic": shoal.Step(critic, adam(critic), learn),
             "generator": shoal.Step(generator, adam(generator), imitate),
         }
-        data = shoal.Loader(points, world, batch_size=256)
+        data = shoal.Loader(points, world, batch_size=64)
         with shoal.Run(directory, both, data) as run:
             run.restore()
             for batch in data.epochs(math.ceil(steps / len(data))):
