@@ -58,7 +58,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.between(x))
+        added: Tensor = self.mlp(self.between(x))
+        return x + added
 
 
 class GPT(nn.Module):
@@ -122,7 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--ema", type=float, help="the decay of averaged parameters, as 0.99")
     parser.add_argument("--layout", default="replicate=-1")

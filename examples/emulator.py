@@ -35,12 +35,14 @@ def solve(flows: int, size: int) -> NDArray[np.float32]:
     step = 2 / size
 
     def to_space(spectrum: NDArray[Any]) -> NDArray[Any]:
-        return np.fft.irfft2(spectrum, s=(size, size))
+        field: NDArray[Any] = np.fft.irfft2(spectrum, s=(size, size))
+        return field
 
     def rate(w: NDArray[Any]) -> NDArray[Any]:
         u, v = to_space(1j * ky * inverse * w), to_space(-1j * kx * inverse * w)
         carried = np.fft.rfft2(u * to_space(1j * kx * w) + v * to_space(1j * ky * w))
-        return -VISCOSITY * squared * w - kept * carried
+        change: NDArray[Any] = -VISCOSITY * squared * w - kept * carried
+        return change
 
     noise = np.random.default_rng(0).standard_normal((flows, size, size))
     w = np.fft.rfft2(noise) * (squared > 0) * np.exp(-squared / 18)
@@ -100,7 +102,7 @@ def draw(model: nn.Module, flow: Tensor, path: Path) -> None:
         limit = float(truth.abs().max())
         shown = {"truth": truth, "prediction": predicted[0], "error": predicted[0] - truth}
         for axis, (title, field) in zip(row, shown.items(), strict=True):
-            image = axis.imshow(field.cpu(), cmap="RdBu", vmin=-limit, vmax=limit)
+            image = axis.imshow(field.cpu().numpy(), cmap="RdBu", vmin=-limit, vmax=limit)
             axis.set(title=f"{title}, step {steps}", xticks=[], yticks=[])
         figure.colorbar(image, ax=row, label="vorticity")
     figure.savefig(path, dpi=120)

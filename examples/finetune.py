@@ -14,10 +14,10 @@ import argparse
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import shoal
 
@@ -55,11 +55,17 @@ def correct(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     return right.sum(), (labels[:, 1:] != IGNORED).sum()
 
 
-def make_model(*, lora: bool) -> nn.Module:
+def make_model(*, lora: bool) -> PreTrainedModel | PeftModel:
     """In place of this small random one: AutoModelForCausalLM.from_pretrained("/path/or/name")."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=13, pad_token_id=PAD, use_cache=False, **sizes, **heads)
+    config = LlamaConfig(
+        vocab_size=13,
+        pad_token_id=PAD,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
     model = LlamaForCausalLM(config)
     if not lora:
         return model
@@ -71,9 +77,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
 
 
-def train_own(model: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> shoal.Step:
+def train_own(net: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> shoal.Step:
     """What shoal.train does, by hand."""
-    model = shoal.parallelize(model, world)
+    model = shoal.parallelize(net, world)
     optimizer = make_optimizer(model)
     step = shoal.Step(model, optimizer, shoal.Task(loss))  # by which the run knows both
     loader = shoal.Loader(data, world, batch_size=options.batch_size, collate_fn=collate)

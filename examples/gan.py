@@ -4,8 +4,8 @@ python examples/gan.py
 shoal run -n 2 examples/gan.py -- --run runs/gan-2
 python examples/gan.py --steps 4000    # goes on where runs/gan ends
 
-The points of eight Gaussians on a circle are imitated. Latent noise belongs to samples, so any number of
-processes draws the same.
+The points of eight Gaussians on a circle are imitated. Latent noise belongs to samples, so any number
+of processes draws the same.
 """
 
 import argparse
@@ -81,9 +81,10 @@ def main(directory: str, steps: int) -> None:
         places = torch.arange(MODES) * 2 * math.pi / MODES
         distance, nearest = torch.cdist(sample, torch.stack([places.cos(), places.sin()], 1)).min(1)
         near = distance < 3 * SPREAD
+        found = len(nearest[near].unique())
         world.say(
-            f"critic loss {losses[0]:.4f}, generator loss {losses[1]:.4f}; {near.double().mean():.0%} of "
-            f"the points lie in {len(nearest[near].unique())} of {MODES} modes"
+            f"critic loss {losses[0]:.4f}, generator loss {losses[1]:.4f}; "
+            f"{near.double().mean():.0%} of the points lie in {found} of {MODES} modes"
         )
 
 
