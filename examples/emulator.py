@@ -11,6 +11,7 @@ trained on.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,11 @@ class Emulator(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(1, width, 3, padding=1, padding_mode="circular")]
+        conv = partial(nn.Conv2d, kernel_size=3, padding_mode="circular")
+        layers: list[nn.Module] = [conv(1, width, padding=1)]
         for far in (1, 2, 4, 2, 1):
-            pad: dict[str, Any] = {"padding": far, "dilation": far, "padding_mode": "circular"}
-            layers += [nn.GELU(), nn.Conv2d(width, width, 3, **pad)]
-        layers += [nn.GELU(), nn.Conv2d(width, 1, 3, padding=1, padding_mode="circular")]
+            layers += [nn.GELU(), conv(width, width, padding=far, dilation=far)]
+        layers += [nn.GELU(), conv(width, 1, padding=1)]
         self.layers = nn.Sequential(*layers)
 
     def forward(self, field: Tensor) -> Tensor:

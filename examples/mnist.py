@@ -1,12 +1,13 @@
 """MNIST: a dense network, from IDX files in a directory, on any number of processes.
 
-python examples/mnist_standin.py data/mnist    # where there is no MNIST: 70,000 printed digits
-python examples/mnist.py --data data/mnist
-shoal run -n 2 examples/mnist.py -- --data data/mnist --run runs/mnist-2
+python examples/mnist_standin.py    # where there is no MNIST: 70,000 printed digits
+python examples/mnist.py
+shoal run -n 2 examples/mnist.py -- --run runs/mnist-2
+python examples/mnist.py --data /path/to/MNIST/raw --run runs/mnist-real
 
-Without --data the files are looked for in $DSDIR/MNIST/raw, where torchvision keeps them and computing
-centres often have them. In float64, so that any number of processes shows the same digits: rounding of
-float32 alone moves the test loss by a tenth over thousands of steps.
+Without --data the files are taken from $DSDIR/MNIST/raw, where torchvision keeps them and computing
+centres often have them, or from where the stand-in is. In float64, so that any number of processes
+shows the same digits: in float32, rounding alone moves the test loss by a tenth over 2,000 steps.
 """
 
 import argparse
@@ -48,6 +49,8 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def main(data: Path, directory: str, epochs: int, batch_size: int, rate: float) -> None:
+    if not any(data.glob("train-images*")):
+        raise SystemExit(f"no MNIST in {data}; for a stand-in: python examples/mnist_standin.py {data}")
     torch.set_default_dtype(torch.float64)
     training, test = read(data, "train"), read(data, "t10k")
     with shoal.init(seed=0) as world:
@@ -73,9 +76,10 @@ def main(data: Path, directory: str, epochs: int, batch_size: int, rate: float) 
 
 
 if __name__ == "__main__":
-    centre = Path(os.environ.get("DSDIR", "data")) / "MNIST" / "raw"
+    centre = os.environ.get("DSDIR")
+    usual = Path(centre, "MNIST/raw") if centre else Path("runs/mnist-data")
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, default=centre)
+    parser.add_argument("--data", type=Path, default=usual)
     parser.add_argument("--run", default="runs/mnist")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=128)

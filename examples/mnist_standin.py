@@ -1,7 +1,7 @@
 """A stand-in for MNIST, for machines without a network: digits of matplotlib's fonts, as IDX files.
 
-python examples/mnist_standin.py data/mnist
-python examples/mnist_standin.py data/mnist --gzip
+python examples/mnist_standin.py
+python examples/mnist_standin.py runs/packed --gzip
 
 60,000 and 10,000 images of 28 x 28 bytes with labels, in files named as MNIST's are, the same each
 time. Every image is a printed digit, turned, scaled, sheared and moved at random.
@@ -81,7 +81,7 @@ def main(directory: Path, training: int, test: int, *, compress: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?", default="runs/mnist-data")
     parser.add_argument("--training", type=int, default=60_000)
     parser.add_argument("--test", type=int, default=10_000)
     parser.add_argument("--gzip", action="store_true", help="compress the files, as MNIST's are")
