@@ -8,6 +8,9 @@ shoal run -n 2 examples/finetune.py -- --run runs/finetune-2
 The model answers a question of some digits with the same digits sorted. Questions are of different
 lengths, so batches are padded; only answers are labelled, all else is -100. Started again with more
 --epochs, each goes on where its run directory ends.
+
+In float32 rounding grows: one and two processes agree to 1e-6 for 60 steps and to 1e-4 for 100; later they
+part as much as after changing a single weight by a millionth.
 """
 
 import argparse
@@ -74,7 +77,7 @@ def make_model(*, lora: bool) -> PreTrainedModel | PeftModel:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 def train_own(net: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> shoal.Step:
@@ -129,7 +132,7 @@ if __name__ == "__main__":
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--longest", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--own-loop", action="store_true")
     parser.add_argument("--lora", action="store_true", help="train adapters alone")
     main(parser.parse_args())
