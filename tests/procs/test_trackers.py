@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
 )
 from torch import nn

@@ -1,0 +1,138 @@
+"""A causal language model of Hugging Face transformers, through shoal.train or a loop of one's own.
+
+python examples/finetune.py
+python examples/finetune.py --own-loop --run runs/finetune-own
+python examples/finetune.py --lora --run runs/finetune-lora
+shoal run -n 2 examples/finetune.py -- --run runs/finetune-2
+
+The model answers a question of some digits with the same digits sorted. Questions are of different
+lengths, so batches are padded; only answers are labelled, all else is -100. Started again with more
+--epochs, each goes on where its run directory ends.
+
+In float32 rounding grows: one and two processes agree to 1e-6 for 60 steps and to 1e-4 for 100; later they
+part as much as after changing a single weight by a millionth.
+"""
+
+import argparse
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import shoal
+
+ASK, END, PAD = 10, 11, 12  # tokens after the ten digits
+IGNORED = -100
+
+
+def questions(count: int, longest: int, seed: int) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(seed)
+    samples = []
+    for length in torch.randint(2, longest + 1, (count,), generator=random).tolist():
+        digits = torch.randint(10, (length,), generator=random)
+        question = torch.cat([digits, torch.tensor([ASK])])
+        answer = torch.cat([digits.sort().values, torch.tensor([END])])
+        labels = torch.cat([torch.full_like(question, IGNORED), answer])
+        samples.append({"input_ids": torch.cat([question, answer]), "labels": labels})
+    return samples
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the model is called with, by keyword."""
+    tokens = pad_sequence([sample["input_ids"] for sample in samples], True, PAD)
+    labels = pad_sequence([sample["labels"] for sample in samples], True, IGNORED)
+    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(), "labels": labels}
+
+
+def loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """transformers returns the mean over the labels that count; token i is predicted from i - 1."""
+    counted = (batch["labels"][:, 1:] != IGNORED).sum()
+    return output.loss * counted, counted
+
+
+def correct(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    right = output.logits[:, :-1].argmax(-1) == labels[:, 1:]
+    return right.sum(), (labels[:, 1:] != IGNORED).sum()
+
+
+def make_model(*, lora: bool) -> PreTrainedModel | PeftModel:
+    """In place of this small random one: AutoModelForCausalLM.from_pretrained("/path/or/name")."""
+    config = LlamaConfig(
+        vocab_size=13,
+        pad_token_id=PAD,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    if not lora:
+        return model
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(model, adapters, autocast_adapter_dtype=False)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def train_own(net: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> shoal.Step:
+    """What shoal.train does, by hand."""
+    model = shoal.parallelize(net, world)
+    optimizer = make_optimizer(model)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))  # by which the run knows both
+    loader = shoal.Loader(data, world, batch_size=options.batch_size, collate_fn=collate)
+    with shoal.Run(options.run, step, loader) as run:
+        run.restore()
+        for batch in loader.epochs(options.epochs):
+            for micro in batch:
+                batch.backward(*loss(model(**micro), micro))
+            batch.finish(model, clip=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.tick(every=100)
+        run.save()
+    return step
+
+
+def main(options: argparse.Namespace) -> None:
+    training = questions(options.samples, options.longest, seed=0)
+    held_out = questions(500, options.longest, seed=1)
+    with shoal.init(seed=0) as world:
+        model = make_model(lora=options.lora)
+        if options.own_loop:
+            step = train_own(model, training, options, world)
+        else:
+            step = shoal.train(
+                model,
+                shoal.Task(loss),
+                training,
+                directory=options.run,
+                optimizer=make_optimizer,
+                batch_size=options.batch_size,
+                epochs=options.epochs,
+                collate_fn=collate,
+                clip=1.0,
+                world=world,
+            ).step
+        metrics = {"correct": correct}
+        result = shoal.evaluate(step, held_out, metrics=metrics, collate_fn=collate)
+        if options.lora and world.first:
+            model.save_pretrained(f"{options.run}/adapter")  # PEFT's own format
+        world.say(f"held-out loss {result['loss']:.4f}, {result['correct']:.1%} of the tokens correct")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", default="runs/finetune")
+    parser.add_argument("--samples", type=int, default=4000)
+    parser.add_argument("--longest", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--own-loop", action="store_true")
+    parser.add_argument("--lora", action="store_true", help="train adapters alone")
+    main(parser.parse_args())
