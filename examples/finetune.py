@@ -9,8 +9,8 @@ The model answers a question of some digits with the same digits sorted. Questio
 lengths, so batches are padded; only answers are labelled, all else is -100. Started again with more
 --epochs, each goes on where its run directory ends.
 
-In float32 rounding grows: one and two processes agree to 1e-6 for 60 steps and to 1e-4 for 100; later they
-part as much as after changing a single weight by a millionth.
+In float32 rounding grows: one and two processes agree to 1e-6 for 60 steps and to 1e-4 for 100; later
+they part as much as after changing a single weight by a millionth.
 """
 
 import argparse
