@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from seeds import practice as p
 from shoal import environ
-from shoal.world import choose_device
+from shoal.device import choose_device
 
 
 @pytest.fixture
