@@ -17,6 +17,7 @@ from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
+from shoal.sameness import check_same_data
 from shoal.step import Step
 from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
@@ -76,6 +77,7 @@ class Run:
         self.loader = loader
         self.world: World = loader.world
         self.state = dict(state or {})
+        check_same_data(self.world, loader.state_dict())
         self.checkpoints = Checkpoints(self.directory / "checkpoints", self.world, keep=keep)
         self.checkpoints.check()
         self._lock = Agreement(self.world).together(

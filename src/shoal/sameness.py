@@ -34,7 +34,18 @@ def check_same_environment(world: World) -> None:
         compare(world, facts)
 
 
-def compare(world: World, facts: Mapping[str, str]) -> None:
+def check_same_data(world: World, loader: Mapping[str, object]) -> None:
+    """Raise AgreementError, on all ranks, where the state of a loader is not the same on all."""
+    facts = {f"the loader's {key}": str(value) for key, value in loader.items()}
+    compare(
+        world,
+        facts,
+        fix="give all ranks the same data, made after shoal.init(seed=0), which seeds "
+        "all alike, or read from the same file",
+    )
+
+
+def compare(world: World, facts: Mapping[str, str], *, fix: str | None = None) -> None:
     """Raise AgreementError for the first of `facts` that is not the same on all ranks."""
     ranks = world.gather((socket.gethostname(), dict(facts)))
     for name in sorted({name for _, found in ranks for name in found}):
@@ -47,7 +58,8 @@ def compare(world: World, facts: Mapping[str, str]) -> None:
                 given=f"{name}: {usual} on {times} of {len(values)} ranks",
                 found=f"{values[odd]} on rank {odd} ({ranks[odd][0]})"
                 + (f", and {more} more ranks differ" if more else ""),
-                fix="start all ranks with the same script in the same environment "
+                fix=fix
+                or "start all ranks with the same script in the same environment "
                 f"(compare `pip list` and `git status` on {ranks[odd][0]} and elsewhere)",
             )
 

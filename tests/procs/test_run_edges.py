@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from ranks import Ranks
-from shoal.errors import CheckpointError, LaunchError, StepError
+from ranks import RankError, Ranks
+from shoal.errors import AgreementError, CheckpointError, DataError, LaunchError, StepError
 
 SAMPLES, BATCH = 20, 5
 
@@ -180,3 +180,33 @@ def after_the_end(world: shoal.World) -> list[str]:
 def test_a_world_that_has_ended_gives_no_parts_for_the_whole(ranks: Ranks) -> None:
     for rank, found in enumerate(ranks.call(after_the_end)):
         assert found == [f"rank {rank} has left the group and would go on with its own share only"] * 5
+
+
+def other_data(world: shoal.World, samples: int, shift: float, directory: Path) -> None:
+    model = shoal.parallelize(nn.Linear(2, 1), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
+    inputs = torch.ones(SAMPLES + world.rank * samples, 2)
+    inputs[-1] += world.rank * shift
+    shoal.Run(directory, step, shoal.Loader((inputs,), world, batch_size=BATCH))
+
+
+@pytest.mark.parametrize(
+    ("samples", "shift", "found"), [(1, 0.0, "the loader's "), (0, 0.5, "the loader's samples: ")]
+)
+def test_other_data_on_one_rank_is_named(
+    samples: int, shift: float, found: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    for result in ranks.attempt(other_data, samples, shift, tmp_path):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, AgreementError)
+        assert result.error.given.startswith(found)
+        assert "on rank 1 (" in result.error.found
+
+
+def test_data_that_changed_since_are_noticed(world: shoal.World) -> None:
+    inputs = torch.zeros(SAMPLES, 2, dtype=torch.bfloat16)
+    state = shoal.Loader((inputs,), world, batch_size=BATCH).state_dict()
+    shoal.Loader((inputs.clone(),), world, batch_size=BATCH).check_state(state)
+    inputs[SAMPLES // 2, 1] = 1
+    with pytest.raises(DataError, match="samples of checksum"):
+        shoal.Loader((inputs,), world, batch_size=BATCH).check_state(state)

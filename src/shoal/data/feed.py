@@ -111,13 +111,16 @@ class Placed(Feed):
 
     def state(self) -> dict[str, Any]:
         """The position, and what it would mean nothing without."""
-        state = {
+        state: dict[str, Any] = {
             "position": self.position,
             "size": self._source.size,
             "seed": self.seed,
             "shuffle": self._shuffle,
             "epoch_size": self._sampler.epoch_size,
         }
+        samples = self._source.checksum()
+        if samples is not None:
+            state["samples"] = samples
         order = self._sampler.order
         if isinstance(order, Checked):
             state["order"] = order.fingerprint(self.seed)
@@ -155,6 +158,7 @@ STATE_WORDS = {
     "shuffle": ("shuffle={}", ""),
     "epoch_size": ("epochs of {:,} samples (drop_last, batch_size)", ""),
     "order": ("an order of one's own (checksum {})", "no order of one's own"),
+    "samples": ("samples of checksum {}", ""),
     "shards": ("shards and lanes of checksum {}", "a dataset without shards"),
 }
 """By key of a state, how an error calls it, and how where there is none."""
@@ -163,6 +167,8 @@ STATE_WORDS = {
 def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise DataError if `state` is of other data or another order than `here`."""
     for key, (text, none) in STATE_WORDS.items():
+        if not none and not (key in state and key in here):
+            continue
         ours, theirs = (
             text.format(each[key]) if each.get(key) is not None else none for each in (here, state)
         )

@@ -38,6 +38,10 @@ class Source(Dataset[list[list[Any]]]):
     def __len__(self) -> int:
         return self.size
 
+    def checksum(self) -> str | None:
+        """Something that other samples would change, if that costs next to nothing."""
+        return None
+
 
 class Sampled(Source):
     """A source of single samples, which a collate function makes into micro-batches."""
