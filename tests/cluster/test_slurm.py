@@ -108,7 +108,7 @@ def test_two_steps_of_one_job_on_one_node_do_not_clash(
 ) -> None:
     """With four ports for both."""
     step = f"srun --exact -n2 {' '.join(script)} 2 0"
-    both = f"{step} one & {step} two & wait %1 && wait %2"
+    both = f"{step} one & first=$!; {step} two & second=$!; wait $first && wait $second"
     done = cluster.run(
         ["salloc", "-N1", "-n4", "bash", "-c", both],
         folder=tmp_path,
