@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.launchers import Placement
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
-    from shoal.parallel import DDP, DataParallel, Single, parallelize
+    from shoal.parallel import DDP, FSDP, DataParallel, Single, parallelize
     from shoal.rows import Rows, gather
     from shoal.run import Run
     from shoal.schedule import Schedule
@@ -57,7 +57,7 @@ _HOMES = {
     "launchers": ("Placement",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
-    "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
+    "parallel": ("DDP", "FSDP", "DataParallel", "Single", "parallelize"),
     "rows": ("Rows", "gather"),
     "run": ("Run",),
     "schedule": ("Schedule",),
@@ -78,6 +78,7 @@ __all__ = [
     "DataParallel",
     "EMA",
     "Evaluation",
+    "FSDP",
     "LaunchError",
     "Layout",
     "LayoutError",

@@ -100,6 +100,11 @@ class Strategy(Protocol):
         """The axes of the layout that it serves, or refuses with a reason of its own."""
         ...
 
+    @property
+    def defers(self) -> bool:
+        """Whether it takes a model on the meta device, gives it memory, and lets others fill it."""
+        ...
+
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Spread `model` over `world` in place, its names unchanged, and return what runs it.
 

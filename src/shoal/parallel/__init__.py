@@ -2,5 +2,6 @@
 
 from shoal.parallel.attach import engine_of, parallelize
 from shoal.parallel.replicate import DDP, DataParallel, Single
+from shoal.parallel.shard import FSDP
 
-__all__ = ["DDP", "DataParallel", "Single", "engine_of", "parallelize"]
+__all__ = ["DDP", "FSDP", "DataParallel", "Single", "engine_of", "parallelize"]

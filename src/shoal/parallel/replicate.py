@@ -30,6 +30,7 @@ class Single:
     """The whole model in this process and nothing else; refused in a world of several ranks."""
 
     axes: ClassVar[tuple[str, ...]] = AXES
+    defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Move the model to the device and return the engine of one process."""
@@ -56,6 +57,7 @@ class DDP:
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
+    defers: ClassVar[bool] = False
 
     bucket_mb: float = 25.0
     bucket_views: bool = True
@@ -289,6 +291,7 @@ class DataParallel:
     """
 
     axes: ClassVar[tuple[str, ...]] = AXES
+    defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Return an engine that spreads each forward over the visible GPUs."""
