@@ -1,8 +1,8 @@
 """The picture of the README: one training with 1, 2 and 4 processes, and killed on 4, resumed on 3.
 
-Each training is run by `shoal run`, on scikit-learn's scanned digits in float64; rank 1 of the killed one
-sends itself SIGKILL between two checkpoints. Above, the losses that the runs recorded; below, how far each
-is from those of one process. The extra `examples` has what this needs.
+`shoal run` runs each, on scanned digits in float64; rank 1 of the killed one sends itself
+SIGKILL between two checkpoints. Above, the losses that the runs recorded; below, how far each is from
+those of one process. The extra `examples` has what this needs.
 
     python benchmarks/same_loss.py [--steps 56] [--picture docs/pictures/same_loss.svg] [--json]
 """
@@ -10,6 +10,7 @@ is from those of one process. The extra `examples` has what this needs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -120,7 +121,7 @@ def distances(curve: list[Point], one: list[Point]) -> list[float]:
 
 def resized(curve: list[Point]) -> int | None:
     """The last step before the number of processes changed."""
-    pairs = zip(curve, curve[1:], strict=False)
+    pairs = itertools.pairwise(curve)
     return next((one.step for one, other in pairs if one.processes != other.processes), None)
 
 
@@ -165,6 +166,21 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
         pyplot.close(figure)
 
 
+def compare(steps: int, picture: Path | None, *, as_json: bool) -> None:
+    """Run the trainings; print and draw what they came to."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(steps, Path(folder))
+    one, *_ = found.values()
+    largest = {name: max(distances(curve, one)) for name, curve in found.items()}
+    print(f"{steps} steps; the last loss, and the largest difference from 1 process")
+    for name, curve in found.items():
+        print(f"  {name:<26}{curve[-1].loss:.6f}{largest[name]:>10.1e}")
+    if picture:
+        draw(found, picture)
+    if as_json:
+        print(json.dumps({"largest_difference": largest}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=56)
@@ -174,18 +190,9 @@ def main() -> None:
     parser.add_argument("--dies-after", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
-        return train(options.rank_of, options.steps, options.dies_after)
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(options.steps, Path(folder))
-    one, *_ = found.values()
-    largest = {name: max(distances(curve, one)) for name, curve in found.items()}
-    print(f"{options.steps} steps; the last loss, and the largest difference from 1 process")
-    for name, curve in found.items():
-        print(f"  {name:<26}{curve[-1].loss:.6f}{largest[name]:>10.1e}")
-    if options.picture:
-        draw(found, options.picture)
-    if options.json:
-        print(json.dumps({"largest_difference": largest}))
+        train(options.rank_of, options.steps, options.dies_after)
+    else:
+        compare(options.steps, options.picture, as_json=options.json)
 
 
 if __name__ == "__main__":
