@@ -1,6 +1,6 @@
-"""Installing over an environment that has a torch of its own, as docs/install.md says; torch stands still.
+"""Installing where a torch is there already, as docs/install.md says: it is left as it is.
 
-The torch here is a stand-in: metadata, and a module that can't be imported. Everything is fetched once, from
+The torch is a stand-in: metadata, and a module that can't be imported. Everything is fetched once, from
 the index that pip is configured with; the installations themselves ask no index.
 """
 
@@ -132,7 +132,10 @@ def test_a_torch_that_is_new_enough_is_left_alone(
     assert environment.shell("shoal run --help", tmp_path).returncode == 0
     assert environment.shell("python -c 'import shoal'", tmp_path).returncode == 0
     # The stand-in would have told of an import.
-    assert "torch was imported" in environment.shell("python -c 'import shoal; shoal.Step'", tmp_path).stderr
+    assert (
+        "torch was imported"
+        in environment.shell("python -c 'import shoal; shoal.Step'", tmp_path).stderr
+    )
 
 
 def test_a_torch_that_is_too_old_is_replaced_unless_held(
