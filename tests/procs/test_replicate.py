@@ -251,6 +251,7 @@ def never(world: shoal.World) -> None:
 
 
 def test_unused_parameters_are_named_by_default(ranks: Ranks) -> None:
+    """FAILURES 31."""
     for result in ranks.attempt(never):
         assert isinstance(result, RankError)
         assert isinstance(result.error, shoal.StepError), result.text
