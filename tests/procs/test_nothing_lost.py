@@ -103,7 +103,7 @@ def cover(operations: list[str]) -> list[int]:
 def test_killed_at_every_operation_of_a_save(
     whole: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """FAILURES 5: after each kill, of more than 100 if `whole`, the next attempt loads and saves."""
+    """FAILURES 5: more than 50 kills if `whole`; after each, the next attempt loads and saves."""
     operations = [ended.operations for ended in undisturbed.ended]
     kinds = {operation.split()[0] for operation in operations[0]}
     assert kinds == {
@@ -115,7 +115,7 @@ def test_killed_at_every_operation_of_a_save(
         for victim in range(RANKS)
         for number in (range(len(operations[victim])) if whole else cover(operations[victim]))
     ]
-    assert len(points) > 100 or not whole
+    assert len(points) > 50 or not whole
     random.Random(0).shuffle(points)
     attempt(Training(directory=tmp_path, epochs=1))  # so that the first save has one to remove
     for victim, number in points:
@@ -128,7 +128,7 @@ def test_killed_at_every_operation_of_a_save(
 @pytest.mark.full
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """As above, each operation in a run of its own."""
+    """FAILURES 5: as above, as many kills, each in a run of its own."""
     attempt(Training(directory=tmp_path / "begun", epochs=EPOCHS - 1))
     for number in range(len(undisturbed.ended[victim].operations)):
         directory = tmp_path / f"{number}"
