@@ -129,7 +129,7 @@ def test_one_visible_gpu_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = read_all("slurm-one-gpu-each")
     assert found[3].local_rank == 3
-    assert {choose_device(None, one) for one in found} == {torch.device("cuda:0")}
+    assert {choose_device(None, one).value for one in found} == {torch.device("cuda:0")}
 
 
 def test_nodes_in_another_order_after_a_requeue() -> None:
