@@ -52,4 +52,5 @@ def test_what_is_a_ranks_own(mine: list[int], neighbours: list[list[int]], cores
     ],
 )
 def test_threads_of_a_rank_with_four_cores(now: int, variable: str, launcher: str, wanted: int) -> None:
+    """FAILURES 27: torchrun's own OMP_NUM_THREADS=1 is not silently inherited."""
     assert threads(4, now=now, variable=variable, launcher=launcher).value == wanted
