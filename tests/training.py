@@ -89,6 +89,7 @@ class Training:
     directory: Path
     epochs: int = EPOCHS
     noise: float = 0.3
+    micro_batches: int = 2
     every: int = 1
     keep: int = 1
     victim: int = -1
@@ -146,7 +147,7 @@ def train(world: shoal.World, training: Training) -> Ended:
     light(fuse, model, optimizer)
     task = shoal.Task(loss, inputs=partial(inputs, training.noise))
     step = shoal.Step(model, optimizer, task, clip=1.0)
-    data = shoal.Loader(Indexed(fuse), world, batch_size=BATCH, micro_batches=2)
+    data = shoal.Loader(Indexed(fuse), world, batch_size=BATCH, micro_batches=training.micro_batches)
     operations: list[str] = []
     with shoal.Run(directory, step, data, keep=training.keep) as run:
         run.checkpoints = Checkpoints(directory / "checkpoints", world, keep=training.keep, files=files)

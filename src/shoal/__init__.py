@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.batch import Batch
+    from shoal.choice import Choice
     from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
     from shoal.ema import EMA
     from shoal.ending import Evaluation
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "batch": ("Batch",),
+    "choice": ("Choice",),
     "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
     "ema": ("EMA",),
     "ending": ("Evaluation",),
@@ -73,6 +75,7 @@ __all__ = [
     "Batch",
     "Budget",
     "CheckpointError",
+    "Choice",
     "DDP",
     "DataError",
     "DataParallel",

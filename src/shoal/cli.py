@@ -79,6 +79,20 @@ def run(
     )
 
 
+@app.command()
+def info() -> None:
+    """Print what is here, what shoal.init chooses and why.
+
+    Started by srun, mpirun or torchrun it joins their world and tells of every rank.
+    """
+    from rich.console import Console
+
+    from .info import show
+
+    # Without styles: a launcher may give a rank a terminal of its own and write into a file.
+    show(Console(color_system=None, highlight=False))
+
+
 def _whole(text: str, option: str) -> int:
     try:
         return int(text)

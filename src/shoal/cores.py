@@ -7,6 +7,8 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from shoal.choice import GIVEN, Choice
+
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -32,23 +34,43 @@ def _place(cpu: int) -> tuple[int, int, int]:
     return place["physical_package_id"], place["core_id"], cpu
 
 
-def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> int:
+def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Choice[int]:
     """How many cores are one rank's own, of those in its affinity, `mine`.
 
     `neighbours` are the affinities of all ranks of its machine, its own included: what several may
     use is divided among them.
     """
     users = sum(not set(mine).isdisjoint(other) for other in neighbours)
-    return max(1, len(mine) // max(1, users))
+    bound = (
+        "bound to this rank alone" if users <= 1 else f"divided among {users} ranks that may use them"
+    )
+    return Choice(
+        what="cores",
+        value=max(1, len(mine) // max(1, users)),
+        reason=f"{len(mine)} core(s) in its affinity, {bound}",
+    )
 
 
-def threads(cores: int, *, now: int, variable: str, launcher: str) -> int:
+def threads(cores: int, *, now: int, variable: str, launcher: str) -> Choice[int]:
     """How many threads torch is to use in a rank with `cores`, where it uses `now`.
 
     OMP_NUM_THREADS (`variable`, empty if not set) is the user's word, but for the 1 that torchrun
     sets by itself. Without it torch counts all cores that it may use, so ranks that share them get
     their share; more than now is never right, since a script may have chosen fewer.
     """
-    if variable == "1" and launcher == "torchrun":
-        return cores if now == 1 else now
-    return now if variable else min(now, cores)
+    value, rejected = now, {}
+    if variable == "1" and launcher == "torchrun" and now == 1:
+        value, reason = cores, "this rank's cores"
+        rejected = {"OMP_NUM_THREADS=1": "torchrun sets it by itself where nobody has"}
+    elif variable == str(now):
+        by = "set by shoal run or before it" if launcher == "shoal run" else "set before this process"
+        reason = f"{GIVEN}: OMP_NUM_THREADS={variable}, {by}"
+    elif variable:
+        reason = f"{GIVEN}: set in the process"
+        rejected = {f"OMP_NUM_THREADS={variable}": "something has chosen another number since"}
+    elif cores < now:
+        value, reason = cores, "this rank's cores; OMP_NUM_THREADS is not set"
+        rejected = {str(now): "torch's own number counts the cores of other ranks too"}
+    else:
+        reason = "as torch has it, not more than this rank's cores; OMP_NUM_THREADS is not set"
+    return Choice(what="threads", value=value, reason=reason, rejected=rejected)

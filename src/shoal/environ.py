@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from shoal.launchers import RUN_ID, Commands, Placement, detect
+from shoal.launchers import RUN_ID, Commands, Placement, detect, marks_found
 
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a new Python from looking for modules in the current directory."""
 
 THREADS = "OMP_NUM_THREADS"
 """How many threads torch and the libraries beneath it start with."""
+
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def placement(
@@ -46,6 +48,16 @@ def _ancestors() -> list[str]:
         except psutil.Error:
             break
     return lines
+
+
+def launcher_variables() -> dict[str, str]:
+    """The launchers in the order in which they are asked, each with those of its marks that are set."""
+    return marks_found(os.environ)
+
+
+def visible_devices() -> dict[str, str]:
+    """The variables that restrict which GPUs a process sees, if set; an empty one hides all."""
+    return {name: os.environ[name] for name in _VISIBLE if name in os.environ}
 
 
 def threads_variable() -> str:

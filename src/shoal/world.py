@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import os
 import random
 import socket
 import sys
@@ -22,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal import cores, environ, meeting
-from shoal.device import choose_device
+from shoal import environ
+from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
-from shoal.launchers import Placement
+from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
 from shoal.streams import derive_seed
 
@@ -35,18 +33,16 @@ HEAR_SECONDS = 5.0
 """How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
 LET_GO_SECONDS = 0.05
 """How long a rank that has left its group lets the group's threads finish."""
-LONGEST = 365 * 86400.0
-"""The longest time limit in seconds: torch can't count to infinity."""
 
 
 def init(
     *,
-    layout: str | Layout = "replicate=-1",
+    layout: str | Layout = LAYOUT,
     backend: str | None = None,
     device: str | torch.device | None = None,
     seed: int = 0,
-    timeout: float = 600.0,
-    prepare_timeout: float = 3600.0,
+    timeout: float = TIMEOUT,
+    prepare_timeout: float = PREPARE_TIMEOUT,
     deterministic: bool = False,
 ) -> World:
     """Join the processes that a launcher started, or make a world of one.
@@ -61,106 +57,21 @@ def init(
     OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
     stderr. Call `torch.set_num_threads` afterwards for another number.
 
+    `World.choices` has what was decided and why; `shoal info` prints it.
+
     Raises LaunchError for an environment that contradicts itself or a group that can't form,
     LayoutError for a layout that does not fit.
     """
-    placement = environ.placement()
-    if not isinstance(layout, str | Layout):
-        raise LayoutError(
-            given=f"layout={layout!r}",
-            found=f"a {type(layout).__name__}, not a text or a Layout",
-            fix="for example layout='replicate=-1'",
-        )
-    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    resolved = parsed.resolve(placement.size)
-    if not all(0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
-        raise LaunchError(
-            given=f"timeout={timeout}, prepare_timeout={prepare_timeout}",
-            found="a time limit is a positive number of seconds, a year at most",
-            fix="for example timeout=600, prepare_timeout=3600",
-        )
-    place = choose_device(device, placement)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    group = _join(placement, backend or ("nccl" if place.type == "cuda" else "gloo"), prepare_timeout)
-    if group is not None:
-        placement = _share_machine(placement, group)
-    return World(placement, resolved, place, group, seed, timeout, deterministic=deterministic)
-
-
-def _join(placement: Placement, backend: str, timeout: float) -> dist.ProcessGroup | None:
-    if not dist.is_backend_available(backend):
-        raise LaunchError(
-            given=f"backend={backend!r}",
-            found=f"torch {torch.__version__} here has {', '.join(_backends())}",
-            fix="backend='gloo' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
-        )
-    if placement.size == 1:
-        return None
-    address = f"tcp://{placement.address}:{placement.port}"
-    rank, size, met = placement.rank, placement.size, placement.meeting
-    try:
-        store = None if met is None else meeting.meet(met, rank=rank, size=size, timeout=timeout)
-        dist.init_process_group(
-            backend,
-            init_method=address if store is None else None,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout),
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        in_use = "EADDRINUSE" in str(error)
-        raise LaunchError(
-            given=f"rank {rank} of {size} at {address} ({placement.launcher})",
-            found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
-            fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
-            if in_use
-            else "check that every rank was started, and that the first rank's host can be reached: "
-            f"ping {placement.address}",
-        ) from None
-    group = dist.group.WORLD
-    if group is None:  # pragma: no cover - init_process_group has just set it
-        raise RuntimeError("torch.distributed has no default group after init_process_group")
-    return group
-
-
-def _share_machine(placement: Placement, group: dist.ProcessGroup) -> Placement:
-    """Take this rank's share of its machine's cores; what ranks could only learn from each other.
-
-    torch gets as many threads as the rank has cores, within what the user has chosen (see
-    `cores.threads`). Rank 0 prints what came of it, once.
-    """
-    mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    everyone: list[tuple[str, list[int]]] = [mine] * placement.size
-    dist.all_gather_object(everyone, mine, group=group)
-    machines = list(dict.fromkeys(host for host, _ in everyone))
-    if placement.launcher in ("Open MPI", "Hydra"):
-        node = machines.index(mine[0])
-        placement = dataclasses.replace(placement, node=node, nodes=len(machines))
-    if placement.launcher != "srun":  # Slurm has said how many are a task's
-        share = cores.share(mine[1], [cpus for host, cpus in everyone if host == mine[0]])
-        placement = dataclasses.replace(placement, cores=share)
-    variable = environ.threads_variable()
-    threads = cores.threads(
-        placement.cores,
-        now=torch.get_num_threads(),
-        variable=variable,
-        launcher=placement.launcher,
+    joined = join(
+        layout=layout,
+        backend=backend,
+        device=device,
+        timeout=timeout,
+        prepare_timeout=prepare_timeout,
     )
-    torch.set_num_threads(threads)
-    if placement.rank == 0:
-        told = f"{placement.size} ranks on {len(machines)} machine(s), by {placement.launcher}; "
-        told += f"rank 0: {placement.cores} core(s), {threads} thread(s)"
-        if variable and placement.launcher != "shoal run":
-            told += f", OMP_NUM_THREADS={variable}"
-            told += " replaced" if str(threads) != variable else ""
-        print(f"shoal: {told}", file=sys.stderr, flush=True)
-    return placement
-
-
-def _backends() -> list[str]:
-    return [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
+    if joined.told:
+        print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
+    return World(joined, seed, timeout, deterministic=deterministic)
 
 
 class World:
@@ -168,19 +79,17 @@ class World:
 
     def __init__(
         self,
-        placement: Placement,
-        layout: Layout,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        joined: Joined,
         seed: int,
         timeout: float,
         *,
         deterministic: bool = False,
     ) -> None:
+        placement, layout = joined.placement, joined.layout
         self.placement = placement
         self.layout = layout
-        self.device = device
-        self.group = group
+        self.device = joined.device
+        self.group = joined.group
         self.seed = seed
         self.timeout = timeout
         self.rank = placement.rank
@@ -200,6 +109,12 @@ class World:
             environ.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
         self._deterministic = deterministic
+        mode = Choice(
+            what="deterministic",
+            value=deterministic,
+            reason=GIVEN if deterministic else "the default: deterministic algorithms are slower",
+        )
+        self.choices = (*joined.choices, mode)
         self.reseed("weights", by_rank=False)
         atexit.register(self.close)
 

@@ -106,7 +106,7 @@ def test_the_same_script_reaches_the_same_loss(
 def test_two_steps_of_one_job_on_one_node_do_not_clash(
     cluster: Cluster, alone: str, script: list[str], tmp_path: Path
 ) -> None:
-    """With four ports for both."""
+    """FAILURES 16: with four ports for both."""
     step = f"srun --exact -n2 {' '.join(script)} 2 0"
     both = f"{step} one & first=$!; {step} two & second=$!; wait $first && wait $second"
     done = cluster.run(
@@ -121,7 +121,7 @@ def test_two_steps_of_one_job_on_one_node_do_not_clash(
 def test_the_same_command_after_a_requeue(
     cluster: Cluster, alone: str, script: list[str], tmp_path: Path
 ) -> None:
-    """The job is put back in the middle; its own text, run again, goes on where it was."""
+    """FAILURES 10: a job put back in the middle; its own text, run again, goes on where it was."""
     job = tmp_path / "job.sh"
     text = ["#!/bin/bash", "#SBATCH -N2 -n2 --requeue --open-mode=append -o log"]
     job.write_text("\n".join([*text, f"srun {' '.join(script)} 2 0.2 run", ""]))

@@ -97,6 +97,7 @@ def test_names_of_jobs_differ() -> None:
 
 @pytest.mark.parametrize("name", ["slurm-batch", "slurm-salloc-shell"])
 def test_a_batch_script_and_a_shell_under_salloc_are_no_tasks(name: str) -> None:
+    """FAILURES 12."""
     (found,) = read_all(name)
     assert (found.launcher, found.size) == ("none", 1)
     assert "no task of a step" in found.reason
@@ -110,29 +111,32 @@ def test_slurms_interactive_shell_is_no_task_with_any_process_manager() -> None:
 
 
 def test_srun_inside_salloc_is_srun_in_a_step_of_fewer_nodes() -> None:
+    """FAILURES 12: of the four nodes of the job the step has two."""
     found = read_all("slurm-sub-step")
     assert recordings.load("slurm-sub-step").environments[0]["SLURM_NODELIST"] == "node[01-04]"
     assert {(one.launcher, one.address, one.nodes) for one in found} == {("srun", "node03", 2)}
 
 
 def test_ntasks_1_with_ntasks_per_node_2_is_refused_naming_both() -> None:
+    """FAILURES 11."""
     with pytest.raises(LaunchError) as raised:
         read_all("slurm-1-of-2-per-node")
     assert raised.value.given == "SLURM_NTASKS=1, SLURM_NTASKS_PER_NODE=2"
 
 
 def test_one_visible_gpu_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local rank 3 uses device 0 of what it sees, and global rank 0 alone is first."""
+    """FAILURES 13: local rank 3 uses device 0 of what it sees."""
     recorded = recordings.load("slurm-one-gpu-each")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in recorded.environments] == ["0", "1", "2", "3"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = read_all("slurm-one-gpu-each")
     assert found[3].local_rank == 3
-    assert {choose_device(None, one) for one in found} == {torch.device("cuda:0")}
+    assert {choose_device(None, one).value for one in found} == {torch.device("cuda:0")}
 
 
 def test_nodes_in_another_order_after_a_requeue() -> None:
+    """FAILURES 14: all look for rank 0 where it is now, for another attempt of the job."""
     before = recordings.load("slurm-uneven-2x2-1").environments[4]
     moved = {"SLURM_STEP_NODELIST": "node[07,02-03]", "SLURM_RESTART_COUNT": "1"}
     found = read({**before, **moved})
@@ -141,13 +145,14 @@ def test_nodes_in_another_order_after_a_requeue() -> None:
 
 
 def test_no_program_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inside a container there is no scontrol."""
+    """FAILURES 15: inside a container there is no scontrol."""
     monkeypatch.setenv("PATH", "/nowhere")
     assert [one.size for one in read_all("slurm-sub-step")] == [4] * 4
 
 
 @pytest.mark.parametrize("left_out", ["SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_STEP_NODELIST"])
 def test_variables_that_a_container_dropped_are_named(left_out: str) -> None:
+    """FAILURES 15: and never N worlds of one."""
     env = dict(recordings.load("slurm-uneven-2x2-1").environments[1])
     del env[left_out]
     with pytest.raises(LaunchError) as raised:
@@ -156,6 +161,7 @@ def test_variables_that_a_container_dropped_are_named(left_out: str) -> None:
 
 
 def test_steps_of_one_job_get_other_ports_and_another_name() -> None:
+    """FAILURES 16."""
     env = recordings.load("slurm-cyclic").environments[0]
     first, second = read(env), read({**env, "SLURM_STEP_ID": "1"})
     assert first.port != second.port

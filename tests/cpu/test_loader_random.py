@@ -79,6 +79,7 @@ def drawn(loader: shoal.Loader, stop: int | None = None) -> Drawn:
 def test_workers_and_micro_batches_change_nothing(
     world: shoal.World, dataset: Any, options: dict[str, Any], other: dict[str, Any]
 ) -> None:
+    """FAILURES 24: each (epoch, sample) has its stream, whichever worker loads it."""
     alone = drawn(build(world, dataset, **options))
     assert len(alone) == SIZE * EPOCHS
     assert drawn(build(world, dataset, **options, **other)) == alone
@@ -88,6 +89,7 @@ def test_workers_and_micro_batches_change_nothing(
 def test_no_sample_draws_what_another_or_another_epoch_draws(
     world: shoal.World, dataset: Any, options: dict[str, Any]
 ) -> None:
+    """FAILURES 24: nobody repeats anybody."""
     numbers = [number for row in drawn(build(world, dataset, **options)).values() for number in row]
     assert len(set(numbers)) == len(numbers)
 
@@ -108,6 +110,7 @@ def test_a_resumed_run_draws_the_same(
 def test_ranks_change_nothing(
     world: shoal.World, dataset: Any, options: dict[str, Any], ranks: int
 ) -> None:
+    """FAILURES 24: nor which rank."""
     alone = drawn(build(world, dataset, **options))
     served = Mapped(dataset, torch.stack, 3, augment=bool(options))
     for rank in range(ranks):

@@ -57,6 +57,7 @@ def test_all_ranks_get_one_store(join: Join) -> None:
 
 
 def test_two_jobs_with_the_same_ports_do_not_clash(join: Join) -> None:
+    """FAILURES 16."""
     ports = free_ports(4)
     one, two = join(job("one", *ports), 3), join(job("two", *ports), 3)
     check_one_store(one, "of one")

@@ -122,7 +122,7 @@ def test_the_device_goes_by_local_rank(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    assert choose_device(given, place(local_rank)) == torch.device(device)
+    assert choose_device(given, place(local_rank)).value == torch.device(device)
 
 
 @pytest.mark.parametrize(

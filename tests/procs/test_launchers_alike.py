@@ -109,7 +109,7 @@ def test_mpirun(mpirun: str, processes: int, alone: str, tmp_path: Path) -> None
 @pytest.mark.system
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
 def test_two_jobs_on_one_machine_do_not_clash(mpirun: str, alone: str, tmp_path: Path) -> None:
-    """Even where there are hardly enough ports for both."""
+    """FAILURES 16: even where there are hardly enough ports for both."""
     command = [program(mpirun), *(["--oversubscribe"] if "openmpi" in mpirun else [])]
     (tmp_path / "train.py").write_text(TRAIN)
     jobs = [
@@ -136,6 +136,7 @@ CPUS = os.sched_getaffinity(0)
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two cores")
 @pytest.mark.parametrize("command", [SHOAL, TORCHRUN], ids=["shoal run", "torchrun"])
 def test_no_two_ranks_share_a_core_while_others_idle(command: list[str], tmp_path: Path) -> None:
+    """FAILURES 27."""
     said, messages = run([*command, "2", "train.py"], tmp_path, CORES)
     first, second = ast.literal_eval(said)
     if command is SHOAL:

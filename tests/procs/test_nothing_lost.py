@@ -103,6 +103,7 @@ def cover(operations: list[str]) -> list[int]:
 def test_killed_at_every_operation_of_a_save(
     whole: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
+    """FAILURES 5: more than 50 kills if `whole`; after each, the next attempt loads and saves."""
     operations = [ended.operations for ended in undisturbed.ended]
     kinds = {operation.split()[0] for operation in operations[0]}
     assert kinds == {
@@ -114,6 +115,7 @@ def test_killed_at_every_operation_of_a_save(
         for victim in range(RANKS)
         for number in (range(len(operations[victim])) if whole else cover(operations[victim]))
     ]
+    assert len(points) > 50 or not whole
     random.Random(0).shuffle(points)
     attempt(Training(directory=tmp_path, epochs=1))  # so that the first save has one to remove
     for victim, number in points:
@@ -126,7 +128,7 @@ def test_killed_at_every_operation_of_a_save(
 @pytest.mark.full
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """As above, each operation in a run of its own."""
+    """FAILURES 5: as above, as many kills, each in a run of its own."""
     attempt(Training(directory=tmp_path / "begun", epochs=EPOCHS - 1))
     for number in range(len(undisturbed.ended[victim].operations)):
         directory = tmp_path / f"{number}"
@@ -147,6 +149,7 @@ def test_killed_at_random_moments(seed: int, undisturbed: Undisturbed, tmp_path:
 
 
 def test_killed_three_times_in_one_epoch(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """FAILURES 4: the order is that of the run that nobody disturbed."""
     training = Training(directory=tmp_path)
     for victim in range(RANKS):  # each in the second step after its start
         kill(replace(training, victim=victim, moment=STEP_MOMENTS * 3 // 2))
@@ -162,20 +165,22 @@ def distance(found: Ended, expected: Ended) -> float:
     )
 
 
-def test_another_number_of_ranks_in_mid_epoch(tmp_path: Path) -> None:
-    """4, then 2, then 3 ranks. Both times more had been done, and recorded, than was saved."""
+@pytest.mark.parametrize("last", [3, pytest.param(8, marks=pytest.mark.full)])
+def test_another_number_of_ranks_in_mid_epoch(last: int, tmp_path: Path) -> None:
+    """FAILURES 3: 4, then 2, then 3 or 8 ranks. Both times more had been done than was saved."""
     exact = Training(directory=tmp_path / "resized", noise=0, every=3)
     assert attempt(replace(exact, victim=2, moment=5 * STEP_MOMENTS), ranks=4) is None
     assert attempt(replace(exact, victim=1, operation=2), ranks=4) is None
     assert attempt(replace(exact, victim=1, moment=5 * STEP_MOMENTS), ranks=2) is None
     assert attempt(replace(exact, victim=0, operation=2), ranks=2) is None
-    ended = attempt(exact, ranks=3)
+    # 12 samples are too few for two micro-batches on each of 8 ranks.
+    ended = attempt(replace(exact, micro_batches=2 if last == 3 else 1), ranks=last)
     assert ended is not None
 
     assert_each_sample_once(exact.directory)
     taken = events.steps(exact.directory / "events")
     sizes = [len(of_rank) for _, of_rank in sorted(taken.items())]
-    assert sizes == [4] * 3 + [2] * 3 + [3] * (STEPS - 6)
+    assert sizes == [4] * 3 + [2] * 3 + [last] * (STEPS - 6)
     alone = attempt(replace(exact, directory=tmp_path / "alone"), ranks=1)
     assert alone is not None
     for rank in ended:

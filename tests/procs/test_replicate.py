@@ -251,6 +251,7 @@ def never(world: shoal.World) -> None:
 
 
 def test_unused_parameters_are_named_by_default(ranks: Ranks) -> None:
+    """FAILURES 31: in an error that says what to type, unless they are allowed."""
     for result in ranks.attempt(never):
         assert isinstance(result, RankError)
         assert isinstance(result.error, shoal.StepError), result.text
@@ -270,6 +271,7 @@ def buffers(world: shoal.World, sync: bool) -> list[list[Tensor]]:
 
 
 def test_buffers_are_rank_0s_after_every_step(ranks: Ranks) -> None:
+    """FAILURES 31: as DDP has them, though nothing wraps the model."""
     first, *others = ranks.call(buffers, True)
     free = ranks.call(buffers, False)
     for step, expected in enumerate(first):

@@ -256,6 +256,7 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
     ],
 )
 def test_the_first_failure_is_told_last_and_once(start: Start, line: str, code: int, told: str) -> None:
+    """FAILURES 17: its traceback, rank, host and line; nothing after it."""
     run = start(f"{RANKS}\nif rank == 1:\n    {line}\n{TALK}", "-n", "3", "script.py")
     ended = run.end()
     assert ended.code == code
@@ -289,6 +290,7 @@ def test_a_script_that_no_rank_can_load(start: Start, script: str, told: str) ->
 
 
 def test_stuck_ranks_and_their_children_are_gone_after_a_failure(start: Start) -> None:
+    """FAILURES 17: within seconds, and no orphan."""
     fail = """
 if rank == 1:
     (here / "failed").write_text(str(time.monotonic()))

@@ -130,6 +130,7 @@ def cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 def test_the_same_command_first_and_after(
     options: dict[str, Any], world: shoal.World, tmp_path: Path
 ) -> None:
+    """FAILURES 10: where there is nothing to resume, `restore` is no error."""
     whole = Fit(world, tmp_path / "whole", **options)
     assert whole.run.restore() is None
     lower_scale(whole.step)

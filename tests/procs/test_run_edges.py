@@ -210,3 +210,28 @@ def test_data_that_changed_since_are_noticed(world: shoal.World) -> None:
     inputs[SAMPLES // 2, 1] = 1
     with pytest.raises(DataError, match="samples of checksum"):
         shoal.Loader((inputs,), world, batch_size=BATCH).check_state(state)
+
+
+@pytest.mark.parametrize(
+    ("samples", "shift", "found"),
+    [(SAMPLES - 1, 0.0, "20 samples"), (SAMPLES + 1, 0.0, "20 samples"), (SAMPLES, 1.0, "checksum")],
+)
+def test_a_run_does_not_resume_on_other_data(
+    samples: int, shift: float, found: str, world: shoal.World, tmp_path: Path
+) -> None:
+    """FAILURES 32: a dataset that shrank, grew or changed; model and optimizer stay as they were."""
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data) as run:
+        step(next(iter(data.epochs(1))))
+        run.tick()
+        run.save()
+    again, _ = parts(world)
+    before = copy.deepcopy(again.model.state_dict())
+    values = torch.arange(2.0 * samples).view(samples, 2) / SAMPLES
+    values[samples // 2] += shift
+    other = shoal.Loader((values,), world, batch_size=BATCH)
+    with shoal.Run(tmp_path, again, other) as run, pytest.raises(DataError, match=found):
+        run.restore()
+    assert (other.position, again.number) == (0, 0)
+    for name, tensor in again.model.state_dict().items():
+        assert torch.equal(tensor, before[name])

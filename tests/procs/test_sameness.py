@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,14 @@ with shoal.init() as world:
 """
 
 
-def run(folders: list[Path], *, nodes: int = 1) -> list[tuple[int, str]]:
-    """The script in these folders, a rank in each: exit codes and all that they print."""
+HERE = socket.gethostname()
+
+
+def run(folders: list[Path], *, nodes: int = 1, library: Path | None = None) -> list[tuple[int, str]]:
+    """The script in these folders, a rank in each: exit codes and all that they print.
+
+    The last rank alone has `library` on its path.
+    """
     port, size = free_port(), len(folders)
     started = []
     for rank, folder in enumerate(folders):
@@ -36,6 +43,8 @@ def run(folders: list[Path], *, nodes: int = 1) -> list[tuple[int, str]]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
         }  # fmt: skip
+        if library is not None and rank == size - 1:
+            variables["PYTHONPATH"] = f"{library}:{variables['PYTHONPATH']}"
         started.append(
             subprocess.Popen(
                 [sys.executable, "train.py"],
@@ -66,19 +75,36 @@ def test_the_same_code_in_other_places_is_the_same(folders: list[Path]) -> None:
 
 @pytest.mark.parametrize("name", ["train.py", "helper.py"])
 def test_other_code_on_one_rank_is_named(name: str, folders: list[Path]) -> None:
+    """FAILURES 25: another source."""
     with (folders[1] / name).open("a") as file:
         file.write("# edited")
     for code, text in run(folders):
         assert code != 0
         assert f"given: the source {name}: " in text
-        assert "on rank 1 (" in text
+        assert f"on rank 1 ({HERE})" in text
+
+
+OTHER_TORCH = "import torch\ntorch.__version__ = '2.11.0'\n"
+
+
+def test_another_torch_on_one_rank_is_named(folders: list[Path], tmp_path: Path) -> None:
+    """FAILURES 25: another torch."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "sitecustomize.py").write_text(OTHER_TORCH)
+    for code, text in run(folders, library=library):
+        assert code != 0
+        assert "given: torch: " in text
+        assert "on 1 of 2 ranks" in text
+        assert f"found: 2.11.0 on rank 1 ({HERE})" in text
 
 
 def test_another_package_on_one_machine_is_named(folders: list[Path]) -> None:
+    """FAILURES 25: another package."""
     described = folders[1] / "something-1.5.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: something\nVersion: 1.5\n")
     for code, text in run(folders, nodes=2):
         assert code != 0
         assert "given: the package something: none on 1 of 2 ranks" in text
-        assert "found: 1.5 on rank 1 (" in text
+        assert f"found: 1.5 on rank 1 ({HERE})" in text

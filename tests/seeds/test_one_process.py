@@ -43,7 +43,7 @@ def test_row_06_device_by_local_rank(monkeypatch: pytest.MonkeyPatch, local_rank
         "MASTER_ADDR": "node1",
         "MASTER_PORT": "12345",
     }
-    assert choose_device(None, environ.placement(variables)) == torch.device("cuda", local_rank)
+    assert choose_device(None, environ.placement(variables)).value == torch.device("cuda", local_rank)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

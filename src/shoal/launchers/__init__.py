@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from shoal.choice import Choice
 
 from .hosts import expand_hosts, expand_tasks
 from .mpi import Commands, hydra, jsrun, open_mpi
@@ -24,6 +26,7 @@ __all__ = [
     "detect",
     "expand_hosts",
     "expand_tasks",
+    "marks_found",
     "order_of_detection",
 ]
 
@@ -47,6 +50,16 @@ class Launcher:
         if self.marks == _SLURM:
             return is_task(env)
         return any(env.get(name) for name in self.marks)
+
+    def why_not(self, env: Mapping[str, str], chosen: str) -> str:
+        """Why this launcher did not decide where `chosen` did."""
+        found = spell(env, self.marks)
+        if chosen and found:
+            return f"{found} is there too, but {chosen} is asked earlier"
+        missing = [name for name in self.marks if not env.get(name)]
+        if missing:
+            return f"{' and '.join(missing)} not set" + (f" (but {found})" if found else "")
+        return f"{found}: a step of Slurm's own, which has no tasks"
 
 
 _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
@@ -113,10 +126,29 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
 
     Raises LaunchError for environments that are half set or contradict themselves.
     """
-    for launcher in LAUNCHERS:
-        if launcher.started(env):
-            return launcher.read(env, cpus, commands)
-    return _alone(env, cpus)
+    chosen = next((one for one in LAUNCHERS if one.started(env)), None)
+    if chosen is None:
+        placement, reason = _alone(env, cpus), ""
+    else:
+        placement = chosen.read(env, cpus, commands)
+        reason = f"{spell(env, chosen.marks)}; asked {chosen.why_here}"
+    earlier = LAUNCHERS if chosen is None else LAUNCHERS[: LAUNCHERS.index(chosen)]
+    launcher = Choice(
+        what="launcher",
+        value=placement.launcher,
+        reason=reason or placement.reason,
+        rejected={
+            one.name: one.why_not(env, "" if one in earlier else placement.launcher)
+            for one in LAUNCHERS
+            if one is not chosen
+        },
+    )
+    return replace(placement, choices=(launcher, *placement.choices))
+
+
+def marks_found(env: Mapping[str, str]) -> dict[str, str]:
+    """For each launcher, in the order of detection, those of its variables that are set."""
+    return {launcher.name: spell(env, launcher.marks) for launcher in LAUNCHERS}
 
 
 def order_of_detection() -> str:
@@ -150,4 +182,8 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         reason=f"{batch}, but this is no task of a step: a batch script or a shell"
         if batch
         else "no launcher's variables are set",
+        choices=(
+            Choice(what="cores", value=cpus, reason=f"{cpus} core(s) in its affinity, all its own"),
+            Choice(what="address", value=("127.0.0.1",), reason="one process has nobody to meet"),
+        ),
     )

@@ -8,6 +8,10 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
+from shoal.choice import Choice
+
+_LISTS = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS")
+
 
 def expand_hosts(text: str) -> list[str]:
     """Expand Slurm's compressed list: `"n[01-02,7],gpu5"` gives n01, n02, n7, gpu5.
@@ -42,21 +46,24 @@ def expand_tasks(text: str) -> list[int]:
     return tasks
 
 
-def allocated(env: Mapping[str, str]) -> tuple[str, ...]:
+def allocated(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
     """The machines that a scheduler gave to this job, in its order; empty where none says.
 
     Slurm: SLURM_JOB_NODELIST. PBS: PBS_NODEFILE (qsub(1B)), which not every machine of a job can
     read. LSF: LSB_DJOB_HOSTFILE, or the pairs of host and slots in LSB_MCPU_HOSTS ("Environment
     variables set for job execution" of its reference).
     """
-    hosts: list[str] = []
-    if env.get("SLURM_JOB_NODELIST"):
-        with suppress(ValueError):
-            hosts = expand_hosts(env["SLURM_JOB_NODELIST"])
-    for name in ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE"):
-        if not hosts and env.get(name):
-            with suppress(OSError):
-                hosts = Path(env[name]).read_text().split()
-    if not hosts:
-        hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2]
-    return tuple(dict.fromkeys(hosts))
+    for name in _LISTS:
+        hosts = tuple(dict.fromkeys(_listed(name, env[name]))) if env.get(name) else ()
+        if hosts:
+            reason = f"rank 0 is on one of the scheduler's machines: {name}={env[name]}"
+            return Choice(what="address", value=hosts, reason=reason)
+    return Choice(what="address", value=(), reason=f"no list of machines in {', '.join(_LISTS)}")
+
+
+def _listed(name: str, text: str) -> list[str]:
+    if name == "LSB_MCPU_HOSTS":
+        return text.split()[::2]
+    with suppress(OSError, ValueError):
+        return expand_hosts(text) if name == "SLURM_JOB_NODELIST" else Path(text).read_text().split()
+    return []

@@ -5,10 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from shoal.choice import Choice
 from shoal.errors import LaunchError
 
 from .hosts import allocated
-from .placement import Meeting, Placement, integer, meet, refuse_many_worlds, require, spell
+from .placement import (
+    Meeting,
+    Placement,
+    divided,
+    integer,
+    meet,
+    one_machine,
+    refuse_many_worlds,
+    require,
+    spell,
+)
 from .slurm import is_task
 
 Commands = Callable[[], Iterable[str]]
@@ -90,7 +101,9 @@ def _place(
         )
     nodes = integer(env, "OMPI_MCA_orte_num_nodes", -(-size // local_size))
     nodes = 1 if local_size == size else nodes
-    meeting = _meeting(env, job, hints, one_machine=nodes == 1)
+    here = one_machine(spell(env, names[1::2])) if nodes == 1 else None
+    meeting = _meeting(env, job, hints, here)
+    cores = divided(cpus, local_size)
     return Placement(
         rank=rank,
         size=size,
@@ -98,22 +111,29 @@ def _place(
         local_size=local_size,
         node=min(rank // local_size, nodes - 1),
         nodes=nodes,
-        cores=max(1, cpus // local_size),
+        cores=cores.value,
         address=meeting.hosts[0] if meeting.hosts else "",
         port=meeting.ports[0],
         launcher=launcher,
         attempt=integer(env, "SLURM_RESTART_COUNT", 0),
         meeting=meeting,
         reason=spell(env, names),
+        choices=(cores, *meeting.choices),
     )
 
 
-def _meeting(env: Mapping[str, str], job: str, hints: tuple[str, ...], *, one_machine: bool) -> Meeting:
-    if one_machine:
-        return meet(env, job=job, hosts=("127.0.0.1",))
+def _meeting(
+    env: Mapping[str, str], job: str, hints: tuple[str, ...], here: Choice[tuple[str, ...]] | None
+) -> Meeting:
+    if here is not None:
+        return meet(env, job=job, hosts=here)
     hosts = allocated(env)
+    if hosts.value:
+        return meet(env, job=job, hosts=hosts)
     # Rank 0 is mostly where mpirun is; that is no certainty, so it also says where it is.
-    return meet(env, job=job, hosts=hosts or hints, shared=not hosts)
+    guess = "; mpirun was started here" if hints else ""
+    hosts = Choice(what="address", value=hints, reason=f"{hosts.reason}{guess}")
+    return meet(env, job=job, hosts=hosts, shared=True)
 
 
 def _check_alone(env: Mapping[str, str], name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shoal.errors import LaunchError
 
 from .hosts import allocated
-from .placement import Placement, integer, meet, require, spell
+from .placement import Placement, divided, integer, meet, one_machine, require, spell
 
 _PALS = ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_NODEID", "PALS_APID", "PMI_SIZE")
 _FLUX = (
@@ -86,8 +86,9 @@ def _place(
     launcher: str,
     job: str,
 ) -> Placement:
-    hosts = ("127.0.0.1",) if local_size == size else allocated(env)
-    meeting = meet(env, job=job, hosts=hosts, shared=not hosts)
+    hosts = one_machine(spell(env, names)) if local_size == size else allocated(env)
+    meeting = meet(env, job=job, hosts=hosts, shared=not hosts.value)
+    cores = divided(cpus, local_size)
     return Placement(
         rank=rank,
         size=size,
@@ -95,10 +96,11 @@ def _place(
         local_size=local_size,
         node=node,
         nodes=nodes,
-        cores=max(1, cpus // max(1, local_size)),
+        cores=cores.value,
         address=meeting.hosts[0] if meeting.hosts else "",
         port=meeting.ports[0],
         launcher=launcher,
         meeting=meeting,
         reason=spell(env, names),
+        choices=(cores, *meeting.choices),
     )

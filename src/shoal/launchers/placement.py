@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from shoal.choice import GIVEN, Choice
 from shoal.errors import LaunchError
 
 _T = TypeVar("_T")
@@ -30,13 +31,14 @@ class Meeting:
 
     Rank 0 takes the first free one of `ports`; the others look for it at each of `hosts` and in
     the file that it writes into `directory` (none if empty). `job` is what they know each other by:
-    no other job, step or attempt has the same.
+    no other job, step or attempt has the same. `choices` say who named hosts and ports.
     """
 
     job: str
     hosts: tuple[str, ...]
     ports: tuple[int, ...]
     directory: str = ""
+    choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,9 @@ class Placement:
     `node` and `nodes` count machines, `cores` is this process's share of its machine's cores,
     `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
     `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
-    job from 0. Open MPI and Hydra don't name the machine: there `node` and `nodes` hold for ranks in
-    blocks, and `World.placement` has those that the ranks found when they met.
+    job from 0, `choices` say why it is this launcher, these cores and this address. Open MPI and
+    Hydra don't name the machine: there `node` and `nodes` hold for ranks in blocks, and
+    `World.placement` has those that the ranks found when they met.
     """
 
     rank: int
@@ -63,6 +66,12 @@ class Placement:
     attempt: int = 0
     meeting: Meeting | None = None
     reason: str
+    choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
+
+    def with_cores(self, cores: Choice[int]) -> Placement:
+        """The same place with another number of cores."""
+        others = tuple(choice for choice in self.choices if choice.what != cores.what)
+        return replace(self, cores=cores.value, choices=(*others, cores))
 
     def __post_init__(self) -> None:
         pairs = (
@@ -84,26 +93,64 @@ def meet(
     env: Mapping[str, str],
     *,
     job: str,
-    hosts: tuple[str, ...],
+    hosts: Choice[tuple[str, ...]],
     number: int | None = None,
     shared: bool = False,
 ) -> Meeting:
     """The meeting of the job known as `job`; MASTER_ADDR and MASTER_PORT, where set, decide.
 
-    `number` is a number of the job; neighbours get different first ports. With `shared`, rank 0
-    also publishes its address in a directory that all machines see.
+    `hosts` are those where rank 0 may be, and who says so. `number` is a number of the job;
+    neighbours get different first ports. With `shared`, rank 0 also publishes its address in a
+    directory that all machines see.
     """
-    address, port = env.get("MASTER_ADDR"), env.get("MASTER_PORT")
-    directory = env.get(DIRECTORY) or f"{env.get('HOME') or '~'}/.cache/shoal/meeting"
-    return Meeting(
-        job=job,
-        hosts=(address,) if address else hosts,
-        ports=(integer(env, "MASTER_PORT"),) if port else _ports(env, job, number),
-        directory=directory if shared and not address else "",
-    )
+    own = bool(env.get("MASTER_ADDR"))
+    unset = {"one of your own": "MASTER_ADDR is not set"}
+    hosts = _given_address(env) if own else replace(hosts, rejected=unset)
+    ports = _given_port(env) if env.get("MASTER_PORT") else _ports(env, job, number)
+    choices: tuple[Choice[Any], ...] = (hosts, ports)
+    directory = ""
+    if shared and not own:
+        chosen = _directory(env)
+        directory, choices = chosen.value, (*choices, chosen)
+    return Meeting(job=job, hosts=hosts.value, ports=ports.value, directory=directory, choices=choices)
 
 
-def _ports(env: Mapping[str, str], job: str, number: int | None) -> tuple[int, ...]:
+def _given_address(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
+    """The address that MASTER_ADDR names."""
+    address = env["MASTER_ADDR"]
+    return Choice(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
+
+
+def _given_port(env: Mapping[str, str]) -> Choice[tuple[int, ...]]:
+    """The port that MASTER_PORT names."""
+    port = integer(env, "MASTER_PORT")
+    return Choice(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
+
+
+def one_machine(variables: str) -> Choice[tuple[str, ...]]:
+    """The address of ranks that `variables` put on one machine."""
+    reason = f"all ranks are on this machine ({variables})"
+    return Choice(what="address", value=("127.0.0.1",), reason=reason)
+
+
+def divided(cpus: int, local_size: int) -> Choice[int]:
+    """The cores of one of `local_size` processes, as far as it can know without the others."""
+    reason = f"{cpus} core(s) in its affinity, divided by {local_size} process(es) of this machine"
+    return Choice(what="cores", value=max(1, cpus // max(1, local_size)), reason=reason)
+
+
+def _directory(env: Mapping[str, str]) -> Choice[str]:
+    if env.get(DIRECTORY):
+        value, reason = env[DIRECTORY], f"{GIVEN}: {DIRECTORY}={env[DIRECTORY]}"
+    else:
+        value = f"{env.get('HOME') or '~'}/.cache/shoal/meeting"
+        reason = (
+            f"no scheduler lists the machines, so rank 0 says here where it is; {DIRECTORY} is not set"
+        )
+    return Choice(what="meeting", value=value, reason=reason)
+
+
+def _ports(env: Mapping[str, str], job: str, number: int | None) -> Choice[tuple[int, ...]]:
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
@@ -118,7 +165,13 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> tuple[int, .
     # Jobs that share their first port go on to different ones.
     stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
     steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
-    return tuple(dict.fromkeys(steps))
+    by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}, {PORTS} not being set"
+    return Choice(
+        what="port",
+        value=tuple(dict.fromkeys(steps)),
+        reason=f"the first of these that is free; they follow from the job, in the range {by}",
+        rejected={"one of your own": "MASTER_PORT is not set"},
+    )
 
 
 def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal.choice import Choice
 from shoal.errors import LaunchError
 
 from .hosts import expand_hosts, expand_tasks
@@ -45,6 +46,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         )
     attempt = integer(env, "SLURM_RESTART_COUNT", 0)
     job = integer(env, "SLURM_JOB_ID")
+    cores = _cores(env, cpus, tasks[node])
     meeting = meet(
         env,
         job=f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}-{attempt}",
@@ -58,13 +60,14 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         local_size=tasks[node],
         node=node,
         nodes=len(tasks),
-        cores=_cores(env, cpus, tasks[node]),
+        cores=cores.value,
         address=meeting.hosts[0],
         port=meeting.ports[0],
         launcher="srun",
         attempt=attempt,
         meeting=meeting,
         reason=spell(env, ("SLURM_STEP_ID", *_NAMES, *_LISTS)),
+        choices=(cores, *meeting.choices),
     )
 
 
@@ -104,21 +107,35 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_size: int) -> list[int]
 
 def _first_rank(
     env: Mapping[str, str], hosts: list[str], here: list[int], node: int
-) -> tuple[str, ...]:
+) -> Choice[tuple[str, ...]]:
     """The hosts that may have rank 0: the first, but for one's own list (`-m arbitrary`)."""
+    listed = spell(env, _LISTS[:1])
     if 0 in here:
-        return (hosts[node],)
+        return _at(
+            (hosts[node],), f"rank 0 is on this machine: {spell(env, ('SLURM_GTIDS',)) or listed}"
+        )
     if "arbitrary" in env.get("SLURM_DISTRIBUTION", ""):
         # The list of nodes is sorted; that of the tasks, SLURM_HOSTFILE, need not be here.
-        return tuple(host for index, host in enumerate(hosts) if index != node)
-    return (hosts[0],)
+        others = tuple(host for index, host in enumerate(hosts) if index != node)
+        return _at(others, f"rank 0 is on any machine but this (-m arbitrary): {listed}")
+    return _at((hosts[0],), f"rank 0 is on the first machine of the step: {listed}")
 
 
-def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> int:
+def _at(hosts: tuple[str, ...], reason: str) -> Choice[tuple[str, ...]]:
+    return Choice(what="address", value=hosts, reason=reason)
+
+
+def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> Choice[int]:
     """How many cores one task may use, where `cpus` are in its affinity."""
     if env.get("SLURM_CPUS_PER_TASK"):
         # Since 22.05 srun inherits the job's variable without its binding: the affinity decides.
-        return max(1, min(cpus, integer(env, "SLURM_CPUS_PER_TASK")))
-    on_node = integer(env, "SLURM_CPUS_ON_NODE", cpus)
-    # Fewer than the node's: this task is bound, and they are its own. Otherwise all share them.
-    return cpus if cpus < on_node else max(1, on_node // local_size)
+        asked = integer(env, "SLURM_CPUS_PER_TASK")
+        value, why = min(cpus, asked), f"SLURM_CPUS_PER_TASK={asked}, and {cpus} in its affinity"
+    else:
+        # Fewer than the node's: this task is bound, and they are its own. Otherwise all share them.
+        on_node = integer(env, "SLURM_CPUS_ON_NODE", cpus)
+        bound = cpus < on_node
+        value = cpus if bound else on_node // local_size
+        how = f"the {cpus} that it is bound to" if bound else f"divided by {local_size} task(s)"
+        why = f"SLURM_CPUS_ON_NODE={on_node}, {how}; SLURM_CPUS_PER_TASK is not set"
+    return Choice(what="cores", value=max(1, value), reason=why)

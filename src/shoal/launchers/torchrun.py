@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shoal.choice import Choice
 from shoal.errors import LaunchError
 
-from .placement import Placement, integer, refuse_many_worlds, require, spell
+from .placement import Placement, divided, integer, refuse_many_worlds, require, spell
 
 RUN_ID = "shoal-run"
 """The run identifier that `shoal run` gives to torch elastic, by which workers know it."""
@@ -34,7 +35,9 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
         )
     nodes = integer(env, "GROUP_WORLD_SIZE", size // local_size)
     _check_outer(env, size, nodes)
-    ours = env.get("TORCHELASTIC_RUN_ID") == RUN_ID
+    launcher = "shoal run" if env.get("TORCHELASTIC_RUN_ID") == RUN_ID else "torchrun"
+    cores = divided(cpus, local_size)
+    address, port = env["MASTER_ADDR"], integer(env, "MASTER_PORT")
     return Placement(
         rank=rank,
         size=size,
@@ -42,12 +45,17 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
         local_size=local_size,
         node=integer(env, "GROUP_RANK", rank // local_size),
         nodes=nodes,
-        cores=max(1, cpus // local_size),
-        address=env["MASTER_ADDR"],
-        port=integer(env, "MASTER_PORT"),
-        launcher="shoal run" if ours else "torchrun",
+        cores=cores.value,
+        address=address,
+        port=port,
+        launcher=launcher,
         attempt=integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         reason=spell(env, _NAMES),
+        choices=(
+            cores,
+            Choice(what="address", value=(address,), reason=f"{launcher}: MASTER_ADDR={address}"),
+            Choice(what="port", value=(port,), reason=f"{launcher}: MASTER_PORT={port}"),
+        ),
     )
 
 

@@ -1,0 +1,194 @@
+"""How a process joins its world: each decision on the way, as a Choice, and the process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal import cores, environ, meeting
+from shoal.choice import GIVEN, Choice
+from shoal.device import choose_device
+from shoal.errors import LaunchError, LayoutError
+from shoal.launchers import Placement
+from shoal.layout import Layout
+
+LAYOUT = "replicate=-1"
+TIMEOUT, PREPARE_TIMEOUT = 600.0, 3600.0
+LONGEST = 365 * 86400.0
+"""The longest time limit in seconds: torch can't count to infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A process in its world: its place, how the world is divided, and what was decided for that.
+
+    `told` is what rank 0 tells people about it; empty elsewhere and for a world of one.
+    """
+
+    placement: Placement
+    layout: Layout
+    device: torch.device
+    group: dist.ProcessGroup | None
+    choices: tuple[Choice[object], ...]
+    told: str
+
+
+def join(
+    *,
+    layout: str | Layout,
+    backend: str | None,
+    device: str | torch.device | None,
+    timeout: float,
+    prepare_timeout: float,
+) -> Joined:
+    """Join the processes that a launcher started; see `shoal.init`, which has these arguments."""
+    placement = environ.placement()
+    division = choose_layout(layout, placement.size)
+    limits = check_limits(timeout, prepare_timeout)
+    place = choose_device(device, placement)
+    if place.value.type == "cuda":
+        torch.cuda.set_device(place.value)
+    means = choose_backend(backend, place.value)
+    group, told = None, ""
+    variable, now = environ.threads_variable(), torch.get_num_threads()
+    if placement.size == 1:
+        count = Choice(
+            what="threads", value=now, reason="torch's own number: a process alone is left as it is"
+        )
+    else:
+        group = _form(placement, means.value, prepare_timeout)
+        placement, machines = _share_machine(placement, group)
+        count = cores.threads(placement.cores, now=now, variable=variable, launcher=placement.launcher)
+        torch.set_num_threads(count.value)
+        if placement.rank == 0:
+            told = _tell(placement, machines, count.value, variable)
+    return Joined(
+        placement=placement,
+        layout=division.value,
+        device=place.value,
+        group=group,
+        choices=(*placement.choices, count, place, means, division, limits),
+        told=told,
+    )
+
+
+def choose_layout(layout: str | Layout, size: int) -> Choice[Layout]:
+    """The layout as given, resolved for `size` ranks. Raises LayoutError where it does not fit."""
+    if not isinstance(layout, str | Layout):
+        raise LayoutError(
+            given=f"layout={layout!r}",
+            found=f"a {type(layout).__name__}, not a text or a Layout",
+            fix=f"for example layout={LAYOUT!r}",
+        )
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    resolved = parsed.resolve(size)
+    reason = GIVEN if parsed == resolved else f"{GIVEN}: {parsed}, on {size} process(es)"
+    if parsed == Layout.parse(LAYOUT):
+        reason = f"{parsed}, the default: each of {size} process(es) has the whole model"
+    return Choice(what="layout", value=resolved, reason=reason)
+
+
+def check_limits(timeout: float, prepare_timeout: float) -> Choice[tuple[float, float]]:
+    """The time limits in seconds, of a step and before the first one. Raises LaunchError."""
+    if not all(0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
+        raise LaunchError(
+            given=f"timeout={timeout}, prepare_timeout={prepare_timeout}",
+            found="a time limit is a positive number of seconds, a year at most",
+            fix="for example timeout=600, prepare_timeout=3600",
+        )
+    limits = (timeout, prepare_timeout)
+    reason = "the default" if limits == (TIMEOUT, PREPARE_TIMEOUT) else GIVEN
+    return Choice(
+        what="time limits",
+        value=limits,
+        reason=f"{reason}: {timeout:g} s for a collective, {prepare_timeout:g} s before the first step",
+    )
+
+
+def choose_backend(backend: str | None, device: torch.device) -> Choice[str]:
+    """How the ranks talk: as given, else by the device. Raises LaunchError if torch lacks it."""
+    if backend is not None:
+        choice = Choice(what="backend", value=backend, reason=GIVEN)
+    elif device.type == "cuda":
+        choice = Choice(
+            what="backend",
+            value="nccl",
+            reason="the device is a GPU",
+            rejected={"gloo": "it copies what is on a GPU through the CPU's memory"},
+        )
+    else:
+        lacks = "" if dist.is_nccl_available() else f"; torch {torch.__version__} is built without it"
+        choice = Choice(
+            what="backend",
+            value="gloo",
+            reason=f"the device is {'a CPU' if device.type == 'cpu' else device.type}",
+            rejected={"nccl": f"it needs a CUDA device{lacks}"},
+        )
+    if not dist.is_backend_available(choice.value):
+        here = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
+        raise LaunchError(
+            given=f"backend={choice.value!r}",
+            found=f"torch {torch.__version__} here has {', '.join(here)}",
+            fix="backend='gloo' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
+        )
+    return choice
+
+
+def _form(placement: Placement, backend: str, timeout: float) -> dist.ProcessGroup:
+    address = f"tcp://{placement.address}:{placement.port}"
+    rank, size, met = placement.rank, placement.size, placement.meeting
+    try:
+        store = None if met is None else meeting.meet(met, rank=rank, size=size, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            init_method=address if store is None else None,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        in_use = "EADDRINUSE" in str(error)
+        raise LaunchError(
+            given=f"rank {rank} of {size} at {address} ({placement.launcher})",
+            found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
+            fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
+            if in_use
+            else "check that every rank was started, and that the first rank's host can be reached: "
+            f"ping {placement.address}",
+        ) from None
+    group = dist.group.WORLD
+    if group is None:  # pragma: no cover - init_process_group has just set it
+        raise RuntimeError("torch.distributed has no default group after init_process_group")
+    return group
+
+
+def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:
+    """What ranks could only learn from each other: their machines, and this rank's own cores."""
+    mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+    everyone: list[tuple[str, list[int]]] = [mine] * placement.size
+    dist.all_gather_object(everyone, mine, group=group)
+    machines = list(dict.fromkeys(host for host, _ in everyone))
+    if placement.launcher in ("Open MPI", "Hydra"):
+        node = machines.index(mine[0])
+        placement = dataclasses.replace(placement, node=node, nodes=len(machines))
+    if placement.launcher != "srun":  # Slurm has said how many are a task's
+        neighbours = [cpus for host, cpus in everyone if host == mine[0]]
+        placement = placement.with_cores(cores.share(mine[1], neighbours))
+    return placement, len(machines)
+
+
+def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:
+    """What came of the cores and of OMP_NUM_THREADS (`variable`), in one line."""
+    told = f"{placement.size} ranks on {machines} machine(s), by {placement.launcher}; "
+    told += f"rank 0: {placement.cores} core(s), {threads} thread(s)"
+    if variable and placement.launcher != "shoal run":
+        told += f", OMP_NUM_THREADS={variable}"
+        told += " replaced" if str(threads) != variable else ""
+    return told
