@@ -250,7 +250,7 @@ class Run:
         if self._lock is not None:
             self._lock.release()
         if self._progress is not None:
-            self._progress.close()
+            self._progress.close(self.step, self.loader, self._losses(), time.time())
 
     def __enter__(self) -> Run:
         return self

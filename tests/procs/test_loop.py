@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 
 import shoal
@@ -148,6 +149,48 @@ def test_evaluations_come_when_asked_and_are_recorded(tmp_path: Path) -> None:
     assert all(event["samples"] == SAMPLES for event in events)
 
 
+def nothing_is_counted(output: Tensor, target: Tensor) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def huge(output: Tensor, target: Tensor) -> tuple[float, float]:
+    return math.inf, 1.0
+
+
+def test_a_finished_run_still_knows_its_last_evaluation(tmp_path: Path) -> None:
+    validation = shoal.Evaluation(
+        dataset=dataset(1),
+        every=4,
+        metrics={
+            "accuracy": shoal.Accuracy(),
+            "nothing": nothing_is_counted,
+            "huge": huge,
+            "by class": torchmetrics.Recall(task="multiclass", num_classes=2, average="none"),
+        },
+    )
+    seen: list[dict[str, Any]] = []
+    for _ in range(2):  # the second time there is nothing left to do
+        done = train(tmp_path, evaluate=validation, callbacks=[lambda m: seen.append({**m.metrics})])
+        classes = done.metrics["by class"]
+        assert isinstance(classes, Tensor)
+        seen.append({**done.metrics, "by class": classes.tolist()})
+    trained, again = seen[-3], seen[-1]
+    assert math.isnan(again["nothing"])
+    assert again["huge"] == math.inf
+    assert again.keys() == {"loss", "samples", "accuracy", "nothing", "huge", "by class"}
+    assert str(again) == str(trained)  # to the last digit, and NaN equals NaN
+    assert str(losses(tmp_path, "evaluation")[-1]["loss"]) == str(again["loss"])
+
+
+def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, steps=7)
+    train(tmp_path)
+    first, second = capsys.readouterr().out.split("resumed at sample 56")
+    assert "100 % · step 7 · epoch 1.40/1.4 · " in first
+    assert "80.0 % · step 8 · epoch 1.60/2 · " in second
+    assert "100 % · step 10 · epoch 2.00/2 · " in second
+
+
 def test_the_best_is_kept_apart(tmp_path: Path) -> None:
     worse = shoal.Evaluation(dataset=dataset(1), every=1, higher=True)  # the first is the best
     done = train(tmp_path, evaluate=worse, keep=1)
@@ -267,7 +310,7 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
 )
 def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> None:
     verdict = Verdict(shoal.Evaluation(dataset=None, higher=higher))
-    assert [verdict.add(value) for value in values] == best
+    assert [verdict.add(value, {}) for value in values] == best
 
 
 @pytest.mark.parametrize(
