@@ -229,6 +229,7 @@ class Run:
     def _commit(self, checkpoints: Checkpoints, position: int) -> Path:
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        self._curves.flush()
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
