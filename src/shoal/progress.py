@@ -30,7 +30,7 @@ BARS = (40, 20, 8)
 Part: TypeAlias = Literal["percent", "step", "epoch", "loss", "losses", "rate", "clock"]
 
 KEPT: tuple[Part, ...] = ("percent", "loss", "clock", "epoch", "rate", "losses", "step")
-"""Which parts are kept first where a line is too narrow for all. The bar goes before any of them."""
+"""Which parts are kept first where a line is too narrow for all. The bar goes before any but the last."""
 
 SEPARATOR = " · "
 
@@ -170,11 +170,13 @@ class _Line:
         kept = set()
         for name in KEPT:
             needs = cell_len(parts.get(name, "")) + len(SEPARATOR)
+            if name == KEPT[-1] and self._standing.goal:
+                needs += BARS[-1] + 1
             if name in parts and needs <= room:
                 kept.add(name)
-                room -= needs
+                room -= cell_len(parts[name]) + len(SEPARATOR)
         line = Text()
-        if self._standing.goal and len(kept) == len(parts):
+        if self._standing.goal and kept >= parts.keys() - {KEPT[-1]}:
             line.append(self._bar(next((bar for bar in BARS if bar < room), 0), console, options))
         for number, text in enumerate(text for name, text in parts.items() if name in kept):
             if number:
