@@ -64,7 +64,7 @@ def run(
     The script finds its place as under torchrun; it need not use Shoal. The exit code is that of
     the first process that fails.
     """
-    from .launch import local
+    from .launching import local
 
     given = args or []
     raise typer.Exit(

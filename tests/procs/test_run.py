@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.launch import local
+from shoal.launching import local
 
 GONE_WITHIN = 5.0
 
@@ -417,7 +417,7 @@ def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) 
     target.write_text("import sys; sys.exit(5)")
     # Processes that imported this script again would start runs of their own.
     script.write_text(
-        "from shoal.launch.local import run\n"
+        "from shoal.launching.local import run\n"
         f"print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
     )
     done = subprocess.run(

@@ -60,7 +60,7 @@ MAY_WRITE_PICKLES = {"exchange.py"}
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_READ_ENVIRONMENT = ("environ.py",)
-MAY_PRINT = ("cli", "launch", "world")
+MAY_PRINT = ("cli", "launching", "world")
 
 
 def habits(package: Path) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ..errors import LaunchError
 from .failure import Failure, decode, from_exit
 from .worker import SHIELDED, Script, main
 
-_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker", "shoal.launch.elastic"]
+_PRELOAD = ["torch", "torch.distributed", "shoal.launching.worker", "shoal.launching.elastic"]
 
 # Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
 _SETTLE = 0.2
