@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shoal.evaluation import Accuracy, evaluate
     from shoal.exchange import export, load
     from shoal.launchers import Placement
+    from shoal.launching import launch
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
     from shoal.parallel import DDP, DataParallel, Single, parallelize
@@ -55,6 +56,7 @@ _HOMES = {
     "evaluation": ("Accuracy", "evaluate"),
     "exchange": ("export", "load"),
     "launchers": ("Placement",),
+    "launching": ("launch",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
     "parallel": ("DDP", "DataParallel", "Single", "parallelize"),
@@ -105,6 +107,7 @@ __all__ = [
     "export",
     "gather",
     "init",
+    "launch",
     "load",
     "parallelize",
     "train",
