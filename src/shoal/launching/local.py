@@ -73,12 +73,12 @@ def run_job(
         undisturbed=interrupts.held,
     )
     # The threads' variable must be there when the fork server loads torch.
-    with interrupts.handled(), set_variables(worker_threads(processes)):
-        try:
-            with logs or nullcontext():
-                return launcher.run()
-        except Interrupted as interrupted:
-            return End(code=128 + interrupted.signum)
+    variables = set_variables(worker_threads(processes))
+    try:
+        with interrupts.handled(), variables, logs or nullcontext():
+            return launcher.run()
+    except Interrupted as interrupted:
+        return End(code=128 + interrupted.signum)
 
 
 def _check(script: str, *, processes: int, restarts: int, port: int | None) -> None:
