@@ -40,6 +40,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             cwd=folder,
             env={**env, "TMPDIR": str(self.temporary)},
             start_new_session=True,

@@ -41,8 +41,9 @@ def launch(
     The list is in rank order. Works in scripts, without a guard, and in notebooks; the function may
     be defined there. It finds its place by `shoal.init()`, as a script does under `shoal run`, and
     what it prints appears here. The processes are new ones: they have the caller's environment,
-    `sys.path`, `sys.argv` and directory, but nothing that it has open or on a GPU. Function,
-    arguments and what is returned are pickled and never in a file. A rank that leaves by
+    `sys.path`, `sys.argv` and directory, but nothing that it has open or on a GPU, and no settings
+    such as torch's default dtype: make those in the function. Function, arguments and what is
+    returned are pickled and never in a file. A rank that leaves by
     `sys.exit(0)` returns None. When a rank fails all are stopped, and up to `restarts` times
     started again. Ctrl-C is passed on; a second one kills.
 
