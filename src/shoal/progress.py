@@ -30,7 +30,7 @@ BARS = (40, 20, 8)
 Part: TypeAlias = Literal["percent", "step", "epoch", "loss", "losses", "rate", "clock"]
 
 KEPT: tuple[Part, ...] = ("percent", "loss", "clock", "epoch", "rate", "losses", "step")
-"""Which parts are kept first where a line is too narrow for all. The bar goes before any but the last."""
+"""Which parts are kept first in a line too narrow for all; the bar goes before all but the last."""
 
 SEPARATOR = " · "
 
