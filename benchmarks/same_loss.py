@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
 
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     # The salt and the missing date make the file the same each time; text stays text.
-    style = {"svg.hashsalt": "shoal", "svg.fonttype": "none", **dict.fromkeys(inked, INK)}
+    style: Any = {"svg.hashsalt": "shoal", "svg.fonttype": "none", **dict.fromkeys(inked, INK)}
     with mpl.rc_context(style):
         figure, (above, below) = pyplot.subplots(
             2, sharex=True, figsize=(7.6, 4.6), height_ratios=(3, 2), layout="constrained"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shoal.evaluation import Accuracy, evaluate
     from shoal.exchange import export, load
     from shoal.launchers import Placement
+    from shoal.launching import launch
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
     from shoal.parallel import DDP, FSDP, DataParallel, Single, parallelize
@@ -57,6 +58,7 @@ _HOMES = {
     "evaluation": ("Accuracy", "evaluate"),
     "exchange": ("export", "load"),
     "launchers": ("Placement",),
+    "launching": ("launch",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
     "parallel": ("DDP", "FSDP", "DataParallel", "Single", "parallelize"),
@@ -109,6 +111,7 @@ __all__ = [
     "export",
     "gather",
     "init",
+    "launch",
     "load",
     "parallelize",
     "train",

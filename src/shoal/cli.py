@@ -58,13 +58,17 @@ def run(
         float,
         typer.Option(min=0.0, metavar="SECONDS", help="From asking processes to end to SIGKILL."),
     ] = 3.0,
+    logs: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
+    ] = None,
 ) -> None:
     """Run a script in N processes on this machine.
 
     The script finds its place as under torchrun; it need not use Shoal. The exit code is that of
     the first process that fails.
     """
-    from .launch import local
+    from .launching import local
 
     given = args or []
     raise typer.Exit(
@@ -75,6 +79,7 @@ def run(
             restarts=_whole(restarts, "--restarts"),
             port=None if port is None else _whole(port, "--port"),
             grace=grace,
+            logs=logs,
         )
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from shoal.errors import StepError
 from shoal.world import World
 
@@ -53,15 +55,17 @@ class Evaluation:
 
 
 class Verdict:
-    """The best evaluation so far, how many have passed since, and what follows."""
+    """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
 
     def __init__(self, evaluation: Evaluation | None) -> None:
         self.evaluation = evaluation
         self.best: float | None = None
         self.since = 0
+        self.metrics: Mapping[str, Any] = {}
 
-    def add(self, value: float) -> bool:
-        """Take the next value; whether it is the best so far. NaN never is."""
+    def add(self, value: float, metrics: Mapping[str, Any]) -> bool:
+        """Take the next evaluation and the `value` compared; whether it is the best. NaN never is."""
+        self.metrics = metrics
         better = not math.isnan(value) and (
             self.best is None or (value > self.best if self._higher else value < self.best)
         )
@@ -81,12 +85,17 @@ class Verdict:
         return patience is not None and self.since >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and the evaluations since."""
-        return {"best": self.best, "since": self.since}
+        """The best value, the evaluations since, and the last one's metrics: numbers and tensors."""
+        kept = {
+            name: value
+            for name, value in self.metrics.items()
+            if isinstance(value, float | int | Tensor)
+        }
+        return {"best": self.best, "since": self.since, "metrics": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-        self.best, self.since = state["best"], state["since"]
+        self.best, self.since, self.metrics = state["best"], state["since"], state["metrics"]
 
 
 class Deadline:

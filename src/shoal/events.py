@@ -90,9 +90,9 @@ class Events:
             self._file = -1
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read(path: str | Path) -> Iterator[dict[str, Any]]:
     """The events of one file in order, without the lines that a kill cut in two."""
-    with path.open("rb") as lines:
+    with Path(path).open("rb") as lines:
         for line in lines:
             try:
                 event = json.loads(line)
@@ -102,15 +102,17 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def steps(directory: Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
     """Of each step, by (name, step), the record of each rank: of the last attempt that took it.
 
     What a killed attempt did after its last checkpoint is done again by the next, perhaps on fewer
     ranks; so a record counts if it is of the same attempt as rank 0's last one. `directory` is a
-    run's `events`.
+    run's, or the `events` in it.
     """
     found: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
-    for path in directory.glob("rank-*.jsonl"):
+    directory = Path(directory)
+    inside = directory / "events"
+    for path in (inside if inside.is_dir() else directory).glob("rank-*.jsonl"):
         rank, attempt = int(path.stem.removeprefix("rank-")), None
         for event in read(path):
             if event["event"] == "start":

@@ -141,7 +141,6 @@ class _Loop:
         self.verdict = verdict
         self.callbacks = callbacks
         self.deadline = deadline
-        self.metrics: Mapping[str, Any] = {}
 
     def run_to_end(self, epochs: int | None, steps: int | None, *, save: int | None) -> Trained:
         """Restore, train, and save what came of it."""
@@ -150,7 +149,7 @@ class _Loop:
         self.run.save()
         self.tell("end")
         model, best = self.step.model, self.verdict.best
-        return Trained(model, self.step, self.metrics, best, self.ema, reason)
+        return Trained(model, self.step, self.verdict.metrics, best, self.ema, reason)
 
     def train(self, epochs: int | None, steps: int | None, *, save: int | None) -> str:
         """Run up to the end; which end it was."""
@@ -162,7 +161,11 @@ class _Loop:
         if evaluation is not None:
             self._try_out(evaluation)
         epoch = loader.epoch
-        for batch in loader.epochs(10**12 if epochs is None else epochs):
+        batches = loader.epochs(10**12 if epochs is None else epochs)
+        if steps is not None:
+            end = loader.after(steps - self.step.number)
+            loader.goal = end if loader.goal is None else min(end, loader.goal)
+        for batch in batches:
             result = self.step(batch)
             if self.ema is not None and not result.skipped:
                 self.ema.update()
@@ -185,20 +188,20 @@ class _Loop:
 
     def tell(self, kind: str) -> list[object]:
         """Call the callbacks; what they returned."""
-        moment = Moment(kind, self.run, self.step.model, self.step.last, self.metrics)
+        moment = Moment(kind, self.run, self.step.model, self.step.last, self.verdict.metrics)
         return [callback(moment) for callback in self.callbacks]
 
     def _evaluate(self, evaluation: Evaluation) -> str | None:
         with self.ema.applied() if self.ema is not None else nullcontext():
-            self.metrics = self._measure(evaluation)
-        self.run.note("evaluation", self.metrics)
+            metrics = self._measure(evaluation)
+        self.run.note("evaluation", metrics)
         shown = ", ".join(
-            f"{name} {value:.4g}" for name, value in self.metrics.items() if isinstance(value, float)
+            f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)
         )
         self.run.world.say(f"step {self.step.number:,}: {shown}")
         # Rank 0 decides for all: a metric may differ in its last bit between ranks.
-        value = self.run.world.broadcast(float(self.metrics[evaluation.best]))
-        if self.verdict.add(value):
+        value = self.run.world.broadcast(float(metrics[evaluation.best]))
+        if self.verdict.add(value, metrics):
             self.run.save(to="best")
         if any(self.run.world.gather(any(answer is True for answer in self.tell("evaluation")))):
             return "callback"

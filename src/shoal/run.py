@@ -230,6 +230,7 @@ class Run:
     def _commit(self, checkpoints: Checkpoints, position: int) -> Path:
         begun = time.perf_counter()
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        self._curves.flush()
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
@@ -258,7 +259,7 @@ class Run:
         if self._lock is not None:
             self._lock.release()
         if self._progress is not None:
-            self._progress.close()
+            self._progress.close(self.step, self.loader, self._losses(), time.time())
 
     def __enter__(self) -> Run:
         return self

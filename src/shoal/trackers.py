@@ -18,6 +18,9 @@ class Writer(Protocol):
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of one optimizer step."""
 
+    def flush(self) -> None:
+        """Hand over everything so far: a checkpoint follows, behind which a run never goes back."""
+
     def close(self) -> None:
         """Hand over what is left."""
 
@@ -53,6 +56,9 @@ class _TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
+    def flush(self) -> None:
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -61,7 +67,8 @@ class _TensorBoard:
 class WandB:
     """One run of Weights & Biases for one run directory, however often it is started.
 
-    `mode` is wandb's own: "online", "offline" or "disabled". The key comes from `wandb login`.
+    `mode` is wandb's own: "online", "offline" or "disabled". The key comes from `wandb login`. What a
+    process of W&B's holds back when all is killed (offline up to 32 KiB) is in the run's events only.
     """
 
     project: str
@@ -102,6 +109,9 @@ class _WandB:
             self.sent = step
             self._note.write_text(json.dumps({"id": self.id, "sent": step}))
 
+    def flush(self) -> None:
+        """Nothing is kept here; the process of W&B has it."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -136,6 +146,11 @@ class Curves:
             self._writers = [one.open(self._directory, self.begins) for one in self._trackers]
         for writer in self._writers:
             writer.write(values, step)
+
+    def flush(self) -> None:
+        """Hand over everything so far."""
+        for writer in self._writers or ():
+            writer.flush()
 
     def close(self) -> None:
         """Close what was opened; closing twice is fine."""

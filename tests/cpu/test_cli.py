@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shoal import cli
 from shoal.errors import LaunchError
-from shoal.launch import local
+from shoal.launching import local
 
 
 def shoal(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.events import FLUSH_LINES, FLUSH_SECONDS, Events, StepEvent, read
+from shoal.events import FLUSH_LINES, FLUSH_SECONDS, Events, StepEvent, read, steps
 
 
 def event(step: int = 1, *, loss: float = 0.5, time: float = 1000.0, name: str = "step") -> StepEvent:
@@ -113,3 +113,14 @@ def test_readers_skip_what_is_no_event(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b'[1]\n"event"\n\xff\xfe\n{"event": "start"}\n{"no": 1}\n\n{"event": "st')
     assert list(read(path)) == [{"event": "start"}]
+
+
+def test_the_steps_of_a_run_are_read_from_its_directory_or_its_events(path: Path) -> None:
+    events = Events(path)
+    events.write("start", {"began": 1.0})
+    events.step(event(3))
+    events.close()
+    run = path.parent.parent
+    found = steps(run)
+    assert found[("step", 3)][0] == list(read(str(path)))[1]
+    assert all(steps(each) == found for each in (str(run), run / "events", str(run / "events")))

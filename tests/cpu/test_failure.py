@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.errors import DataError
-from shoal.launch.failure import (
+from shoal.launching.failure import (
     Failure,
     culprit,
     decode,

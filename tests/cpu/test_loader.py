@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import shoal
 from shoal.data.loader import check_sizes
@@ -216,3 +217,34 @@ def test_a_dataset_smaller_than_a_batch(world: shoal.World) -> None:
     assert [batch.size for batch in loader.epochs(2)] == [3, 3]
     with pytest.raises(DataError, match="every batch would be dropped"):
         shoal.Loader(torch.arange(3), world, batch_size=8, drop_last=True)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_position_after_so_many_steps_is_where_they_lead(
+    world: shoal.World, drop_last: bool
+) -> None:
+    positions = [0]
+    ahead = []
+    loader = build(world, drop_last=drop_last)
+    for _ in loader.epochs(4):
+        positions.append(loader.position)
+        ahead.append([loader.after(steps) for steps in range(8)])
+    whole = [found for found in ahead if found[-1] <= positions[-1]]
+    assert len(whole) > 12
+    assert whole == [positions[taken + 1 : taken + 9] for taken in range(len(whole))]
+
+
+def test_a_loop_over_epochs_has_a_goal_where_their_length_is_known(world: shoal.World) -> None:
+    assert build(world).goal is None
+    loader = build(world)
+    loader.epochs(3)
+    assert loader.goal == 3 * SIZE
+    endless = shoal.Loader(Endless(), world, batch_size=BATCH)
+    endless.epochs(3)
+    assert endless.goal is None
+    assert endless.after(5) == 5 * BATCH
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()

@@ -22,12 +22,11 @@ import sys
 import torch, shoal
 from torch import nn
 
-torch.set_default_dtype(torch.float64)
-
 def loss(output, batch):
     return (output - batch[1]).square().sum(), len(output)
 
 def main():
+    torch.set_default_dtype(torch.float64)
     with shoal.init(seed=1) as world:
         assert world.size == int(sys.argv[1]), world.placement.reason
         inputs = torch.randn(101, 5)
@@ -85,6 +84,32 @@ def test_shoal_run_and_torchrun(alone: str, tmp_path: Path) -> None:
     assert alone.startswith("loss 1.6")
     assert final_loss([*SHOAL, "2"], 2, tmp_path) == alone
     assert final_loss([*TORCHRUN, "2"], 2, tmp_path) == alone
+
+
+SET_ARGUMENTS = "import sys; sys.argv = ['notebook', '2']"
+LAUNCH = "print(shoal.launch(main, processes=2))"
+
+
+def cells_print(cells: list[str], folder: Path) -> str:
+    """What a notebook of these cells prints on stdout."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=100, kernel_name="python3", resources=resources).execute(
+        env=environment()
+    )
+    outputs = [output for cell in notebook.cells for output in cell.outputs]
+    return "".join(output.text for output in outputs if output.get("name") == "stdout")
+
+
+@pytest.mark.full
+def test_a_notebook(alone: str, tmp_path: Path) -> None:
+    """The same function, defined in one cell and launched in another."""
+    definitions = TRAIN.removesuffix("main()\n")
+    assert definitions != TRAIN
+    assert cells_print([SET_ARGUMENTS, definitions, LAUNCH], tmp_path) == f"{alone}\n[None, None]\n"
 
 
 def program(name: str) -> str:

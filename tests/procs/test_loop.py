@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 
 import shoal
@@ -148,6 +149,48 @@ def test_evaluations_come_when_asked_and_are_recorded(tmp_path: Path) -> None:
     assert all(event["samples"] == SAMPLES for event in events)
 
 
+def nothing_is_counted(output: Tensor, target: Tensor) -> tuple[float, float]:
+    return 0.0, 0.0
+
+
+def huge(output: Tensor, target: Tensor) -> tuple[float, float]:
+    return math.inf, 1.0
+
+
+def test_a_finished_run_still_knows_its_last_evaluation(tmp_path: Path) -> None:
+    validation = shoal.Evaluation(
+        dataset=dataset(1),
+        every=4,
+        metrics={
+            "accuracy": shoal.Accuracy(),
+            "nothing": nothing_is_counted,
+            "huge": huge,
+            "by class": torchmetrics.Recall(task="multiclass", num_classes=2, average="none"),
+        },
+    )
+    seen: list[dict[str, Any]] = []
+    for _ in range(2):  # the second time there is nothing left to do
+        done = train(tmp_path, evaluate=validation, callbacks=[lambda m: seen.append({**m.metrics})])
+        classes = done.metrics["by class"]
+        assert isinstance(classes, Tensor)
+        seen.append({**done.metrics, "by class": classes.tolist()})
+    trained, again = seen[-3], seen[-1]
+    assert math.isnan(again["nothing"])
+    assert again["huge"] == math.inf
+    assert again.keys() == {"loss", "samples", "accuracy", "nothing", "huge", "by class"}
+    assert str(again) == str(trained)  # to the last digit, and NaN equals NaN
+    assert str(losses(tmp_path, "evaluation")[-1]["loss"]) == str(again["loss"])
+
+
+def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, steps=7)
+    train(tmp_path)
+    first, second = capsys.readouterr().out.split("resumed at sample 56")
+    assert "100 % · step 7 · epoch 1.40/1.4 · " in first
+    assert "80.0 % · step 8 · epoch 1.60/2 · " in second
+    assert "100 % · step 10 · epoch 2.00/2 · " in second
+
+
 def test_the_best_is_kept_apart(tmp_path: Path) -> None:
     worse = shoal.Evaluation(dataset=dataset(1), every=1, higher=True)  # the first is the best
     done = train(tmp_path, evaluate=worse, keep=1)
@@ -205,6 +248,96 @@ def impatient(world: shoal.World, directory: Path) -> list[tuple[str, int]]:
 
 def test_patience_ends_it_on_all_ranks_and_stays_ended(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.call(impatient, tmp_path) == [[("patience", 4)] * 2] * 2
+
+
+class Private(torchmetrics.Metric):
+    """Another number on each rank, as a validation loss computed without the others would be."""
+
+    def __init__(self, numbers: Callable[[], float]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        pass
+
+    def compute(self) -> float:
+        return self.numbers()
+
+
+class Numbers:
+    """The step, growing or falling; the same one for all copies of a metric."""
+
+    def __init__(self, sign: int) -> None:
+        self.sign = sign
+        self.step = 0
+
+    def __call__(self) -> float:
+        return float(self.sign * self.step)
+
+    def __deepcopy__(self, memo: object) -> Numbers:
+        return self
+
+    def follow(self, moment: shoal.Moment) -> None:
+        self.step = moment.run.step
+
+
+def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
+    """Training whose metric grows on rank `growing` and falls on the other."""
+    world.reseed("weights", by_rank=False)
+    numbers = Numbers(1 if world.rank == growing else -1)
+    validation = shoal.Evaluation(
+        dataset=dataset(1),
+        every=2,
+        metrics={"own": Private(numbers)},
+        best="own",
+        higher=True,
+        patience=2,
+    )
+    done = train(directory, world=world, evaluate=validation, callbacks=[numbers.follow])
+    world.barrier()
+    kept = [path.name for path in (directory / "best").iterdir()]
+    return done.reason, done.step.number, done.best, kept, done.metrics["own"]
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_see_other_metrics_stop_and_keep_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    """FAILURES 19: rank 0's number decides for all, whether it is the better or the worse one."""
+    for growing, outcome in (
+        (0, ("epochs", 10, 10.0, ["step-10"])),
+        (1, ("patience", 6, -2.0, ["step-2"])),
+    ):
+        one, other = ranks.call(apart, tmp_path / str(growing), growing)
+        assert one[:-1] == other[:-1] == outcome
+        assert one[-1] == -other[-1] != 0
+
+
+def rates(world: shoal.World, scheduler: Callable[[Any, int], Any], steps: int) -> list[float]:
+    """The learning rate before each step of so many, and after the last."""
+    model = shoal.parallelize(nn.Linear(4, 2).double(), world)
+    optimizer = adam(model)
+    schedule = scheduler(optimizer, steps)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), schedule=schedule)
+    found = []
+    for batch in shoal.Loader(dataset(), world, batch_size=BATCH, micro_batches=2).epochs(10**6):
+        found.append(float(optimizer.param_groups[0]["lr"]))
+        if len(found) > steps:
+            return found
+        step(batch)
+    raise AssertionError("epochs are over")
+
+
+def of_torch(optimizer: torch.optim.Optimizer, total: int) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
+
+
+def test_a_cosine_ends_with_the_steps_however_many_ranks_take_them() -> None:
+    """FAILURES 21: not after a fourth on four ranks, nor after half of them with two micro-batches."""
+    steps = 200
+    expected = [5e-3 * (1 + math.cos(math.pi * step / steps)) for step in range(steps + 1)]
+    with Ranks(4) as four:
+        for scheduler in (shoal.Schedule(), of_torch):
+            for found in four.call(rates, scheduler, steps):
+                assert found == pytest.approx(expected, abs=1e-12)
 
 
 def in_time(world: shoal.World, directory: Path) -> tuple[str, int, list[str]]:
@@ -267,7 +400,7 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
 )
 def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> None:
     verdict = Verdict(shoal.Evaluation(dataset=None, higher=higher))
-    assert [verdict.add(value) for value in values] == best
+    assert [verdict.add(value, {}) for value in values] == best
 
 
 @pytest.mark.parametrize(

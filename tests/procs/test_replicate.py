@@ -337,9 +337,63 @@ def synchronisations(world: shoal.World, micro_batches: int, raw: bool) -> tuple
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_only_the_last_micro_batch_synchronises(ranks: Ranks, raw: bool) -> None:
+    """FAILURES 22: no collective for the first three of four micro-batches."""
     for counts, differ in ranks.call(synchronisations, 4, raw):
         assert counts == [0, 0, 0, 1] * 2  # one bucket, in which the sums ride along
         assert differ
+
+
+def curve(world: shoal.World, micro_batches: int, precision: str, clip: float) -> list[list[float]]:
+    """Losses and norms of a training whose samples differ much from micro-batch to micro-batch."""
+    gc.collect()
+    torch.manual_seed(2)
+    model = shoal.parallelize(Plain(), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), precision=precision, clip=clip)
+    loader = shoal.Loader(uneven(), world, batch_size=24, micro_batches=micro_batches)
+    return [[step(batch).loss, step.last.norm if step.last else 0.0] for batch in loader.epochs(5)]
+
+
+def uneven() -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(6))
+    return inputs * torch.arange(SAMPLES)[:, None] / 8, torch.arange(SAMPLES) % 3
+
+
+def in_plain_torch(clip: float) -> list[list[float]]:
+    """The same on one process: whole batches, one mean, torch's clipping."""
+    torch.manual_seed(2)
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    inputs, labels = uneven()
+    found = []
+    for epoch in range(5):
+        order = torch.from_numpy(shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(0, SAMPLES))
+        for indices in order.split(24):
+            mean = F.cross_entropy(model(inputs[indices]), labels[indices])
+            optimizer.zero_grad()
+            mean.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            found.append([mean.item(), float(norm)])
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_accumulation_and_clipping_leave_the_curve_of_one_process(
+    ranks: Ranks, micro_batches: int
+) -> None:
+    """FAILURES 22 and 23: the same losses and norms as in one process, with any accumulation."""
+    expected = in_plain_torch(clip=0.1)
+    assert min(norm for _, norm in expected) > 0.1  # every step is clipped
+    for found in ranks.call(curve, micro_batches, "fp32", 0.1):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_fp16_are_unscaled_before_they_are_clipped(ranks: Ranks) -> None:
+    """FAILURES 23: a norm that were taken of scaled gradients would be 65,536 times as large."""
+    expected = in_plain_torch(clip=0.1)
+    for found in ranks.call(curve, 2, "fp16", 0.1):
+        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=0.03, atol=0.01)
 
 
 def copies(world: shoal.World) -> bool:

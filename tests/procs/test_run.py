@@ -8,20 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from shoal.launch import local
-
-GONE_WITHIN = 5.0
+from commands import GONE_WITHIN, Command, wait_for
+from shoal.launching import local
 
 RANKS = """
 import os, signal, sys, time
@@ -60,63 +55,16 @@ while True:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """What is left of a run."""
-
-    code: int
-    out: str
-    err: str
-
-
-class Run:
-    """A `shoal run` in a session and a temporary directory of its own."""
+class Run(Command):
+    """A `shoal run` of a script."""
 
     def __init__(self, folder: Path, script: str, options: Sequence[str]) -> None:
-        self.folder = folder
-        # Not in the folder, whose name may be too long for sockets.
-        self._temporary = tempfile.TemporaryDirectory(prefix="shoal-")
-        self.temporary = Path(self._temporary.name)
         (folder / "script.py").write_text(textwrap.dedent(script))
         # As the installed command is: a file whose folder is not the current one.
         command = folder / "bin" / "shoal"
         command.parent.mkdir()
         command.write_text("from shoal.cli import main; main()")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "PYTHONUNBUF"))}
-        self.process = subprocess.Popen(
-            [sys.executable, str(command), "run", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**env, "TMPDIR": str(self.temporary)},
-            start_new_session=True,
-        )
-
-    def end(self, timeout: float = 60) -> Ended:
-        out, err = self.process.communicate(timeout=timeout)
-        return Ended(code=self.process.returncode, out=out, err=err)
-
-    def members(self) -> list[int]:
-        """The processes of this run, wherever in the tree they are: known by their directory."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and process.environ().get("TMPDIR") == str(self.temporary):
-                    found.append(process.pid)
-        return found
-
-    def wait_ready(self, ranks: int) -> None:
-        wait_for(lambda: all((self.folder / f"ready{rank}").exists() for rank in range(ranks)))
-
-
-def wait_for(condition: Callable[[], bool], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the condition did not come true")
-        time.sleep(0.01)
+        super().__init__([sys.executable, str(command), "run", *options], folder)
 
 
 Start = Callable[..., Run]
@@ -132,10 +80,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for run in runs:
-        for pid in run.members():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait(timeout=10)
+        run.clean_up()
 
 
 @pytest.fixture
@@ -419,7 +364,7 @@ def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) 
     target.write_text("import sys; sys.exit(5)")
     # Processes that imported this script again would start runs of their own.
     script.write_text(
-        "from shoal.launch.local import run\n"
+        "from shoal.launching.local import run\n"
         f"print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
     )
     done = subprocess.run(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
 )
 from torch import nn
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
 import shoal
 from ranks import Ranks
@@ -66,11 +71,57 @@ def test_curves_are_rank_0s(tmp_path: Path) -> None:
     assert len(curve(tmp_path, "loss")) == 3
 
 
+def killed_at_step_6(world: shoal.World, directory: Path) -> None:
+    """No close, no exit handler: what was not handed over by then is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        tick = shoal.Run.tick
+
+        def tick_and_die(run: shoal.Run, *, every: int | None = None) -> None:
+            tick(run, every=every)
+            if run.step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        patch.setattr(shoal.Run, "tick", tick_and_die)
+        train(world, directory, 9)
+
+
+def test_tensorboard_goes_on_after_a_kill_without_a_gap(world: shoal.World, tmp_path: Path) -> None:
+    """FAILURES 30: one curve, each step once and in order, though the first attempt closed nothing."""
+    with Ranks(1) as ranks:
+        assert ranks.call_until_killed(killed_at_step_6, tmp_path) is None
+    (first,) = (tmp_path / "tensorboard").iterdir()
+    begun = int(first.name.split(".")[3])
+    while int(time.time()) <= begun:  # files are read in the order of the second in their names
+        time.sleep(0.01)
+    train(world, tmp_path, 9)
+    assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
+
+
+def recorded(path: Path) -> list[tuple[int, float]]:
+    """Steps and numbers in a file of wandb's: blocks of 32 KiB, records of checksum, length, kind."""
+    data, at, record, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            history = Record.FromString(record).history
+            values = {item.key or item.nested_key[0]: item.value_json for item in history.item}
+            if "half" in values:
+                found.append((history.step.num, float(values["half"])))
+            record = b""
+    return found
+
+
 def train_quietly(world: shoal.World, directory: Path) -> None:
     train(world, directory, 3)
 
 
 def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path: Path) -> None:
+    """FAILURES 30: the second attempt, which takes steps 5 and 6 again, sends none below the last."""
     options = (shoal.WandB(project="tests", mode="offline"),)
     train(world, tmp_path, 6, options)
     before = json.loads((tmp_path / "wandb.json").read_text())
@@ -80,6 +131,8 @@ def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path
     assert after == {"id": before["id"], "sent": 9}
     runs = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.stem for path in runs] == [f"run-{before['id']}"] * 2
+    attempts = sorted(recorded(path) for path in runs)
+    assert attempts == [[(step, step / 2) for step in range(*ends)] for ends in ((1, 7), (6, 10))]
 
 
 def test_no_trackers_are_none(world: shoal.World, tmp_path: Path) -> None:

@@ -246,6 +246,8 @@ def slow_then_stuck(world: shoal.World, directory: Path) -> tuple[float, str]:
 
 
 def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
+    """FAILURES 20: rank 0 prepares for longer than a collective may take, in the midst of training;
+    a hang after it is noticed in time."""
     with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
         (seconds, message), _ = ranks.call(slow_then_stuck, tmp_path)
     assert len(list(tmp_path.glob("past the barrier *"))) == 2
@@ -269,6 +271,7 @@ def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> float
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None:
+    """FAILURES 20: a long limit for what comes before the first step, a short one from then on."""
     with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
         seconds, _ = ranks.call(one_step_then_stuck, tmp_path, raw)
     assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5

@@ -6,8 +6,6 @@ import errno
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -76,6 +74,8 @@ class Agreement:
 
     def exchange(self, given: str, action: Callable[[], T]) -> T:
         """Run what calls DCP, whose own error, alike on all ranks, is a BaseException."""
+        from torch.distributed.checkpoint.api import CheckpointException  # half a second
+
         try:
             return action()
         except CheckpointException as error:

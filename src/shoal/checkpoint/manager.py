@@ -9,22 +9,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
 from shoal.checkpoint.state import Parts, Tree, names_in, put_together, take_apart
 from shoal.checkpoint.store import DamageError, Files, Manifest, Store, step_of
-from shoal.checkpoint.tensors import (
-    Table,
-    Written,
-    allocate,
-    load_tensors,
-    save_tensors,
-    serialize,
-)
 from shoal.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.tensors import Table, Written
 
 STATE = "state.json"
 
@@ -96,6 +91,9 @@ class Checkpoints:
         refused before anything is written. A checkpoint of the same step is replaced; until the new
         one is whole the old one stays. Returns its directory.
         """
+        # DCP brings sympy and half a second, which is for those who save.
+        from shoal.checkpoint.tensors import Written, save_tensors, serialize
+
         given = f"a checkpoint of step {step} in {self._directory}"
         parts, own_parts, info_json = self._agreement.together(
             given, lambda: self._prepare(step, state, rank_state, info)
@@ -237,6 +235,8 @@ class Checkpoints:
     def _load(
         self, path: Path, manifest: Manifest, template: Tree | None, skipped: tuple[Skipped, ...]
     ) -> Loaded:
+        from shoal.checkpoint.tensors import load_tensors
+
         given = f"the checkpoint {path}"
         group = self._world.group
         content, targets = self._agreement.together(
@@ -264,6 +264,8 @@ class Checkpoints:
     def _targets(
         self, path: Path, manifest: Manifest, template: Tree | None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        from shoal.checkpoint.tensors import allocate
+
         content = json.loads((path / STATE).read_bytes())
         offered = {} if template is None else take_apart(template, "state").tensors
         targets: dict[str, torch.Tensor] = {}

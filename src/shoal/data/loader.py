@@ -116,6 +116,8 @@ class Loader:
             pin_memory=pin_memory,
         )
         self.last: Batch | None = None
+        self.goal: int | None = None
+        """Where the loop over it is to end, in samples since the start; None where nobody knows."""
 
     def __len__(self) -> int:
         """Global batches in an epoch."""
@@ -153,6 +155,25 @@ class Loader:
         After a restore it goes on in mid-epoch with the next sample that was not consumed. An epoch
         ends on all ranks in the same step.
         """
+        self.goal = None if self.epoch_size is None else count * self.epoch_size
+        return self._batches(count)
+
+    def after(self, steps: int) -> int:
+        """The position after so many more steps, in samples since the start.
+
+        Where the length of an epoch isn't known, or the sizes of batches, as if all were full.
+        """
+        size, epoch = self.batch_size, self.epoch_size
+        if epoch is None or not isinstance(self._batch_size, int):
+            return self.position + steps * size
+        begins, offset = self.position - self.position % epoch, self.position % epoch
+        rest = math.ceil((epoch - offset) / size)
+        if steps < rest:
+            return self.position + steps * size
+        epochs, more = divmod(steps - rest, len(self))
+        return begins + (1 + epochs) * epoch + more * size
+
+    def _batches(self, count: int) -> Iterator[Batch]:
         begun = time.perf_counter()
         shares = self._feed.shares(count, self._fetch)
         for share, values in on_device(shares, self.world.device):

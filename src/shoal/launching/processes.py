@@ -16,9 +16,10 @@ from multiprocessing import connection, forkserver, resource_tracker
 from ..environ import SAFE_PATH, set_variables
 from ..errors import LaunchError
 from .failure import Failure, decode, from_exit
-from .worker import SHIELDED, Script, main
+from .job import Job
+from .worker import RETURNED, SHIELDED, main
 
-_PRELOAD = ["torch", "torch.distributed", "shoal.launch.worker", "shoal.launch.elastic"]
+_PRELOAD = ["torch", "torch.distributed", "shoal.launching.worker", "shoal.launching.elastic"]
 
 # Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
 _SETTLE = 0.2
@@ -45,11 +46,15 @@ def start_server() -> None:
 class Workers:
     """The ranks of this machine in one attempt.
 
-    `variables` holds one environment per process, each with its RANK.
+    `variables` holds one environment per process, each with its RANK, `logs` the files that take
+    what they write, if any.
     """
 
-    def __init__(self, script: Script, variables: Sequence[Mapping[str, str]]) -> None:
-        self._waiting = [_Rank(script, values) for values in variables]
+    def __init__(
+        self, job: Job, variables: Sequence[Mapping[str, str]], logs: Sequence[str] | None
+    ) -> None:
+        files = [None] * len(variables) if logs is None else logs
+        self._waiting = [_Rank(job, *each) for each in zip(variables, files, strict=True)]
         self._ranks: list[_Rank] = []
 
     def start(self) -> list[int]:
@@ -84,6 +89,10 @@ class Workers:
                 return failures
             _poll(running, deadline)
 
+    def values(self) -> list[bytes]:
+        """What ranks that have ended returned, in rank order; empty for nothing."""
+        return [rank.value for rank in self._ranks]
+
     def stop(self, signum: int, grace: float) -> None:
         """Send `signum`, and after `grace` seconds SIGKILL to whatever is left.
 
@@ -109,13 +118,15 @@ class Workers:
 class _Rank:
     """One process, and what is known of its end."""
 
-    def __init__(self, script: Script, variables: Mapping[str, str]) -> None:
+    def __init__(self, job: Job, variables: Mapping[str, str], log: str | None) -> None:
         context = multiprocessing.get_context("forkserver")
         self.rank = int(variables["RANK"])
         self.ended = False
         self.failure: Failure | None = None
+        self.value = b""
         self._reports, self._sender = context.Pipe(duplex=False)
-        self._process = context.Process(target=main, args=(script, self.rank, variables, self._sender))
+        args = (job, self.rank, variables, self._sender, log)
+        self._process = context.Process(target=main, args=args)
 
     def start(self) -> int:
         with without_main():
@@ -134,15 +145,16 @@ class _Rank:
         return [*reports, self._process.sentinel]
 
     def poll(self) -> None:
-        """Take notice of a failure or an end."""
+        """Take notice of a value, a failure or an end."""
+        # First, since a rank that has ended has sent what it had to.
+        exitcode = self._process.exitcode
         with suppress(EOFError, OSError):
             if not self._reports.closed and self._reports.poll():
                 try:
-                    self.failure = decode(self._reports.recv_bytes())
+                    self._take(self._reports.recv_bytes())
                 finally:
                     # One report at most; afterwards only the end is of interest.
                     self._reports.close()
-        exitcode = self._process.exitcode
         if exitcode is None:
             return
         self.ended = True
@@ -154,6 +166,13 @@ class _Rank:
                 exitcode=exitcode,
                 when=time.monotonic(),
             )
+
+    def _take(self, report: bytes) -> None:
+        if report == RETURNED:
+            # Maybe hundreds of megabytes, which the rank writes as they are read here.
+            self.value = self._reports.recv_bytes()
+        else:
+            self.failure = decode(report)
 
     def send(self, signum: int) -> None:
         """Signal the process itself: its children are its own affair."""

@@ -1,11 +1,9 @@
-"""What runs in each process of a run: the user's script, as `python script.py` would run it."""
+"""What runs in each process of a run, around the job that it was started for."""
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import faulthandler
-import fcntl
 import io
 import multiprocessing
 import os
@@ -14,41 +12,39 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 
 from ..cores import divide
 from ..environ import SAFE_PATH, threads_variable, write_variables
 from .failure import encode, exit_status, from_exception
+from .job import Job
+from .signals import signal_when_broken
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that the fork server blocks, and so a rank in its first moments."""
 
+RETURNED = b"returned"
+"""What a rank sends before the value of its job; all else is a failure."""
 
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """A Python file and its arguments, as typed.
 
-    `safe_path` is whether Python was told not to look for modules beside the file (`-P`).
+def main(
+    job: Job, rank: int, variables: Mapping[str, str], reports: Connection, log: str | None
+) -> None:
+    """Run `job` as rank `rank`; what it returns goes to `reports`.
+
+    So does a failure, which is not printed here. All that is written to stdout and stderr is
+    appended to the file `log`, if there is one.
     """
-
-    path: str
-    args: tuple[str, ...] = ()
-    safe_path: bool = False
-
-
-def main(script: Script, rank: int, variables: Mapping[str, str], reports: Connection) -> None:
-    """Run `script` as rank `rank`; a failure goes to `reports` and is not printed here."""
     bind_to_launcher()
+    if log is not None:
+        _write_to(log)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     _become_main()
-    write_variables({**variables, SAFE_PATH: "1" if script.safe_path else None})
+    write_variables({**variables, SAFE_PATH: "1" if job.safe_path else None})
     _take_cores(int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))
     try:
-        run_script(script)
+        value = job.run()
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except BaseException as error:
@@ -60,6 +56,9 @@ def main(script: Script, rank: int, variables: Mapping[str, str], reports: Conne
             reports.send_bytes(encode(failure))
     else:
         code = 0
+        if value is not None:
+            reports.send_bytes(RETURNED)
+            reports.send_bytes(value)
     # As Python does at its end; multiprocessing leaves out the functions registered with atexit.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -71,19 +70,21 @@ def bind_to_launcher() -> None:
 
     The group also keeps the terminal's Ctrl-C from reaching ranks: the launcher passes it on, once.
     The parent is a fork server that outlives the launcher as long as ranks do, so the parent's
-    death would say nothing; the pipe that the launcher holds open does. The kernel itself sends the
-    signal when that pipe breaks: no thread, which a call into C might keep from running.
+    death would say nothing; the pipe that the launcher holds open does.
     """
     os.setpgid(0, 0)
     launcher = multiprocessing.parent_process()
     if launcher is None:
         raise RuntimeError("a worker is started by multiprocessing, not called")
-    pipe = launcher.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
-    if not launcher.is_alive():
-        os.kill(os.getpid(), signal.SIGKILL)
+    signal_when_broken(launcher.sentinel, signal.SIGKILL, to=-os.getpgrp())
+
+
+def _write_to(log: str) -> None:
+    """Turn the file descriptors of stdout and stderr, which children inherit, to a file."""
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def _take_cores(local_rank: int, local_size: int) -> None:
@@ -106,27 +107,6 @@ def _become_main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-
-
-def run_script(script: Script) -> None:
-    """Execute a file as the module `__main__`.
-
-    The module is a real one with a `__file__`, so that processes which the script starts by spawn
-    or forkserver can import it again, and `inspect` and TorchScript find its source.
-    """
-    path = os.path.abspath(script.path)
-    module = types.ModuleType("__main__")
-    module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
-    module.__dict__["__builtins__"] = builtins
-    sys.modules["__main__"] = module
-    sys.argv = [script.path, *script.args]
-    if not script.safe_path:
-        sys.path[0] = os.path.dirname(os.path.realpath(path))
-    with io.open_code(path) as file:
-        # Not inheriting this file's own `from __future__` lines.
-        code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)
 
 
 def _flush() -> None:

@@ -74,18 +74,28 @@ def culprit(failures: Sequence[Failure]) -> Failure:
 
 def report(failure: Failure, *, size: int) -> str:
     """Spell a failure for the screen: the traceback or the reason, then the place."""
-    text = failure.text.rstrip("\n")
-    if failure.signal:
-        text = f"killed by {_signal_name(failure.signal)}"
-        if failure.signal == signal.SIGKILL:
-            text += ", which is often the system running out of memory"
-    elif not text:
-        text = f"ended with exit code {failure.code}"
+    text = _text(failure)
     where = f"where: rank {failure.rank} of {size} on {failure.where}"
     others = size - 1
     if others:
         where += f" (the other {others} were stopped)" if others > 1 else " (the other was stopped)"
     return f"{text}\n{where}\n"
+
+
+def reason(failure: Failure) -> str:
+    """Spell a failure in one line: the exception, of a ShoalError what was found, or the signal."""
+    lines = _text(failure).splitlines()
+    found = [line for line in lines[-3:] if line.startswith("found: ")]
+    return found[0].removeprefix("found: ") if found else lines[-1]
+
+
+def _text(failure: Failure) -> str:
+    if failure.signal:
+        text = f"killed by {_signal_name(failure.signal)}"
+        if failure.signal == signal.SIGKILL:
+            text += ", which is often the system running out of memory"
+        return text
+    return failure.text.rstrip("\n") or f"ended with exit code {failure.code}"
 
 
 def _signal_name(number: int) -> str:
@@ -152,7 +162,8 @@ def locate(error: BaseException) -> str | None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(_skip_launcher(error))
     own = [frame for frame in frames if not _is_library(frame.filename)]
-    chosen = own or list(frames)
+    # Where Shoal noticed a user's mistake is no place to look for it.
+    chosen = own or ([] if isinstance(error, ShoalError) else list(frames))
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
 
 

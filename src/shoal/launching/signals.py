@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import connection
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a launcher."""
+
+
+def signal_when_broken(pipe: int, signum: int, *, to: int) -> None:
+    """Send `signum` to `to` (a process, or minus a group) when all writers of `pipe` are gone.
+
+    Nothing must come through the pipe any more. The kernel itself sends the signal: no thread,
+    which a call into C might keep from running.
+    """
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, to)
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signum)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if connection.wait([pipe], 0):
+        os.kill(to, signum)
 
 
 class Interrupted(BaseException):
@@ -37,13 +54,17 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals inside this context."""
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        """Handle signals inside this context, those too that were blocked before it."""
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         mine = [n for n, handler in before.items() if handler not in (signal.SIG_IGN, None)]
         for number in mine:
             signal.signal(number, self._handle)
         try:
-            yield
+            mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, mine)
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         finally:
             for number in mine:
                 signal.signal(number, before[number])

@@ -1,4 +1,4 @@
-"""`shoal run`: N processes of one script on this machine."""
+"""N processes on this machine: of a script, which is `shoal run`, or of another job."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from ..environ import set_variables, worker_threads
 from ..errors import LaunchError
-from .launcher import Launcher
+from .job import Job, Script
+from .launcher import End, Launcher
+from .logs import Logs
 from .signals import Interrupted, Interrupts
-from .worker import Script
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Of temporary files, in bytes: Linux cuts the path of a socket at 107."""
@@ -30,33 +32,53 @@ def run(
     restarts: int = 0,
     port: int | None = None,
     grace: float = GRACE,
+    logs: str | None = None,
 ) -> int:
     """Run `script` in `processes` processes and return the exit code of the whole.
 
     The processes find each other by torchrun's variables. When one fails the others are stopped,
     and the first failure is reported on stderr; up to `restarts` times all are started again.
     `port` is where they meet (default: a free one). `grace` is how many seconds ranks have between
-    the signal that ends them and SIGKILL. The code is 0, that of the first rank that failed, or
-    128 + n for a rank or launcher ended by signal n. Whatever ranks leave running is ended too.
-    Call it once per process, in the main thread.
+    the signal that ends them and SIGKILL. With `logs`, a directory, what rank R writes is appended
+    to `rank-R.log` there, and only rank 0's is shown. The code is 0, that of the first rank that
+    failed, or 128 + n for a rank or launcher ended by signal n. Whatever ranks leave running is
+    ended too. Call it once per process, in the main thread.
     Raises LaunchError before anything is started where the arguments can't work.
     """
     _check(script, processes=processes, restarts=restarts, port=port)
+    job = Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path)
+    files = None if logs is None else Logs(logs, processes)
+    return run_job(job, processes=processes, restarts=restarts, port=port, grace=grace, logs=files).code
+
+
+def run_job(
+    job: Job,
+    *,
+    processes: int,
+    restarts: int = 0,
+    port: int | None = None,
+    grace: float = GRACE,
+    logs: Logs | None = None,
+) -> End:
+    """Do what `run` does for a script, for any job."""
+    check_folder()
     interrupts = Interrupts()
     launcher = Launcher(
-        Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path),
+        job,
         processes=processes,
         restarts=restarts,
         port=port or 0,
         grace=grace,
+        logs=logs,
         undisturbed=interrupts.held,
     )
     # The threads' variable must be there when the fork server loads torch.
-    with interrupts.handled(), set_variables(worker_threads(processes)):
-        try:
+    variables = set_variables(worker_threads(processes))
+    try:
+        with interrupts.handled(), variables, logs or nullcontext():
             return launcher.run()
-        except Interrupted as interrupted:
-            return 128 + interrupted.signum
+    except Interrupted as interrupted:
+        return End(code=128 + interrupted.signum)
 
 
 def _check(script: str, *, processes: int, restarts: int, port: int | None) -> None:
@@ -83,6 +105,10 @@ def _check(script: str, *, processes: int, restarts: int, port: int | None) -> N
         )
     if port is not None:
         _check_port(port)
+
+
+def check_folder() -> None:
+    """Raise LaunchError where the name of the directory for temporary files is too long."""
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
         raise LaunchError(

@@ -8,46 +8,64 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from ..errors import LaunchError
-from .failure import culprit, report
+from .failure import Failure, culprit, report
+from .job import Job
+from .logs import Logs
 from .processes import Workers, start_server, without_main
 from .signals import Interrupted
-from .worker import Script, bind_to_launcher
+from .worker import bind_to_launcher
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a run ended: its exit code, the failure of its last attempt, or what ranks returned.
+
+    `values` are in rank order, pickled; empty for a rank that returned nothing.
+    """
+
+    code: int = 0
+    failure: Failure | None = None
+    values: tuple[bytes, ...] = ()
 
 
 class Launcher:
     """Carries out the orders of one run's agent.
 
-    `undisturbed()` makes a context in which no signal interrupts.
+    `logs`, if given, take what ranks write. `undisturbed()` makes a context in which no signal
+    interrupts.
     """
 
     def __init__(
         self,
-        script: Script,
+        job: Job,
         *,
         processes: int,
         restarts: int,
         port: int,
         grace: float,
+        logs: Logs | None,
         undisturbed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._script = script
+        self._job = job
         self._processes = processes
         self._restarts = restarts
         self._grace = grace
+        self._logs = logs
         self._undisturbed = undisturbed
         self._attempts = 0
-        self._workers = Workers(script, [])
+        self._workers = Workers(job, [], None)
         context = multiprocessing.get_context("forkserver")
         self._orders, self._theirs = context.Pipe()
         self._agent = context.Process(
             target=_supervise, args=(self._theirs, processes, restarts, port), daemon=True
         )
 
-    def run(self) -> int:
-        """Run all attempts; returns the exit code. Raises Interrupted at a signal."""
+    def run(self) -> End:
+        """Run all attempts. Raises Interrupted at a signal."""
         try:
             self._start_agent()
             return self._obey()
@@ -70,16 +88,16 @@ class Launcher:
                 raise self._agent_lost(str(error)) from None
             self._theirs.close()
 
-    def _obey(self) -> int:
-        code = 0
+    def _obey(self) -> End:
+        end = End()
         while True:
             try:
                 variables = json.loads(self._orders.recv_bytes())
             except (EOFError, ConnectionError):
                 break
             if variables is None:
-                code = self._watch()
-                answer: object = code != 0
+                end = self._watch()
+                answer: object = end.failure is not None
             else:
                 answer = self._start_workers(variables)
             with suppress(ConnectionError):
@@ -88,26 +106,30 @@ class Launcher:
         self._agent.join()
         if self._agent.exitcode:
             raise self._agent_lost(f"exit code {self._agent.exitcode}")
-        return code
+        return end
 
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
-            self._workers = Workers(self._script, variables)
+            files = None
+            if self._logs is not None:
+                self._logs.begin(self._attempts, self._restarts + 1, self._job.name)
+                files = self._logs.files
+            self._workers = Workers(self._job, variables, files)
             return self._workers.start()
 
     def _agent_lost(self, why: str) -> LaunchError:
         return LaunchError(
-            given=f"{self._processes} processes of {self._script.path}",
+            given=f"{self._processes} processes of {self._job.name}",
             found=f"torch elastic's agent ended ({why}), for the reason printed above, if any",
             fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
         )
 
-    def _watch(self) -> int:
+    def _watch(self) -> End:
         """Wait for the end of an attempt; stops what is left of it and tells why."""
         failures = self._workers.wait()
         if not failures:
-            return 0
+            return End(values=tuple(self._workers.values()))
         failure = culprit(failures)
         try:
             self._workers.stop(signal.SIGTERM, self._grace)
@@ -116,9 +138,11 @@ class Launcher:
             text = report(failure, size=self._processes)
             if self._attempts <= self._restarts:
                 text += f"restart {self._attempts} of {self._restarts}\n"
+            if self._logs is not None:
+                self._logs.append(failure.rank, text)
             sys.stderr.write(text)
             sys.stderr.flush()
-        return failure.code
+        return End(code=failure.code, failure=failure)
 
 
 def _supervise(orders: Connection, processes: int, restarts: int, port: int) -> None:
