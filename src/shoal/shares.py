@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_divided(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor; where nobody has imported that (half a second), nothing is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def share(tensor: Tensor) -> Tensor:
     """What this rank holds of `tensor`: its part of a divided one, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_divided(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole of `tensor`, on every rank that has a part of it. Collective for a divided one."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
 @torch.no_grad()
 def copy_share(source: Tensor, target: Tensor) -> None:
     """Copy into `target` this rank's part of `source`, which is whole."""
-    if isinstance(target, DTensor):
+    if is_divided(target):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         sizes, offsets = compute_local_shape_and_global_offset(
             target.shape, target.device_mesh, target.placements
         )
@@ -35,7 +45,7 @@ def copy_share(source: Tensor, target: Tensor) -> None:
 
 def shared_like(source: Tensor, like: Tensor) -> Tensor:
     """`source`, which is whole, divided as `like` is; itself if that one isn't divided."""
-    if not isinstance(like, DTensor):
+    if not is_divided(like):
         return source
     target = torch.empty_like(like, dtype=source.dtype)
     copy_share(source, target)
@@ -47,7 +57,7 @@ def divided(tree: Any, each: Callable[[DTensor], Tensor] = lambda tensor: tensor
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     kept: dict[Any, Any] = {}
     for key, value in items:
-        if isinstance(value, DTensor):
+        if is_divided(value):
             kept[key] = each(value)
         elif isinstance(value, dict | list | tuple) and (below := divided(value, each)):
             kept[key] = below

@@ -6,31 +6,20 @@ of one unit at a time and scatters its gradients; the engine here says what is s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch import nn
 
 from shoal.engine import Engine
-from shoal.errors import StepError
-from shoal.parallel.local import LocalEngine, as_scalar
+from shoal.errors import LayoutError, StepError
+from shoal.parallel.local import LocalEngine
 from shoal.parallel.units import find_units
-from shoal.shares import share
 from shoal.world import World
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +53,7 @@ class FSDP:
     def __post_init__(self) -> None:
         chosen: dict[str, tuple[str | None, tuple[str | None, ...]]] = {
             "gather": (self.gather, (None, *DTYPES)),
-            "reduce": (self.reduce, tuple(DTYPES)),
+            "reduce": (self.reduce, DTYPES),
             "accumulate": (self.accumulate, ("sharded", "whole")),
         }
         for option, (value, allowed) in chosen.items():
@@ -87,107 +76,15 @@ class FSDP:
         _check_parameters(model, units)
         if world.size == 1:
             return LocalEngine(model.to(world.device), world)
-        axes = ("replicate", "shard") if world.layout.degree("replicate") > 1 else ("shard",)
-        given = None if self.gather is None else DTYPES[self.gather]
-        options: dict[str, Any] = {
-            "mesh": world.mesh[axes],
-            "reshard_after_forward": self.reshard,
-            "mp_policy": MixedPrecisionPolicy(given, DTYPES[self.reduce] if given else None),
-            "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
-        }
-        for part in (*units, model):
-            fully_shard(part, **options)
-        if any(p.is_meta for p in model.parameters()):
-            model.to_empty(device="cpu" if self.offload else world.device)
-        return FSDPEngine(model, world, self)
-
-
-class FSDPEngine(LocalEngine):
-    """Says when torch's FSDP2 sums gradients; the sums of loss, count and norm share one all-reduce."""
-
-    def __init__(self, module: nn.Module, world: World, options: FSDP) -> None:
-        super().__init__(module, world)
-        self.options = options
-        self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        for part in self._sharded:
-            # Sums over ranks, exactly: what they are divided by is known only afterwards.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-        self._unsummed = False
-
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send rank 0's buffers to all: they follow each rank's own samples."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0, group=self.world.group)
-
-    def compile(self, how: str) -> None:
-        """Compile each unit; its parameters are gathered outside of what is compiled."""
-        if how == "script":
-            raise StepError(
-                given="compile='script' with shoal.FSDP()",
-                found="TorchScript can't call what gathers the parameters",
-                fix="compile='inductor'",
+        if world.layout.degree("shard") == 1:
+            raise LayoutError(
+                given=f"shoal.FSDP() with layout='{world.layout}'",
+                found="no axis over which parameters could be divided",
+                fix="shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
             )
-        for part in self._sharded[1:] or self._sharded:
-            part.compile()
+        from shoal.parallel.sharded import FSDPEngine  # which brings DTensor and half a second
 
-    def discard(self) -> None:
-        """Drop the gradients, also those of a batch that was left in the middle."""
-        super().discard()
-        if self._unsummed:
-            for part in self._sharded:
-                _drop_unsummed(part)
-            self._unsummed = False
-
-    def _differentiate(self, loss: Tensor, seed: Tensor, *, last: bool) -> None:
-        root = self._sharded[0]
-        summed = last or self.options.accumulate == "sharded"
-        root.set_requires_gradient_sync(summed)
-        root.set_is_last_backward(last)
-        self._unsummed = not summed
-        with self._others_aside():
-            torch.autograd.backward([loss], [seed])
-
-    @contextmanager
-    def _others_aside(self) -> Iterator[None]:
-        """Keep the gradients of other models: a loss of this one may run through them (a GAN's).
-
-        FSDP's hooks see nothing of a backward that names its leaves.
-        """
-        others = [engine.module for engine in self.world.engines if engine is not self]
-        kept = [(p, p.grad) for other in others for p in other.parameters()]
-        for parameter, _ in kept:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
-
-    def _gradients(self) -> list[Tensor]:
-        with torch.no_grad():
-            return [share(p.grad) for p in self.parameters if p.grad is not None]
-
-    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
-        zero = norm.new_zeros((), dtype=torch.float64)
-        shown = [one for one in self._shown if one[2]] if self.speaks else []
-        losses = sum((loss.to(zero) for loss, _, _ in shown), zero)
-        counts = sum((as_scalar(count, zero) for _, count, _ in shown), zero)
-        copies = self.world.size // self.world.layout.degree("shard")
-        sums = torch.stack((losses, counts, norm.to(zero).square() / copies))
-        loss_sum, count, squares = self.world.all_reduce(sums).tolist()
-        return loss_sum, count, math.sqrt(squares)
-
-
-def _drop_unsummed(part: FSDPModule) -> None:
-    """Forget gradients that wait for the last micro-batch, for which FSDP2 has no call."""
-    state: Any = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        for parameter in group.fsdp_params if group is not None else ():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+        return FSDPEngine(model, world, self, units)
 
 
 def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
