@@ -35,7 +35,10 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("width", [60, 80, 160])
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize("width", [60, *(pytest.param(w, marks=FULL) for w in (80, 160))])
 def test_everything_is_said_at_any_width(width: int) -> None:
     done = info(width, WANDB_API_KEY="s3cret", CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PROGRESS = re.compile(r"[\d.]+ % · step ")
 INCLUDED = "--8<--"
 
 
@@ -49,3 +50,8 @@ def program(page: Path) -> str:
     for block in blocks(page.read_text()):
         lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
     return "\n".join(lines) + "\n"
+
+
+def without_progress(printed: str) -> str:
+    """What a script itself printed: the lines of a Run tell of speeds, which are never the same."""
+    return "".join(line for line in printed.splitlines(keepends=True) if not PROGRESS.match(line))

@@ -26,7 +26,7 @@ def run_page(page: Path, capture: pytest.CaptureFixture[str]) -> None:
             code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
             capture.readouterr()
             exec(code, names)
-            printed = capture.readouterr().out
+            printed = pages.without_progress(capture.readouterr().out)
             if block.printed is not None:
                 assert printed == block.printed, f"{page.name}, line {block.line}"
     finally:

@@ -101,7 +101,11 @@ def crowded_beginning(directory: Path) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
-    ("begin", "keep", "before"), [(plain_beginning, 3, (1, 10)), (crowded_beginning, 1, (2, 20))]
+    ("begin", "keep", "before"),
+    [
+        (plain_beginning, 3, (1, 10)),
+        pytest.param(crowded_beginning, 1, (2, 20), marks=pytest.mark.full),
+    ],
 )
 def test_killed_at_every_operation(
     begin: Any, keep: int, before: tuple[int, int], victim: int, tmp_path: Path

@@ -107,8 +107,8 @@ def test_the_converted_script_ends_with_the_same_loss(
     ("script", "command", "arguments"),
     [
         ("plain_ddp.py", TWO, ()),
-        ("with_accelerate.py", TWO, ()),
-        ("with_lightning.py", ALONE, ("2",)),
+        pytest.param("with_accelerate.py", TWO, (), marks=pytest.mark.full),
+        pytest.param("with_lightning.py", ALONE, ("2",), marks=pytest.mark.full),
     ],
 )
 def test_the_scripts_as_they_are_end_much_alike(

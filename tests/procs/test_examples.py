@@ -52,6 +52,7 @@ def arguments(name: str, digits: Path) -> list[str]:
     return [*SMALL[name][0].split(), *(["--data", str(digits)] if name == "mnist" else [])]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_ends_the_same_in_two_parts(
     name: str,

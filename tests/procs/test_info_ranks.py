@@ -70,6 +70,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_a_rank_with_another_torch_is_named(tmp_path: Path) -> None:
     """FAILURES 25: before training too, where somebody asks."""
     (tmp_path / "other.py").write_text(OTHER)

@@ -70,6 +70,7 @@ def test_one_process_may_open_it_again_and_another_after_it_is_closed(
         opened(world, tmp_path).close()
 
 
+@pytest.mark.full
 def test_all_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
     with shoal.init() as world:
         held = opened(world, tmp_path)

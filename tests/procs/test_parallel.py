@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import shoal
+from cover import cover
 from ranks import Ranks
 from shoal.engine import Strategy
 from specification import SEED, TOLERANCE, Row, Trained, distance, specification, train
@@ -78,32 +79,17 @@ CASES = [
 ]
 
 
-def _cover() -> set[Case]:
-    """Cases on up to three processes in which each pair of values occurs that occurs in any of them."""
-    small = [case for case in CASES if case.size <= 3]
-    missing = {pair for case in small for pair in _pairs(case)}
-    chosen: set[Case] = set()
-    while missing:
-        best = max(small, key=lambda case: len(missing & _pairs(case)))
-        chosen.add(best)
-        missing -= _pairs(best)
-    return chosen
-
-
-def _pairs(case: Case) -> set[Any]:
-    values = [((case.way, case.layout)), *enumerate(case[2:])]
-    return set(itertools.combinations(values, 2))
-
-
 def _parameters() -> list[Any]:
-    cover = _cover()
+    """All cases; without `make test-all` a cover of those on up to three processes."""
+    small = [case for case in CASES if case.size <= 3]
+    covered = cover(small, lambda case: ((case.way, case.layout), *case[2:]))
     return [
         pytest.param(
             case,
             id="-".join(
                 map(str, (case.way, case.layout, case.batch, case.micro_batches, case.precision))
             ),
-            marks=[] if case in cover else [pytest.mark.full],
+            marks=[] if case in covered else [pytest.mark.full],
         )
         for case in CASES
     ]

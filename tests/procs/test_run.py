@@ -155,6 +155,7 @@ def test_files_named_like_standard_modules_hide_nothing(start: Start, tmp_path: 
     assert (ended.code, ended.out, ended.err) == (0, "5 None\n", "")
 
 
+@pytest.mark.full
 def test_one_process_with_data_loaders_that_import_the_script_again(start: Start) -> None:
     script = """
         from torch.utils.data import DataLoader
@@ -329,6 +330,7 @@ dist.barrier()
     assert ended.err.endswith("restart 1 of 1\n")
 
 
+@pytest.mark.full
 def test_gloo_recovers_from_twenty_of_twenty_kills(start: Start) -> None:
     script = f"""{RANKS}
 import random

@@ -73,7 +73,7 @@ def test_the_same_code_in_other_places_is_the_same(folders: list[Path]) -> None:
     assert [code for code, _ in run(folders)] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["train.py", "helper.py"])
+@pytest.mark.parametrize("name", [pytest.param("train.py", marks=pytest.mark.full), "helper.py"])
 def test_other_code_on_one_rank_is_named(name: str, folders: list[Path]) -> None:
     """FAILURES 25: another source."""
     with (folders[1] / name).open("a") as file:
@@ -87,6 +87,7 @@ def test_other_code_on_one_rank_is_named(name: str, folders: list[Path]) -> None
 OTHER_TORCH = "import torch\ntorch.__version__ = '2.11.0'\n"
 
 
+@pytest.mark.full
 def test_another_torch_on_one_rank_is_named(folders: list[Path], tmp_path: Path) -> None:
     """FAILURES 25: another torch."""
     library = tmp_path / "library"
@@ -99,6 +100,7 @@ def test_another_torch_on_one_rank_is_named(folders: list[Path], tmp_path: Path)
         assert f"found: 2.11.0 on rank 1 ({HERE})" in text
 
 
+@pytest.mark.full
 def test_another_package_on_one_machine_is_named(folders: list[Path]) -> None:
     """FAILURES 25: another package."""
     described = folders[1] / "something-1.5.dist-info"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,10 @@ def rows(document: str) -> set[int]:
 def docstrings(folder: Path) -> Iterator[str]:
     """What tests say of themselves, and modules of theirs."""
     for path in sorted(folder.glob("*/test_*.py")):
-        yield from re.findall(r'^(?:    )?"""(.*?)"""', path.read_text(), re.DOTALL | re.MULTILINE)
+        module = ast.parse(path.read_text())
+        for node in (module, *module.body):
+            if isinstance(node, ast.Module | ast.FunctionDef):
+                yield ast.get_docstring(node) or ""
 
 
 def test_every_row_has_a_test_that_names_it_and_every_test_a_row(repository: Path) -> None:
@@ -38,6 +42,6 @@ def test_rows_are_read() -> None:
 
 def test_docstrings_of_modules_and_tests_are_read(tmp_path: Path) -> None:
     (tmp_path / "cpu").mkdir()
-    text = '"""A module.\n\nAnd more."""\n\nx = """no"""\n\n\ndef test() -> None:\n    """A test."""\n'
+    text = '"""A module.\n\nAnd more."""\n\nx = """no\n"""\n\n\ndef test() -> None:\n    """One."""\n'
     (tmp_path / "cpu" / "test_x.py").write_text(text)
-    assert list(docstrings(tmp_path)) == ["A module.\n\nAnd more.", "A test."]
+    assert list(docstrings(tmp_path)) == ["A module.\n\nAnd more.", "One."]

@@ -77,6 +77,7 @@ def skips(repository: Path, folder: Path, reason: str, *, ci: bool) -> int:
     return done.returncode
 
 
+@pytest.mark.full
 def test_skips_fail_in_ci_only(repository: Path, tmp_path: Path) -> None:
     assert skips(repository, tmp_path, "gcc is missing", ci=True) == pytest.ExitCode.TESTS_FAILED
     assert skips(repository, tmp_path, "gcc is missing", ci=False) == pytest.ExitCode.OK
