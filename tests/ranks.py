@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -103,7 +105,10 @@ class Ranks:
 
     def kill(self) -> None:
         for process in self.processes:
-            process.kill()
+            process.kill()  # it may not have made its group yet
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it started, and left
         for process in self.processes:
             process.join()
 
@@ -145,6 +150,8 @@ def _serve(
     timeout: float,
     prepare_timeout: float,
 ) -> None:
+    os.setpgid(0, 0)
+    multiprocessing.set_start_method(None, force=True)  # of its own workers: that of any process
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

@@ -115,7 +115,7 @@ def test_two_steps_of_one_job_on_one_node_do_not_clash(
         variables={"SHOAL_PORTS": "17401-17404"},
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"loss (\S+)", done.stdout) == [alone] * 2
+    assert re.findall(r"loss (\d+\.\d+) attempt", done.stdout) == [alone] * 2
 
 
 def test_the_same_command_after_a_requeue(
