@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +41,9 @@ class Convolutional(nn.Module):
 class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 8)
+        self.embedding = nn.Embedding(12, 8)
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 11, bias=False)
+        self.head = nn.Linear(8, 12, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ def dataset(row: Row) -> tuple[Tensor, Tensor]:
     if row.model == "convolutional":
         images = torch.randn(row.samples, 1, 6, 6, generator=generator, dtype=torch.float64)
         return images, torch.randint(0, 3, (row.samples,), generator=generator)
-    tokens = torch.randint(0, 11, (row.samples, 5), generator=generator)
+    tokens = torch.randint(0, 12, (row.samples, 5), generator=generator)
     labels = tokens.roll(-1, 1)
     if row.tokens:  # between none and all of the labels of a sample are ignored
         labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, IGNORE)
@@ -140,7 +141,7 @@ def train(
     world: shoal.World,
     row: Row,
     mutation: str = "",
-    strategy: Strategy = SMALL_BUCKETS,
+    strategy: Strategy | Sequence[Strategy] = SMALL_BUCKETS,
     steps: int = STEPS,
     precision: str = "fp32",
 ) -> Trained:

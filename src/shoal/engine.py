@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,15 @@ class Strategy(Protocol):
 
         Moves to `world.device` what this rank keeps, which need not be the whole model.
         """
+        ...
+
+
+@runtime_checkable
+class Spreading(Strategy, Protocol):
+    """A strategy that others can follow, which then sum the gradients and bring the engine."""
+
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Divide `model`, which is on `world.device`, in place."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -27,6 +28,14 @@ def share(tensor: Tensor) -> Tensor:
 def whole(tensor: Tensor) -> Tensor:
     """The whole of `tensor`, on every rank that has a part of it. Collective for a divided one."""
     return tensor.full_tensor() if is_divided(tensor) else tensor
+
+
+def parts(tensor: Tensor) -> int:
+    """Over how many ranks `tensor` is divided; 1 if each has all of it."""
+    if not is_divided(tensor):
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 @torch.no_grad()

@@ -24,13 +24,31 @@ HALF = 0.04
 
 
 class Way(NamedTuple):
-    strategy: Callable[[str], Strategy]
+    strategy: Callable[[str], Strategy | list[Strategy]]
     layouts: tuple[str, ...]
+    models: tuple[str, ...] = ("convolutional", "transformer")
 
 
 UNITS = {"convolutional": ("features",), "transformer": ("block",)}
 
+PLAN = {
+    "block.linear1": "column",
+    "block.linear2": "row",
+    "embedding": "vocabulary",
+    "head": "head",
+}
+
 WAYS = {
+    "Tensor": Way(
+        lambda model: shoal.Tensor(plan=PLAN),
+        ("tensor=2", "tensor=4", "replicate=2,tensor=2"),
+        ("transformer",),
+    ),
+    "Tensor, FSDP": Way(
+        lambda model: [shoal.Tensor(plan=PLAN), shoal.FSDP(units=("block",))],
+        ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
+        ("transformer",),
+    ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
     "ZeRO-3": Way(
         lambda model: shoal.FSDP(units=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")
@@ -76,6 +94,7 @@ CASES = [
     for name, way in WAYS.items()
     for layout in way.layouts
     for rest in itertools.product(range(len(BATCHES)), (1, 4), ("fp32", "bf16"))
+    if BATCHES[rest[0]][0] in way.models
 ]
 
 

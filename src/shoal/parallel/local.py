@@ -117,7 +117,7 @@ class LocalEngine(OpenEngine):
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._refuse_others(thawed)
-        norm = global_norm(self._gradients())
+        norm = self._norm()
         loss_sum, count, value = self._sums(norm)
         self._shown.clear()
         return Totals(loss_sum, count, value)
@@ -150,6 +150,9 @@ class LocalEngine(OpenEngine):
     def _gradients(self) -> list[Tensor]:
         """What this rank holds of the gradients, as plain tensors."""
         return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _norm(self) -> Tensor:
+        return global_norm(self._gradients())
 
     def _inputs(self) -> list[nn.Parameter] | None:
         # With several models, a loss of one may run through another (a GAN's generator through the

@@ -21,6 +21,7 @@ from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
 from shoal.parallel.local import LocalEngine, as_scalar, first
+from shoal.shares import is_divided
 from shoal.task import Count, Micro
 from shoal.world import World
 
@@ -84,6 +85,13 @@ class DDP:
                     fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if any(map(is_divided, model.parameters())):
+            raise StepError(
+                given="shoal.DDP() around a model whose layers are divided",
+                found="its reducer loses divided parameters after the first forward",
+                fix="shoal.Tensor(plan=…) alone, which sums over replicas too, or followed by "
+                "shoal.FSDP()",
+            )
         model.to(world.device)
         return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
 

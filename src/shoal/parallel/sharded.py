@@ -1,14 +1,12 @@
-"""The engine of FSDP: says when torch's FSDP2 sums gradients, and sums what else is to be known."""
+"""The engine of FSDP: torch's FSDP2, told what to sum and when."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -19,8 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.errors import StepError
-from shoal.parallel.local import LocalEngine, as_scalar
-from shoal.shares import share
+from shoal.parallel.mesh import MeshEngine
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -29,8 +26,8 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FSDPEngine(LocalEngine):
-    """Says when torch's FSDP2 sums gradients; the sums of loss, count and norm share one all-reduce."""
+class FSDPEngine(MeshEngine):
+    """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed."""
 
     def __init__(
         self, module: nn.Module, world: World, options: FSDP, units: Sequence[nn.Module]
@@ -47,11 +44,6 @@ class FSDPEngine(LocalEngine):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         self._unsummed = False
-
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send rank 0's buffers to all: they follow each rank's own samples."""
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0, group=self.world.group)
 
     def compile(self, how: str) -> None:
         """Compile each unit; its parameters are gathered outside of what is compiled."""
@@ -96,20 +88,6 @@ class FSDPEngine(LocalEngine):
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
-
-    def _gradients(self) -> list[Tensor]:
-        with torch.no_grad():
-            return [share(p.grad) for p in self.parameters if p.grad is not None]
-
-    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
-        zero = norm.new_zeros((), dtype=torch.float64)
-        shown = [one for one in self._shown if one[2]] if self.speaks else []
-        losses = sum((loss.to(zero) for loss, _, _ in shown), zero)
-        counts = sum((as_scalar(count, zero) for _, count, _ in shown), zero)
-        copies = self.world.size // self.world.layout.degree("shard")
-        sums = torch.stack((losses, counts, norm.to(zero).square() / copies))
-        loss_sum, count, squares = self.world.all_reduce(sums).tolist()
-        return loss_sum, count, math.sqrt(squares)
 
 
 def _torchs(options: FSDP, world: World) -> dict[str, Any]:

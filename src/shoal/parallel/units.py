@@ -1,4 +1,4 @@
-"""Which modules of a model make a unit that is gathered, checkpointed or compiled as one."""
+"""Which modules of a model are meant: by patterns of names, or the blocks that repeat."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Modu
     """
     if patterns is None:
         return _repeated(model)
-    named = dict(model.named_modules())
-    found = [part for name, part in named.items() if name and _matches(name, patterns)]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in named if name):
-            raise StepError(
-                given=f"units={tuple(patterns)!r}",
-                found=f"no module of {type(model).__name__} is named like {pattern!r}; its parts are "
-                + ", ".join(name for name, _ in model.named_children()),
-                fix='units=("blocks.*",), with names as in model.named_modules()',
-            )
-    return found[::-1]
+    names = {name for pattern in patterns for name in named_like(model, pattern, f"units={patterns!r}")}
+    deepest_first = sorted(names, key=lambda name: -name.count("."))
+    return [model.get_submodule(name) for name in deepest_first]
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(
-        fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns
-    )
+def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
+    """The names of modules like `pattern`, in which `*` stands for one part of a name.
+
+    Raises StepError, with `given` for what was asked, where there is none.
+    """
+    wanted = pattern.split(".")
+    names = [name for name, _ in model.named_modules() if _alike(name.split("."), wanted)]
+    if not names:
+        raise StepError(
+            given=given,
+            found=f"no module of {type(model).__name__} is named like {pattern!r}; its parts are "
+            + ", ".join(name for name, _ in model.named_children()),
+            fix='"blocks.*" for the blocks, with names as in model.named_modules()',
+        )
+    return names
+
+
+def _alike(name: Sequence[str], wanted: Sequence[str]) -> bool:
+    return len(name) == len(wanted) and all(map(fnmatchcase, name, wanted))
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""FSDP around a run: built in little memory, saved, resumed on other numbers of ranks, exported."""
+"""Divided models around a run: built share by share, saved, resumed at other divisions, exported."""
 
 from __future__ import annotations
 
@@ -58,8 +58,15 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
+PLAN = {"blocks.*.wide": "column", "blocks.*.narrow": "row"}
+
+
 def made(world: shoal.World, strategy: Any = None) -> shoal.Step:
     world.reseed("weights", by_rank=False)
+    if world.layout.degree("tensor") > 1:
+        strategy = shoal.Tensor(plan=PLAN)
+    if world.layout.degree("tensor") > 1 < world.layout.degree("shard"):
+        strategy = [shoal.Tensor(plan=PLAN), shoal.FSDP()]
     model = shoal.parallelize(Net, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
@@ -108,6 +115,12 @@ def three() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
+def tensor() -> Iterator[Ranks]:
+    with Ranks(2, layout="tensor=2") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("one")
     with shoal.init() as world:
@@ -128,12 +141,13 @@ def test_a_run_is_that_of_one_process_and_each_rank_holds_its_share(
             assert torch.allclose(tensor, there[name], rtol=0, atol=1e-12)
 
 
-def test_a_checkpoint_goes_on_at_any_number_of_ranks(
-    two: Ranks, three: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
+def test_a_checkpoint_goes_on_however_it_was_divided(
+    two: Ranks, three: Ranks, tensor: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """2 divided, 3 divided, 1, in the middle of epochs: the end of an uninterrupted run."""
+    """By FSDP over 2, then 3, layers over 2, one process, in mid-epoch: as if nothing had happened."""
     two.call(train, tmp_path, 4)
-    three.call(train, tmp_path, 10)
+    three.call(train, tmp_path, 8)
+    tensor.call(train, tmp_path, 12)
     with shoal.init() as world:
         assert train(world, tmp_path, 17)["evaluation"] == pytest.approx(
             one[1]["evaluation"], rel=1e-12
@@ -161,6 +175,14 @@ def loaded(world: shoal.World, file: Path) -> float:
     step = made(world)
     shoal.load(step.model, file)
     return float(shoal.evaluate(step, data())["loss"])
+
+
+@pytest.mark.full
+def test_layers_and_shares_are_both_divided(one: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    with Ranks(4, layout="shard=2,tensor=2") as four:
+        four.call(train, tmp_path, 7)
+        for found in four.call(train, tmp_path, 17):
+            assert found["evaluation"] == pytest.approx(one[1]["evaluation"], rel=1e-12)
 
 
 def test_a_file_of_whole_tensors_is_divided(two: Ranks, one: tuple[Path, dict[str, Any]]) -> None:
