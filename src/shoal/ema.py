@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import CheckpointError, StepError
+from shoal.shares import share
 
 
 class EMA:
@@ -36,8 +37,8 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the parameters as they are now."""
-        averages = list(self._averages.values())
-        current = [parameter.detach() for parameter in self._parameters.values()]
+        averages = [share(average) for average in self._averages.values()]
+        current = [share(parameter.detach()) for parameter in self._parameters.values()]
         torch._foreach_lerp_(averages, current, 1.0 - self.decay)
         self.updates += 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -100,11 +100,25 @@ class Strategy(Protocol):
         """The axes of the layout that it serves, or refuses with a reason of its own."""
         ...
 
+    @property
+    def defers(self) -> bool:
+        """Whether it takes a model on the meta device, gives it memory, and lets others fill it."""
+        ...
+
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Spread `model` over `world` in place, its names unchanged, and return what runs it.
 
         Moves to `world.device` what this rank keeps, which need not be the whole model.
         """
+        ...
+
+
+@runtime_checkable
+class Spreading(Strategy, Protocol):
+    """A strategy that others can follow, which then sum the gradients and bring the engine."""
+
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Divide `model`, which is on `world.device`, in place."""
         ...
 
 

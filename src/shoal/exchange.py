@@ -17,6 +17,7 @@ from shoal.errors import CheckpointError
 from shoal.names import check_model, shapes
 from shoal.parallel import engine_of
 from shoal.run import Run
+from shoal.shares import divided, shared_like, whole
 from shoal.step import Step
 from shoal.trial import evaluation
 
@@ -41,14 +42,14 @@ def export(
     """
     path = Path(path)
     model = _model(source)
-    write = _writers(example).get(path.suffix)
-    if write is None:
+    world = engine_of(model).world
+    if path.suffix not in (*_STATES, *_PROGRAMS):
         raise CheckpointError(
             given=f"shoal.export(…, {str(path)!r})",
-            found=f"the endings are {', '.join(_writers(None))}",
+            found=f"the endings are {', '.join((*_STATES, *_PROGRAMS))}",
             fix="shoal.export(model, 'model.safetensors')",
         )
-    world = engine_of(model).world
+    state = _whole_state(model, keep=world.first) if path.suffix in _STATES else {}
 
     def save() -> None:
         if not world.first:
@@ -57,7 +58,10 @@ def export(
         partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
         try:
             with evaluation(model), torch.no_grad():
-                write(model, partial)
+                if path.suffix in _STATES:
+                    _STATES[path.suffix](state, partial)
+                else:
+                    _PROGRAMS[path.suffix](model, example, partial)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
@@ -76,7 +80,9 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
     here = shapes(model.state_dict())
     named = {_bare(name, here): tensor for name, tensor in found.items()}
     check_model(model, named, here)
-    model.load_state_dict(named)
+    own = model.state_dict()
+    shares = {name: shared_like(tensor, own[name]) for name, tensor in named.items()}
+    model.load_state_dict(shares)
 
 
 def _model(source: Run | Step | nn.Module) -> nn.Module:
@@ -85,35 +91,53 @@ def _model(source: Run | Step | nn.Module) -> nn.Module:
     return source.model if isinstance(source, Step) else source
 
 
-def _writers(
-    example: tuple[Any, ...] | None,
-) -> dict[str, Callable[[nn.Module, Path], object]]:
-    def script(model: nn.Module, path: Path) -> None:
-        made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
-        torch.jit.save(made, path)
-
-    def program(model: nn.Module, path: Path) -> None:
-        if example is None:
-            raise CheckpointError(
-                given=f"shoal.export(…, {path.suffix!r}) without an example",
-                found="torch.export traces the model",
-                fix="shoal.export(model, 'model.pt2', example=(inputs,))",
-            )
-        torch.export.save(torch.export.export(model, example), path)
-
-    return {
-        ".safetensors": lambda model, path: save_file(_tensors(model), path),
-        ".pt": lambda model, path: torch.save(_tensors(model), path),
-        ".ts": script,
-        ".pt2": program,
-    }
+def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
+    _refuse_divided(model, path)
+    made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
+    torch.jit.save(made, path)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
+def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
+    _refuse_divided(model, path)
+    if example is None:
+        raise CheckpointError(
+            given=f"shoal.export(…, {path.suffix!r}) without an example",
+            found="torch.export traces the model",
+            fix="shoal.export(model, 'model.pt2', example=(inputs,))",
+        )
+    torch.export.save(torch.export.export(model, example), path)
+
+
+_STATES: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
+    ".safetensors": save_file,
+    ".pt": torch.save,
+}
+_PROGRAMS: dict[str, Callable[[nn.Module, tuple[Any, ...] | None, Path], None]] = {
+    ".ts": _script,
+    ".pt2": _program,
+}
+
+
+def _refuse_divided(model: nn.Module, path: Path) -> None:
+    if divided(dict(model.named_parameters())):
+        raise CheckpointError(
+            given=f"shoal.export(…, {path.suffix!r}) of a {type(model).__name__}",
+            found="its parameters are divided over ranks, and this format holds a whole program",
+            fix="shoal.export(model, 'model.safetensors'); then, in one process, model = Model(), "
+            f"shoal.load(model, 'model.safetensors'), and export that as {path.suffix}",
+        )
+
+
+def _whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The model's tensors on the CPU, one after the other; only those who `keep` them have them."""
     # Copies: tied weights keep both of their names, which safetensors refuses for shared memory.
-    state = model.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            tensor = whole(value.detach())
+            if keep:
+                state[name] = tensor.cpu().contiguous().clone()
+    return state
 
 
 def _bare(name: str, here: Mapping[str, object]) -> str:

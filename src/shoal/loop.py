@@ -105,7 +105,7 @@ def train(
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
-        made = parallelize(model if isinstance(model, nn.Module) else model(), world, parallel)
+        made = parallelize(model, world, parallel)
         loader = Loader(
             dataset,
             world,

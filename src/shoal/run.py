@@ -18,6 +18,7 @@ from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.sameness import check_same_data
+from shoal.shares import divided
 from shoal.step import Step
 from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
@@ -112,7 +113,7 @@ class Run:
         are of another model.
         """
         self._check_open()
-        loaded = self.checkpoints.restore()
+        loaded = self.checkpoints.restore(self._template())
         self._free, self._saved = True, None
         if loaded is None:
             return None
@@ -236,11 +237,18 @@ class Run:
             "loader": {**self.loader.state_dict(), "position": position},
         }
         if not self.world.first:
-            state["state"] = {}  # else each tensor would be that of the rank which happens to write it
+            # Else each tensor would be that of the rank which happens to write it.
+            state["state"] = divided(state["state"])
         path = checkpoints.save(self.step, state, random_state(), {"position": position})
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
         return path
+
+    def _template(self) -> dict[str, Any]:
+        return {
+            "steps": {name: step.template() for name, step in self.steps.items()},
+            "state": divided({n: i.state_dict() for n, i in self.state.items()}, torch.empty_like),
+        }
 
     def close(self) -> None:
         """Write what is left of the events and end the progress line."""

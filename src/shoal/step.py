@@ -26,6 +26,7 @@ from shoal.names import (
 )
 from shoal.parallel import engine_of
 from shoal.sameness import check_same_environment
+from shoal.shares import divided
 from shoal.task import Micro, Task
 from shoal.trial import check_loss_adds_up
 
@@ -202,6 +203,14 @@ class Step:
             self.engine.finished, self.engine.uncounted = None, 0  # of batches that were not saved
         self.engine.load_state(state["engine"])
         self.number = state["number"]
+
+    def template(self) -> dict[str, Any]:
+        """Where the tensors of a state are to be read to that this rank holds parts of."""
+        parameters = dict(self.model.named_parameters())
+        return {
+            "model": divided(self.model.state_dict(), torch.empty_like),
+            "optimizer": {"state": divided({name: parameters[name] for name in self._names})},
+        }
 
     @property
     def _names(self) -> list[str]:

@@ -245,7 +245,7 @@ TABLE = [
         for value in ("ddp", shoal.DDP, [shoal.DDP()])
     ),
     Bad(
-        "no module", lambda r: shoal.parallelize(len, r.world),  # type: ignore[type-var]
+        "no module", lambda r: shoal.parallelize(len, r.world),  # type: ignore[arg-type]
         StepError, "parallelize.builtin", "not a torch.nn.Module", r"parallelize\(Model\(\), world\)",
     ),
     Bad(
@@ -418,6 +418,6 @@ def test_models_that_were_dropped_are_no_choice(rig: Rig) -> None:
     backbone = nn.Linear(4, 3)
     for _ in range(3):
         del rig.model
-        rig.model = shoal.parallelize(nn.Sequential(backbone), rig.world)  # type: ignore[assignment]
+        rig.model = shoal.parallelize(nn.Sequential(backbone), rig.world)
         rig.optimizer = torch.optim.AdamW(rig.model.parameters())
         rig.finish()

@@ -31,6 +31,7 @@ class Stages:
     """Rank 0 keeps the model's `first`, rank 1 its `second`; micro-batches go one after the other."""
 
     axes: ClassVar[tuple[str, ...]] = ("pipeline",)
+    defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: shoal.World) -> Engine:
         delattr(model, "second" if world.rank == 0 else "first")

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
+from shoal.shares import whole
 
 LATENT, WIDTH, SAMPLES, BATCH, STEPS = 3, 4, 22, 8, 9
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
+@pytest.fixture(scope="module", params=["replicate=-1", "shard=-1"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(2, layout=request.param) as started:
         yield started
 
 
@@ -84,7 +85,7 @@ def train(world: shoal.World, raw: bool, micro_batches: int) -> list[Tensor]:
         batch.finish(generator)
         first.step()
         first.zero_grad()
-    return [p.detach().clone() for network in (generator, critic) for p in network.parameters()]
+    return [whole(p.detach()).clone() for network in (generator, critic) for p in network.parameters()]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """One process is the specification: the same training at any split of the same global batches.
 
-The specification is written in plain torch below; Shoal in one process is held to it like any other
-world. Every row runs on ranks that are started once per world size.
+The specification is plain torch; Shoal in one process is held to it like any other world. Every row
+runs on ranks that are started once per world size.
 """
 
 from __future__ import annotations
@@ -10,204 +10,13 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-import shoal
 from cover import cover
 from ranks import Ranks
-from shoal.parallel import engine_of
-from shoal.parallel.local import LocalEngine
-
-SEED = 0
-LEARNING_RATE = 1e-3
-STEPS = 20
-BATCH = 16
-IGNORE = -100
-TOLERANCE = 1e-9
-
-
-class Convolutional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh())
-        self.head = nn.Linear(4 * 6 * 6, 3)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.features(images).flatten(1))
-        return logits
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.block(self.embedding(tokens)))
-        return logits
-
-
-@dataclass(frozen=True)
-class Row:
-    model: str
-    samples: int
-    tokens: bool
-    micro_batches: int
-    raw: bool
-    clip: float | None
-
-
-ROWS = [
-    Row(model, samples, tokens, micro_batches, raw, clip)
-    for model, samples, tokens, micro_batches, raw, clip in itertools.product(
-        ("convolutional", "transformer"),
-        (96, 101, 3),
-        (False, True),
-        (1, 2, 4),
-        (False, True),
-        (None, 0.5),
-    )
-    if tokens is False or model == "transformer"
-]
-
-
-def dataset(row: Row) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    if row.model == "convolutional":
-        images = torch.randn(row.samples, 1, 6, 6, generator=generator, dtype=torch.float64)
-        return images, torch.randint(0, 3, (row.samples,), generator=generator)
-    tokens = torch.randint(0, 11, (row.samples, 5), generator=generator)
-    labels = tokens.roll(-1, 1)
-    if row.tokens:  # between none and all of the labels of a sample are ignored
-        labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, IGNORE)
-        labels[0] = tokens[0]
-    return tokens, labels
-
-
-def build(row: Row) -> nn.Module:
-    torch.manual_seed(7)
-    model = Convolutional() if row.model == "convolutional" else Transformer()
-    return model.double()
-
-
-def loss(row: Row, output: Tensor, target: Tensor) -> tuple[Tensor, int | Tensor]:
-    losses = F.cross_entropy(
-        output.flatten(0, -2), target.flatten(), ignore_index=IGNORE, reduction="none"
-    )
-    if row.tokens:  # token-weighted: each label counts once
-        return losses.sum(), (target != IGNORE).sum()
-    # Sample-weighted: a sample counts once, however many labels it has.
-    return losses.view(len(target), -1).mean(1).sum(), len(target)
-
-
-@dataclass
-class Trained:
-    parameters: dict[str, np.ndarray[Any, Any]]
-    norms: list[float]
-    losses: list[float]
-
-
-def specification(row: Row) -> Trained:
-    """The same training in plain torch: one process, whole batches, one mean."""
-    model, data = build(row), dataset(row)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    norms: list[float] = []
-    losses: list[float] = []
-    epoch = 0
-    while len(losses) < STEPS:
-        order = torch.from_numpy(
-            shoal.Order(row.samples, seed=SEED, epoch=epoch).indices(0, row.samples)
-        )
-        for indices in order.split(BATCH):
-            total, count = loss(row, model(data[0][indices]), data[1][indices])
-            mean = total / count
-            mean.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), row.clip or float("inf"))
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(float(norm))
-            losses.append(mean.item())
-            if len(losses) == STEPS:
-                break
-        epoch += 1
-    return Trained(_arrays(model), norms, losses)
-
-
-def train(world: shoal.World, row: Row, mutation: str = "") -> Trained:
-    """The training through Shoal, on as many ranks as there are."""
-    model = shoal.parallelize(build(row), world, shoal.DDP(bucket_mb=0.001))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    task = shoal.Task(lambda output, batch: loss(row, output, batch[1]))
-    data = shoal.Loader(
-        dataset(row), world, batch_size=BATCH, micro_batches=row.micro_batches, seed=SEED
-    )
-    if mutation:
-        mutate(mutation, world, engine_of(model))
-    step = shoal.Step(model, optimizer, task, clip=row.clip)
-    norms, losses = [], []
-    for batch in itertools.islice(data.epochs(10_000), STEPS):
-        if row.raw:
-            for micro in batch:
-                batch.backward(*loss(row, model(micro[0]), micro[1]), model)
-            finished = batch.finish(model, clip=row.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            norms.append(finished.norm)
-            losses.append(finished.loss)
-        else:
-            result = step(batch)
-            norms.append(result.norm)
-            losses.append(result.loss)
-    return Trained(_arrays(model), norms, losses)
-
-
-def mutate(mutation: str, world: shoal.World, engine: Any) -> None:
-    """Break the engine in one way that a user would not notice."""
-    assert isinstance(engine, LocalEngine)
-    whole, backward = engine._sums, engine.backward
-
-    def counts_samples(norm: Tensor) -> tuple[float, float, float]:
-        loss_sum, _, value = whole(norm)
-        return loss_sum, float(BATCH), value
-
-    def stand_in_counts(loss: Tensor, count: Any, micro: Any, *rest: Any, **named: Any) -> None:
-        backward(loss, count, micro._replace(weight=1.0), *rest, **named)
-
-    def one_rank_silent(loss: Tensor, count: Any, micro: Any, *rest: Any, **named: Any) -> None:
-        silent = loss * 0 if world.rank == world.size - 1 else loss
-        backward(silent, count, micro, *rest, **named)
-
-    if mutation == "no count correction":
-        engine._sums = counts_samples  # type: ignore[method-assign]
-    elif mutation == "stand-in counts":
-        engine.backward = stand_in_counts  # type: ignore[method-assign]
-    else:
-        engine.backward = one_rank_silent  # type: ignore[method-assign]
-
-
-def _arrays(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-
-
-def distance(found: Trained, expected: Trained) -> float:
-    """The design's measure over parameters, and the relative one over norms and losses."""
-    worst = 0.0
-    for name, value in expected.parameters.items():
-        scale = max(float(np.abs(value).max()), LEARNING_RATE)
-        worst = max(worst, float(np.abs(found.parameters[name] - value).max()) / scale)
-    for ours, theirs in ((found.norms, expected.norms), (found.losses, expected.losses)):
-        worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))
-    return worst
+from specification import ROWS, SEED, TOLERANCE, Row, Trained, distance, specification, train
 
 
 @pytest.fixture(scope="module")

@@ -433,7 +433,7 @@ def two_engines(world: shoal.World) -> list[bool]:
     untouched = all(p.grad is None for p in second.parameters())
     expected = torch.autograd.grad(second(first(values)).square().sum() / 12, list(first.parameters()))
     pairs = zip(first.parameters(), expected, strict=True)
-    return [untouched, all(torch.allclose(p.grad, g, rtol=1e-12) for p, g in pairs)]  # type: ignore[arg-type]
+    return [untouched, all(torch.allclose(p.grad, g, rtol=1e-12) for p, g in pairs)]
 
 
 def test_engines_do_not_leak_into_each_other(ranks: Ranks) -> None:

@@ -128,8 +128,10 @@ class Checkpoints:
         """Load the newest checkpoint that is whole; None if there is none at all.
 
         Tensors come back on the CPU. Where `template` has a tensor of the same path and shape, that
-        one is filled in place (DTensors by their shards) and appears in the result; otherwise the
-        template is ignored. Raises CheckpointError if there are checkpoints and none is whole.
+        one is filled in place (DTensors by their shards) and appears in the result; where it has a
+        DTensor in the place of what holds tensors of its shape (moments of a parameter), these are
+        divided like it; otherwise the template is ignored. Raises CheckpointError if there are
+        checkpoints and none is whole.
         """
         given = f"checkpoints in {self._directory}"
         found = self._world.broadcast(
@@ -270,8 +272,9 @@ class Checkpoints:
         for name in names_in([content["state"], self._own(content, manifest)]):
             row = content["tensors"][name]
             tensor = offered.get(name)
-            fits = tensor is not None and list(tensor.shape) == row["shape"]
-            targets[name] = tensor if tensor is not None and fits else allocate(row)
+            if tensor is None or list(tensor.shape) != row["shape"]:
+                tensor = allocate(row, like=offered.get(name.rpartition("/")[0]))
+            targets[name] = tensor
         return content, targets
 
     def _own(self, content: dict[str, Any], manifest: Manifest) -> Any:

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from shoal.checkpoint.state import DTYPES
@@ -103,9 +104,12 @@ def load_tensors(
     return reader.failure
 
 
-def allocate(row: Mapping[str, Any]) -> torch.Tensor:
-    """An uninitialised tensor on the CPU for one row of the table."""
-    return torch.empty(row["shape"], dtype=_DTYPE_NAMES[row["dtype"]])
+def allocate(row: Mapping[str, Any], like: torch.Tensor | None = None) -> torch.Tensor:
+    """An uninitialised tensor for one row of the table: divided as `like` is, else on the CPU."""
+    dtype = _DTYPE_NAMES[row["dtype"]]
+    if isinstance(like, DTensor) and list(like.shape) == row["shape"]:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty(row["shape"], dtype=dtype)
 
 
 def serialize(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:

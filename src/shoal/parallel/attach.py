@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
 
-from shoal.engine import Engine, Strategy
+from shoal.engine import Engine, Spreading, Strategy
 from shoal.errors import LayoutError, StepError
 from shoal.layout import AXES
+from shoal.parallel.deferred import construct
 from shoal.parallel.replicate import DDP
+from shoal.parallel.shard import FSDP
 from shoal.world import World
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,38 +35,82 @@ class Attachment:
         return Attachment, ()
 
 
-def parallelize(model: Model, world: World, strategy: Strategy | None = None) -> Model:
+def parallelize(
+    model: Model | Callable[[], Model],
+    world: World,
+    strategy: Strategy | Sequence[Strategy] | None = None,
+) -> Model:
     """Spread `model` over `world` in place and return it: the same object, with the same names.
 
     The model is moved to the world's device; build the optimizer afterwards. Without a `strategy`
-    the layout decides: replicated data-parallel ranks, or nothing in a world of one.
+    the layout decides: replicated data-parallel ranks, or nothing in a world of one. Several
+    strategies, one for each of their axes, are applied in their order. A function that
+    makes the model may be given in its place; strategies that divide models (FSDP) then never hold the
+    whole of it, and its parameters get the same values.
 
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
     one parallelized before, LayoutError for axes that the strategy does not serve.
     """
-    _check_model(model, world)
     if strategy is None:
-        strategy = DDP()
-    if isinstance(strategy, str | type | nn.Module) or not (
-        hasattr(strategy, "apply") and hasattr(strategy, "axes")
-    ):
-        raise StepError(
-            given=f"parallelize(model, world, {strategy!r})",
-            found="a strategy is a value such as shoal.DDP(), not a name, a class or a list",
-            fix="shoal.DDP() or shoal.DataParallel(), with options if needed; or leave it out",
-        )
-    idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in strategy.axes]
+        strategy = FSDP() if world.layout.degree("shard") > 1 else DDP()
+    *before, chosen = _checked(strategy, world)
+    module: Any = model
+    deferred = None
+    if not isinstance(model, nn.Module) and _makes(model):
+        defers = world.size > 1 and chosen.defers and not before
+        deferred = construct(model) if defers else None
+        module = model() if deferred is None else deferred.module
+    _check_model(module, world)
+    for each in before:
+        each.spread(module.to(world.device), world)
+    engine = chosen.apply(module, world)
+    if deferred is not None:
+        deferred.fill()
+    world.attach(engine)
+    object.__setattr__(module, ATTRIBUTE, Attachment(engine))
+    world.reseed("noise")
+    return cast(Model, module)
+
+
+def _checked(strategy: Any, world: World) -> list[Any]:
+    """The strategies, refused where they are none, can't be combined or leave an axis alone."""
+    given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
+    for each in given or [None]:
+        if isinstance(each, str | type | nn.Module) or not (
+            hasattr(each, "apply") and hasattr(each, "axes")
+        ):
+            raise StepError(
+                given=f"parallelize(model, world, {strategy!r})",
+                found="a strategy is a value such as shoal.DDP(), not a name or a class",
+                fix="shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
+            )
+    for each in given[:-1]:
+        if not isinstance(each, Spreading):
+            raise StepError(
+                given=f"parallelize(model, world, {strategy!r})",
+                found=f"{type(each).__name__} sums gradients by itself, so nothing can follow it",
+                fix="[shoal.Tensor(plan=…), shoal.FSDP()], in this order",
+            )
+    served = {axis for each in given for axis in each.axes}
+    idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in served]
     if idle:
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
             found=f"no strategy given serves the axis {idle[0]!r}",
             fix="layout='replicate=-1' with shoal.DDP(), or a strategy that serves this axis",
         )
-    engine = strategy.apply(model, world)
-    world.attach(engine)
-    object.__setattr__(model, ATTRIBUTE, Attachment(engine))
-    world.reseed("noise")
-    return model
+    return given
+
+
+def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:
+    """Whether `model` can be called without arguments."""
+    if not callable(model):
+        return False
+    try:
+        inspect.signature(model).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_model(model: object, world: World) -> None:
@@ -70,7 +118,7 @@ def _check_model(model: object, world: World) -> None:
     if not isinstance(model, nn.Module):
         raise StepError(
             given=f"parallelize({type(model).__name__}, …)",
-            found="it is not a torch.nn.Module",
+            found="it is not a torch.nn.Module, nor a function that makes one",
             fix="model = shoal.parallelize(Model(), world)",
         )
     if _sharing(model, world):

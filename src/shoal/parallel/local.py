@@ -94,7 +94,7 @@ class LocalEngine(OpenEngine):
                 fix="compute it from the model's output, without .detach(), .item() or no_grad()",
             )
         seed = torch.full_like(loss, scale * micro.weight / size)
-        torch.autograd.backward([loss], [seed], inputs=self._inputs())
+        self._differentiate(loss, seed, last=last)
         self._shown.append((loss.detach(), count, micro.weight))
         if last and not self._unused_checked:
             self._check_unused()
@@ -117,7 +117,7 @@ class LocalEngine(OpenEngine):
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._refuse_others(thawed)
-        norm = global_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = self._norm()
         loss_sum, count, value = self._sums(norm)
         self._shown.clear()
         return Totals(loss_sum, count, value)
@@ -125,7 +125,7 @@ class LocalEngine(OpenEngine):
     def multiply(self, factor: float) -> None:
         """Multiply the gradients by `factor`; by 1 is free."""
         if factor != 1.0:
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+            torch._foreach_mul_(self._gradients(), factor)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply, step, clear; see the contract."""
@@ -143,6 +143,16 @@ class LocalEngine(OpenEngine):
         """The output of the module as it stands; the caller has chosen mode and no_grad."""
         with mixed(self.world.device, autocast):
             return task.forward(self.call, micro, seed)
+
+    def _differentiate(self, loss: Tensor, seed: Tensor, *, last: bool) -> None:
+        torch.autograd.backward([loss], [seed], inputs=self._inputs())
+
+    def _gradients(self) -> list[Tensor]:
+        """What this rank holds of the gradients, as plain tensors."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _norm(self) -> Tensor:
+        return global_norm(self._gradients())
 
     def _inputs(self) -> list[nn.Parameter] | None:
         # With several models, a loss of one may run through another (a GAN's generator through the

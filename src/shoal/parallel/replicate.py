@@ -21,6 +21,7 @@ from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
 from shoal.parallel.local import LocalEngine, as_scalar, first
+from shoal.shares import is_divided
 from shoal.task import Count, Micro
 from shoal.world import World
 
@@ -30,6 +31,7 @@ class Single:
     """The whole model in this process and nothing else; refused in a world of several ranks."""
 
     axes: ClassVar[tuple[str, ...]] = AXES
+    defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Move the model to the device and return the engine of one process."""
@@ -56,6 +58,7 @@ class DDP:
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
+    defers: ClassVar[bool] = False
 
     bucket_mb: float = 25.0
     bucket_views: bool = True
@@ -82,6 +85,13 @@ class DDP:
                     fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if any(map(is_divided, model.parameters())):
+            raise StepError(
+                given="shoal.DDP() around a model whose layers are divided",
+                found="its reducer loses divided parameters after the first forward",
+                fix="shoal.Tensor(plan=…) alone, which sums over replicas too, or followed by "
+                "shoal.FSDP()",
+            )
         model.to(world.device)
         return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
 
@@ -289,6 +299,7 @@ class DataParallel:
     """
 
     axes: ClassVar[tuple[str, ...]] = AXES
+    defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Return an engine that spreads each forward over the visible GPUs."""

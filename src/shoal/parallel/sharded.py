@@ -1,0 +1,113 @@
+"""The engine of FSDP: torch's FSDP2, told what to sum and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from shoal.errors import StepError
+from shoal.parallel.mesh import MeshEngine
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.parallel.shard import FSDP
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDPEngine(MeshEngine):
+    """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed."""
+
+    def __init__(
+        self, module: nn.Module, world: World, options: FSDP, units: Sequence[nn.Module]
+    ) -> None:
+        for part in (*units, module):
+            fully_shard(part, **_torchs(options, world))
+        if any(p.is_meta for p in module.parameters()):
+            module.to_empty(device="cpu" if options.offload else world.device)
+        super().__init__(module, world)
+        self._whole = options.accumulate == "whole"
+        self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._sharded:
+            # Sums over ranks, exactly: what they are divided by is known only afterwards.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        self._unsummed = False
+
+    def compile(self, how: str) -> None:
+        """Compile each unit; its parameters are gathered outside of what is compiled."""
+        if how == "script":
+            raise StepError(
+                given="compile='script' with shoal.FSDP()",
+                found="TorchScript can't call what gathers the parameters",
+                fix="compile='inductor'",
+            )
+        for part in self._sharded[1:] or self._sharded:
+            part.compile()
+
+    def discard(self) -> None:
+        """Drop the gradients, also those of a batch that was left in the middle."""
+        super().discard()
+        if self._unsummed:
+            for part in self._sharded:
+                _drop_unsummed(part)
+            self._unsummed = False
+
+    def _differentiate(self, loss: Tensor, seed: Tensor, *, last: bool) -> None:
+        root = self._sharded[0]
+        summed = last or not self._whole
+        root.set_requires_gradient_sync(summed)
+        root.set_is_last_backward(last)
+        self._unsummed = not summed
+        with self._others_aside():
+            torch.autograd.backward([loss], [seed])
+
+    @contextmanager
+    def _others_aside(self) -> Iterator[None]:
+        """Keep the gradients of other models: a loss of this one may run through them (a GAN's).
+
+        FSDP's hooks see nothing of a backward that names its leaves.
+        """
+        others = [engine.module for engine in self.world.engines if engine is not self]
+        kept = [(p, p.grad) for other in others for p in other.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
+
+def _torchs(options: FSDP, world: World) -> dict[str, Any]:
+    """What `fully_shard` calls the options."""
+    copied = world.layout.degree("replicate") > 1
+    gather = None if options.gather is None else DTYPES[options.gather]
+    return {
+        "mesh": world.mesh[("replicate", "shard") if copied else ("shard",)],
+        "reshard_after_forward": options.reshard,
+        "mp_policy": MixedPrecisionPolicy(gather, DTYPES[options.reduce] if gather else None),
+        "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+    }
+
+
+def _drop_unsummed(part: FSDPModule) -> None:
+    """Forget gradients that wait for the last micro-batch, for which FSDP2 has no call."""
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None

@@ -1,0 +1,158 @@
+"""Every way to spread a model trains like one process: strategies x worlds x batches x precision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+import shoal
+from cover import cover
+from ranks import Ranks
+from shoal.engine import Strategy
+from specification import SEED, TOLERANCE, Row, Trained, distance, specification, train
+
+STEPS = 10
+HALF = 0.04
+"""How far ten steps in bf16, with 8 bits of mantissa, stray from those in fp64 by the same measure."""
+
+
+class Way(NamedTuple):
+    strategy: Callable[[str], Strategy | list[Strategy]]
+    layouts: tuple[str, ...]
+    models: tuple[str, ...] = ("convolutional", "transformer")
+
+
+UNITS = {"convolutional": ("features",), "transformer": ("block",)}
+
+PLAN = {
+    "block.linear1": "column",
+    "block.linear2": "row",
+    "embedding": "vocabulary",
+    "head": "head",
+}
+
+WAYS = {
+    "Tensor": Way(
+        lambda model: shoal.Tensor(plan=PLAN),
+        ("tensor=2", "tensor=4", "replicate=2,tensor=2"),
+        ("transformer",),
+    ),
+    "Tensor, FSDP": Way(
+        lambda model: [shoal.Tensor(plan=PLAN), shoal.FSDP(units=("block",))],
+        ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
+        ("transformer",),
+    ),
+    "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
+    "ZeRO-3": Way(
+        lambda model: shoal.FSDP(units=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")
+    ),
+    "ZeRO-2": Way(
+        lambda model: shoal.FSDP(units=UNITS[model], reshard=False, accumulate="whole"),
+        ("shard=2", "shard=3"),
+    ),
+    "HSDP": Way(
+        lambda model: shoal.FSDP(units=UNITS[model]), ("replicate=2,shard=2", "replicate=4,shard=2")
+    ),
+}
+
+BATCHES = [  # model, tokens, samples, clip
+    ("convolutional", False, 96, None),
+    ("convolutional", False, 101, 0.5),
+    ("transformer", False, 96, 0.5),
+    ("transformer", True, 101, None),
+    ("transformer", True, 3, 0.5),
+]
+
+
+class Case(NamedTuple):
+    way: str
+    layout: str
+    batch: int
+    micro_batches: int
+    precision: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(int(part.partition("=")[2]) for part in self.layout.split(","))
+
+    @property
+    def row(self) -> Row:
+        model, tokens, samples, clip = BATCHES[self.batch]
+        raw = self.precision == "fp32" and (self.size + self.batch) % 2 == 1
+        return Row(model, samples, tokens, self.micro_batches, raw, clip)
+
+
+CASES = [
+    Case(name, layout, *rest)
+    for name, way in WAYS.items()
+    for layout in way.layouts
+    for rest in itertools.product(range(len(BATCHES)), (1, 4), ("fp32", "bf16"))
+    if BATCHES[rest[0]][0] in way.models
+]
+
+
+def _parameters() -> list[Any]:
+    """All cases; without `make test-all` a cover of those on up to three processes."""
+    small = [case for case in CASES if case.size <= 3]
+    covered = cover(small, lambda case: ((case.way, case.layout), *case[2:]))
+    return [
+        pytest.param(
+            case,
+            id="-".join(
+                map(str, (case.way, case.layout, case.batch, case.micro_batches, case.precision))
+            ),
+            marks=[] if case in covered else [pytest.mark.full],
+        )
+        for case in CASES
+    ]
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Callable[[str, int], Ranks]]:
+    """Ranks by layout, started when first asked for; those of another layout end then."""
+    with contextlib.ExitStack() as stack:
+        running: dict[str, Ranks] = {}
+
+        def ranks(layout: str, size: int) -> Ranks:
+            if layout not in running:
+                stack.close()
+                running.clear()
+                running[layout] = stack.enter_context(Ranks(size, layout=layout, seed=SEED))
+            return running[layout]
+
+        yield ranks
+
+
+@functools.cache
+def expected(row: Row) -> Trained:
+    return specification(row, STEPS)
+
+
+@pytest.mark.parametrize("case", _parameters())
+def test_every_way_trains_like_one_process(started: Callable[[str, int], Ranks], case: Case) -> None:
+    strategy = WAYS[case.way].strategy(case.row.model)
+    one = dataclasses.replace(case.row, micro_batches=1, raw=False)
+    results = started(case.layout, case.size).call(train, case.row, "", strategy, STEPS, case.precision)
+    for result in results:
+        assert distance(result, expected(one)) < (TOLERANCE if case.precision == "fp32" else HALF)
+
+
+@pytest.mark.parametrize("mutation", ["no count correction", "stand-in counts", "one rank silent"])
+def test_the_comparison_notices_mutations(mutation: str) -> None:
+    rows = {
+        "no count correction": Row("transformer", 101, True, 2, False, 0.5),
+        "stand-in counts": Row("convolutional", 3, False, 1, False, None),
+        "one rank silent": Row("convolutional", 96, False, 1, True, None),
+    }
+    row = rows[mutation]
+    strategy = shoal.FSDP(units=UNITS[row.model])
+    with Ranks(4, layout="shard=4", seed=SEED) as ranks:
+        mutated = ranks.call(train, row, mutation, strategy, STEPS)[0]
+        assert distance(mutated, specification(row, STEPS)) > 1e-4
