@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Strategy
 from shoal.parallel import engine_of
 from shoal.parallel.local import LocalEngine
 from shoal.shares import whole
@@ -141,7 +139,7 @@ def train(
     world: shoal.World,
     row: Row,
     mutation: str = "",
-    strategy: Strategy | Sequence[Strategy] = SMALL_BUCKETS,
+    strategy: Any = SMALL_BUCKETS,
     steps: int = STEPS,
     precision: str = "fp32",
 ) -> Trained:

@@ -114,11 +114,16 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
-class Spreading(Strategy, Protocol):
-    """A strategy that others can follow, which then sum the gradients and bring the engine."""
+class Spreading(Protocol):
+    """What changes a model and leaves the gradients, and the engine, to the strategy after it."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the layout that it serves, if any."""
+        ...
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Divide `model`, which is on `world.device`, in place."""
+        """Change `model` in place, its names unchanged."""
         ...
 
 

@@ -15,7 +15,6 @@ import pytest
 import shoal
 from cover import cover
 from ranks import Ranks
-from shoal.engine import Strategy
 from specification import SEED, TOLERANCE, Row, Trained, distance, specification, train
 
 STEPS = 10
@@ -24,7 +23,7 @@ HALF = 0.04
 
 
 class Way(NamedTuple):
-    strategy: Callable[[str], Strategy | list[Strategy]]
+    strategy: Callable[[str], Any]
     layouts: tuple[str, ...]
     models: tuple[str, ...] = ("convolutional", "transformer")
 
@@ -39,6 +38,23 @@ PLAN = {
 }
 
 WAYS = {
+    "Recompute, DDP": Way(
+        lambda model: [shoal.Recompute(units=UNITS[model]), shoal.DDP(bucket_mb=0.001)],
+        ("replicate=3",),
+    ),
+    "Recompute, FSDP": Way(
+        lambda model: [shoal.Recompute(units=UNITS[model]), shoal.FSDP(units=UNITS[model])],
+        ("shard=2",),
+    ),
+    "Recompute, Tensor, FSDP": Way(
+        lambda model: [
+            shoal.Recompute(units=UNITS[model]),
+            shoal.Tensor(plan=PLAN),
+            shoal.FSDP(units=UNITS[model]),
+        ],
+        ("shard=2,tensor=2",),
+        ("transformer",),
+    ),
     "Tensor": Way(
         lambda model: shoal.Tensor(plan=PLAN),
         ("tensor=2", "tensor=4", "replicate=2,tensor=2"),

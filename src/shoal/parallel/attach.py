@@ -38,21 +38,19 @@ class Attachment:
 def parallelize(
     model: Model | Callable[[], Model],
     world: World,
-    strategy: Strategy | Sequence[Strategy] | None = None,
+    strategy: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
 ) -> Model:
     """Spread `model` over `world` in place and return it: the same object, with the same names.
 
     The model is moved to the world's device; build the optimizer afterwards. Without a `strategy`
     the layout decides: replicated data-parallel ranks, or nothing in a world of one. Several
-    strategies, one for each of their axes, are applied in their order. A function that
-    makes the model may be given in its place; strategies that divide models (FSDP) then never hold the
-    whole of it, and its parameters get the same values.
+    strategies are applied in their order; the last one sums gradients. A function that makes the model
+    may be given in its place; strategies that divide models (FSDP) then never hold the whole of it, and
+    its parameters get the same values.
 
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
     one parallelized before, LayoutError for axes that the strategy does not serve.
     """
-    if strategy is None:
-        strategy = FSDP() if world.layout.degree("shard") > 1 else DDP()
     *before, chosen = _checked(strategy, world)
     module: Any = model
     deferred = None
@@ -62,7 +60,7 @@ def parallelize(
         module = model() if deferred is None else deferred.module
     _check_model(module, world)
     for each in before:
-        each.spread(module.to(world.device), world)
+        each.spread(module, world)
     engine = chosen.apply(module, world)
     if deferred is not None:
         deferred.fill()
@@ -75,10 +73,11 @@ def parallelize(
 def _checked(strategy: Any, world: World) -> list[Any]:
     """The strategies, refused where they are none, can't be combined or leave an axis alone."""
     given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
+    if strategy is None or (given and isinstance(given[-1], Spreading) and not _complete(given[-1])):
+        given = [*filter(None, given), FSDP() if world.layout.degree("shard") > 1 else DDP()]
     for each in given or [None]:
-        if isinstance(each, str | type | nn.Module) or not (
-            hasattr(each, "apply") and hasattr(each, "axes")
-        ):
+        usable = _complete(each) or isinstance(each, Spreading)
+        if isinstance(each, str | type | nn.Module) or not usable:
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found="a strategy is a value such as shoal.DDP(), not a name or a class",
@@ -100,6 +99,10 @@ def _checked(strategy: Any, world: World) -> list[Any]:
             fix="layout='replicate=-1' with shoal.DDP(), or a strategy that serves this axis",
         )
     return given
+
+
+def _complete(strategy: object) -> bool:
+    return hasattr(strategy, "apply") and hasattr(strategy, "axes")
 
 
 def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:

@@ -55,6 +55,7 @@ class Tensor:
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Divide the layers of the plan in place."""
+        model.to(world.device)
         degree = world.layout.degree("tensor")
         layers = _planned(model, self.plan or _carried(model))
         _check_divisible(model, layers, degree)
@@ -65,7 +66,6 @@ class Tensor:
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the layers, and return an engine that sums gradients over replicas."""
-        model.to(world.device)
         self.spread(model, world)
         if world.size == 1:
             return LocalEngine(model, world)
