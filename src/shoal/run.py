@@ -86,7 +86,7 @@ class Run:
         )
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
-        self._progress = Progress(sys.stdout) if self.world.first else None
+        self._progress = Progress(sys.stdout) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
         self._curves = Curves(self.directory, chosen, first=self.world.first)
         self.world.recorder = self.log

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from ..cores import divide
@@ -110,5 +111,7 @@ def _become_main() -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # Closed by the script, or on a disk that is full: a failure is told all the same.
+        with suppress(OSError, ValueError):
+            stream.flush()
