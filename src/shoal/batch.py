@@ -22,7 +22,8 @@ class Batch:
     """One global batch as this rank sees it: its micro-batches, for `Step` or for a loop of one's own.
 
     `first` is the position of the global batch's first sample since the start of training, `size` how
-    many samples it has over all ranks; it is `taken` once a step has been made of it. A loop of one's
+    many samples it has over all ranks; it is `taken` once a step has been made of it. After one that
+    `ends_epoch` the next epoch begins, or training ends. A loop of one's
     own is as exact as `Step`:
 
         for micro in batch:
@@ -37,6 +38,7 @@ class Batch:
         "_current",
         "_noise",
         "_world",
+        "ends_epoch",
         "first",
         "micros",
         "seed",
@@ -54,8 +56,10 @@ class Batch:
         seed: int,
         wait: float = 0.0,
         world: World | None = None,
+        ends_epoch: bool = False,
     ) -> None:
         self.first = first
+        self.ends_epoch = ends_epoch
         self.size = size
         self.micros = micros
         self.seed = seed

@@ -42,8 +42,8 @@ def run(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     processes: Annotated[
-        str, typer.Option("-n", "--processes", metavar="N", help="How many processes to start.")
-    ],
+        str | None, typer.Option("-n", "--processes", metavar="N", help="How many processes to start.")
+    ] = None,
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the script.")
     ] = None,
@@ -70,6 +70,12 @@ def run(
     """
     from .launching import local
 
+    if processes is None:
+        raise LaunchError(
+            given=f"shoal run {script}",
+            found="not how many processes; one per GPU is usual, or one per few cores",
+            fix=f"shoal run -n 2 {script}",
+        )
     given = args or []
     raise typer.Exit(
         local.run(

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data import Loader
+from shoal.data.ordering import Ordering
 from shoal.ema import EMA
 from shoal.ending import Deadline, Evaluation, Verdict
 from shoal.engine import Strategy
@@ -66,6 +68,8 @@ def train(
     steps: int | None = None,
     schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
     micro_batches: int = 1,
+    order: Ordering | TorchSampler[Any] | None = None,
+    augment: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     precision: str = "fp32",
@@ -111,6 +115,8 @@ def train(
             world,
             batch_size=batch_size,
             micro_batches=micro_batches,
+            order=order,
+            augment=augment,
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
@@ -160,7 +166,6 @@ class _Loop:
             return "steps"
         if evaluation is not None:
             self._try_out(evaluation)
-        epoch = loader.epoch
         batches = loader.epochs(10**12 if epochs is None else epochs)
         if steps is not None:
             end = loader.after(steps - self.step.number)
@@ -170,13 +175,14 @@ class _Loop:
             if self.ema is not None and not result.skipped:
                 self.ema.update()
             self.tell("step")
-            ended, epoch = loader.epoch != epoch, loader.epoch
             stop = None
             every = None if evaluation is None else evaluation.every
-            if evaluation is not None and (self.step.number % every == 0 if every else ended):
+            if evaluation is not None and (
+                self.step.number % every == 0 if every else batch.ends_epoch
+            ):
                 stop = self._evaluate(evaluation)
             self.run.tick(every=save)
-            if save is None and ended:
+            if save is None and batch.ends_epoch:
                 self.run.save()
             if stop is None and self.deadline.over():
                 stop = "max_time"

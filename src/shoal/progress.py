@@ -86,13 +86,14 @@ class Standing(NamedTuple):
 class Progress:
     """Shows where the run stands to whoever looks: `due` at every step, `show` when it is.
 
-    In a terminal it is one line below whatever else is printed; elsewhere plain lines.
+    In a terminal it is one line below whatever else is printed; elsewhere, and where it is not to be
+    `live`, plain lines.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, live: bool = True) -> None:
         self._stream = stream
         self._line: Live | None = None
-        self._terminal = stream.isatty()
+        self._terminal = live and stream.isatty()
         self._begun = time.time()
         self._due = 0.0
         self._marks: deque[tuple[float, int]] = deque()

@@ -87,7 +87,9 @@ class Run:
         )
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
-        self._progress = Progress(sys.stdout) if self.world.first else None
+        # Others give rank 0 a terminal whose output may go into a file (mpirun).
+        live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
+        self._progress = Progress(sys.stdout, live=live) if self.world.first else None
         chosen = default_trackers() if trackers is None else trackers
         self._curves = Curves(self.directory, chosen, first=self.world.first)
         self.world.recorder = self.log

@@ -274,10 +274,10 @@ class World:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def say(self, text: str) -> None:
-        """Print `text` once: on rank 0."""
+    def say(self, *parts: object) -> None:
+        """Print `parts` once, as `print` does: on rank 0."""
         if self.first:
-            print(text, flush=True)
+            print(*parts, flush=True)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record numbers of the present step with the Run that is open: losses, rates, scores.

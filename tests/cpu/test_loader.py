@@ -248,3 +248,10 @@ def test_a_loop_over_epochs_has_a_goal_where_their_length_is_known(world: shoal.
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_knows_whether_it_ends_an_epoch(world: shoal.World, drop_last: bool) -> None:
+    data = shoal.Loader(torch.arange(10), world, batch_size=4, drop_last=drop_last)
+    ends = [batch.ends_epoch for batch in data.epochs(2)]
+    assert ends == ([False, True] if drop_last else [False, False, True]) * 2

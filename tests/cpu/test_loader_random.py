@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import warnings
 from typing import Any
 
 import numpy as np
@@ -160,3 +163,56 @@ def test_a_wrapper_that_hides_rng_is_named(world: shoal.World) -> None:
 def test_tensors_can_not_be_augmented(world: shoal.World) -> None:
     with pytest.raises(DataError, match="draw no random numbers"):
         build(world, torch.arange(SIZE), augment=True)
+
+
+class Global(Dataset[Any]):
+    """Draws as most datasets do."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> float:
+        drawn = {"torch": lambda: float(torch.rand(())), "numpy": np.random.rand, "none": float}
+        return index + {**drawn, "python": random.random}[self._kind]()
+
+
+def warned(world: shoal.World, kind: str, *, augment: bool = False) -> list[str]:
+    data = shoal.Loader(Global(kind), world, batch_size=BATCH, augment=augment)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(data.epochs(2))) == 2 * len(data)
+    return [str(one.message) for one in caught if "draws random numbers" in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_draws_that_are_not_the_samples_are_told_once(world: shoal.World, kind: str) -> None:
+    (text,) = warned(world, kind)
+    assert "rng" in text
+    assert "augment=True" in text
+    assert warned(world, kind, augment=True) == []
+    assert warned(world, "none") == []
+
+
+SCRIPT = """
+import torch, shoal
+
+class Global:
+    def __len__(self):
+        return 23
+    def __getitem__(self, index):
+        return index + float(torch.rand(()))
+
+with shoal.init() as world:
+    for _ in shoal.Loader(Global(), world, batch_size=4, num_workers=2).epochs(2):
+        pass
+"""
+
+
+def test_of_several_workers_one_tells_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.count("the dataset draws random numbers") == 1

@@ -241,3 +241,13 @@ def test_rank_0_alone_shows_it(tmp_path: Path) -> None:
     begin, end = first.splitlines()
     assert begin.startswith("10.0 % · step 1 · epoch 0.10/1 · loss ")
     assert end.startswith("100 % · step 10 · epoch 1.00/1 · loss ")
+
+
+def test_a_terminal_that_only_a_launcher_made_gets_lines(tmp_path: Path) -> None:
+    """mpirun gives rank 0 one, whose output may go into a file."""
+    names = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+    variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+    shown = terminal(tmp_path, 80, variables=variables | {"PMIX_NAMESPACE": "job"})
+    assert shown.code == 0, shown.last
+    assert b"\x1b[2K" not in shown.written
+    assert "100 % · step 40" in "".join(shown.last)

@@ -16,7 +16,7 @@ from shoal.batch import Batch
 from shoal.data.budget import BatchSize
 from shoal.data.feed import Feed, Fetch, Placed, check_state
 from shoal.data.flow import Cutting, Flow
-from shoal.data.mapped import Collate, Source
+from shoal.data.mapped import Collate, Sampled, Source
 from shoal.data.ordering import Ordering, Shuffled, ordering
 from shoal.data.prefetch import on_device
 from shoal.data.sampler import Sampler
@@ -95,6 +95,8 @@ class Loader:
             share = -(-self.batch_size // world.data_size)
             samples = source(dataset, collate_fn, share, seed=seed, augment=augment)
             device = samples.device
+            if isinstance(samples, Sampled):
+                samples.watched = world.first
             sampler = Sampler(
                 order=self._order(dataset, samples, order, shuffle),
                 batch_size=batch_size,
@@ -182,10 +184,17 @@ class Loader:
                 for value, (start, stop, weight) in zip(values, share.cells, strict=True)
             ]
             wait = time.perf_counter() - begun
-            batch = Batch(
-                share.first, share.size, micros, seed=self._feed.seed, wait=wait, world=self.world
-            )
+            epoch = self._feed.epoch
             self._feed.consumed(share)
+            batch = Batch(
+                share.first,
+                share.size,
+                micros,
+                seed=self._feed.seed,
+                wait=wait,
+                world=self.world,
+                ends_epoch=self._feed.epoch != epoch,
+            )
             self.last = batch
             yield batch
             begun = time.perf_counter()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from shoal.data.sampler import Share
 from shoal.errors import DataError
@@ -47,6 +48,8 @@ class Sampled(Source):
     """A source of single samples, which a collate function makes into micro-batches."""
 
     block = 1
+    watched = False
+    """Whether somebody is to be told if samples draw from generators that are not their own."""
 
     def __init__(self, collate: Collate, seed: int, *, augment: bool) -> None:
         self._collate = collate
@@ -59,7 +62,14 @@ class Sampled(Source):
 
     def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
         if not self._augment:
-            return [collated(self.samples(share), share, self._collate) for share in shares]
+            watched, self.watched = self.watched, False
+            before = _generators() if watched else ()
+            found = [self.samples(share) for share in shares]
+            if watched and not _same(before, _generators()):
+                _tell_of_draws()
+            return [
+                collated(one, share, self._collate) for one, share in zip(found, shares, strict=True)
+            ]
         with global_generators_kept():
             return [collated(self.samples(share), share, self._collate) for share in shares]
 
@@ -132,10 +142,33 @@ def set_global_generators(generator: np.random.Generator) -> None:
     torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
 
 
+def _generators() -> tuple[Any, ...]:
+    """The states of the generators of `random`, NumPy and torch (on the CPU)."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    (python, numpy, ours), (python_now, numpy_now, ours_now) = before, after
+    alike = all(np.array_equal(one, other) for one, other in zip(numpy, numpy_now, strict=True))
+    return python == python_now and alike and torch.equal(ours, ours_now)
+
+
+def _tell_of_draws() -> None:
+    """Once: from the first worker, if there are several."""
+    here = get_worker_info()
+    if here is None or here.id == 0:
+        warnings.warn(
+            "the dataset draws random numbers that are not those of its samples, so results depend on "
+            "the numbers of processes and workers: def __getitem__(self, index, rng) takes a NumPy "
+            "generator of the sample's own; Loader(…, augment=True) seeds the global ones",
+            stacklevel=2,
+        )
+
+
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
     """Afterwards those of `random`, NumPy and torch (on the CPU) are as they were."""
-    python, numpy, ours = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python, numpy, ours = _generators()
     try:
         yield
     finally:

@@ -13,7 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from ..cores import divide
 from ..environ import SAFE_PATH, threads_variable, write_variables
@@ -41,6 +43,7 @@ def main(
         _write_to(log)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     _become_main()
+    _be_called(f"{os.path.basename(job.name.split()[0])[:11]} {rank}")
     write_variables({**variables, SAFE_PATH: "1" if job.safe_path else None})
     _take_cores(int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))
     try:
@@ -98,6 +101,12 @@ def _take_cores(local_rank: int, local_size: int) -> None:
         os.sched_setaffinity(0, mine)
 
 
+def _be_called(name: str) -> None:
+    """Let ps, top and pgrep show what this process runs, and its rank; Linux keeps 15 bytes."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
 def _become_main() -> None:
     """Look to the script like a process that nobody forked."""
     multiprocessing.current_process().name = "MainProcess"
@@ -106,7 +115,8 @@ def _become_main() -> None:
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            # Whole lines also under PYTHONUNBUFFERED, or those of several ranks come in pieces.
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _flush() -> None:
