@@ -53,6 +53,17 @@ class Evaluation:
                     fix=f"leave {name} out, or give a positive number",
                 )
 
+    def compared(self, metrics: Mapping[str, Any]) -> float:
+        """The number of an evaluation's `metrics` that decides. Raises StepError if it is none."""
+        try:
+            return float(metrics[self.best])
+        except (TypeError, ValueError, RuntimeError):
+            raise StepError(
+                given=f"Evaluation(best={self.best!r})",
+                found=f"its value is not one number: {metrics[self.best]!r:.60}",
+                fix="a metric of one number, such as the mean over the classes",
+            ) from None
+
 
 class Verdict:
     """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
@@ -79,6 +90,12 @@ class Verdict:
         return self.evaluation is not None and self.evaluation.higher
 
     @property
+    def _by(self) -> str:
+        """By what evaluations are compared."""
+        way = "higher" if self._higher else "lower"
+        return "" if self.evaluation is None else f"{way} {self.evaluation.best}"
+
+    @property
     def impatient(self) -> bool:
         """Whether training should stop for want of a better one."""
         patience = None if self.evaluation is None else self.evaluation.patience
@@ -91,11 +108,13 @@ class Verdict:
             for name, value in self.metrics.items()
             if isinstance(value, float | int | Tensor)
         }
-        return {"best": self.best, "since": self.since, "metrics": kept}
+        return {"best": self.best, "since": self.since, "metrics": kept, "by": self._by}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self.best, self.since, self.metrics = state["best"], state["since"], state["metrics"]
+        """Take back what `state_dict` returned; the best by another metric is none."""
+        self.metrics = state["metrics"]
+        if state["by"] == self._by:
+            self.best, self.since = state["best"], state["since"]
 
 
 class Deadline:

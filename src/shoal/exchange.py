@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -74,11 +76,19 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
     """Load a state_dict into `model`, from a safetensors file or a mapping, in place.
 
     Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped where the model has no
-    such names. Raises CheckpointError, before anything changes, if names or shapes differ.
+    such names. Raises CheckpointError, before anything changes, if names or shapes differ or two names
+    become one.
     """
     found = source if isinstance(source, Mapping) else _read(Path(source))
     here = shapes(model.state_dict())
     named = {_bare(name, here): tensor for name, tensor in found.items()}
+    if len(named) < len(found):
+        twice = sorted(name for name in found if name not in named)
+        raise CheckpointError(
+            given=f"shoal.load(model, …) of {len(found)} tensors",
+            found=f"several of them are the same one without their prefixes, {twice[0]} for one",
+            fix="give those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
+        )
     check_model(model, named, here)
     own = model.state_dict()
     shares = {name: shared_like(tensor, own[name]) for name, tensor in named.items()}
@@ -94,7 +104,7 @@ def _model(source: Run | Step | nn.Module) -> nn.Module:
 def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
     _refuse_divided(model, path)
     made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
-    torch.jit.save(made, path)
+    _write(made, torch.jit.save, path)
 
 
 def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
@@ -105,12 +115,40 @@ def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> N
             found="torch.export traces the model",
             fix="shoal.export(model, 'model.pt2', example=(inputs,))",
         )
-    torch.export.save(torch.export.export(model, example), path)
+    _write(torch.export.export(model, example), torch.export.save, path)
+
+
+def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> None:
+    # By way of memory: torch's own writer aborts the process where the disk is full.
+    memory = io.BytesIO()
+    save(made, memory)
+    path.write_bytes(memory.getbuffer())
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(tensors, file)
+    except RuntimeError as error:
+        # Of a full disk torch itself only says that a position is unexpected.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 _STATES: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
-    ".safetensors": save_file,
-    ".pt": torch.save,
+    ".safetensors": _save_file,
+    ".pt": _save,
 }
 _PROGRAMS: dict[str, Callable[[nn.Module, tuple[Any, ...] | None, Path], None]] = {
     ".ts": _script,

@@ -7,8 +7,9 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler as TorchSampler
 
@@ -100,12 +101,7 @@ def train(
     training. Before the first step one batch of the evaluation is tried, so that what can't be
     evaluated fails early. Built from Loader, Step, Run and evaluate alone, whose errors it passes on.
     """
-    if epochs is None and steps is None:
-        raise StepError(
-            given="shoal.train(…) without an end",
-            found="neither epochs nor steps",
-            fix="epochs=10, or steps=10_000",
-        )
+    _check(epochs, steps, save)
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -129,6 +125,21 @@ def train(
         run = stack.enter_context(Run(directory, step, loader, state=state, keep=keep))
         loop = _Loop(run, step, average, verdict, callbacks, Deadline(max_time, world))
         return loop.run_to_end(epochs, steps, save=save)
+
+
+def _check(epochs: int | None, steps: int | None, save: int | None) -> None:
+    if epochs is None and steps is None:
+        raise StepError(
+            given="shoal.train(…) without an end",
+            found="neither epochs nor steps",
+            fix="epochs=10, or steps=10_000",
+        )
+    if save is not None and save < 1:
+        raise StepError(
+            given=f"shoal.train(…, save={save})",
+            found="a checkpoint is saved every so many steps: 1 or more",
+            fix="save=500, or leave it out for one at the end of each epoch",
+        )
 
 
 class _Loop:
@@ -206,10 +217,10 @@ class _Loop:
         )
         self.run.world.say(f"step {self.step.number:,}: {shown}")
         # Rank 0 decides for all: a metric may differ in its last bit between ranks.
-        value = self.run.world.broadcast(float(metrics[evaluation.best]))
+        value = self.run.world.broadcast(evaluation.compared(metrics))
         if self.verdict.add(value, metrics):
             self.run.save(to="best")
-        if any(self.run.world.gather(any(answer is True for answer in self.tell("evaluation")))):
+        if any(self.run.world.gather(any(map(_is_true, self.tell("evaluation"))))):
             return "callback"
         return "patience" if self.verdict.impatient else None
 
@@ -227,5 +238,12 @@ class _Loop:
 
     def _try_out(self, evaluation: Evaluation) -> None:
         kept = random_state()
-        self._measure(evaluation, batches=1)
+        evaluation.compared(self._measure(evaluation, batches=1))
         set_random_state(kept)
+
+
+def _is_true(answer: object) -> bool:
+    """Whether a callback says True: Python's own, or NumPy's or torch's, as their comparisons do."""
+    if isinstance(answer, Tensor):
+        return answer.dtype == torch.bool and answer.numel() == 1 and bool(answer)
+    return isinstance(answer, bool | np.bool_) and bool(answer)

@@ -89,7 +89,7 @@ class Run:
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         # Others give rank 0 a terminal whose output may go into a file (mpirun).
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
-        self._progress = Progress(sys.stdout, live=live) if self.world.first else None
+        self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
         self._curves = Curves(self.directory, chosen, first=self.world.first)
         self.world.recorder = self.log

@@ -107,7 +107,10 @@ class _WandB:
         self._run.log(dict(values), step=step)
         if step > self.sent:
             self.sent = step
-            self._note.write_text(json.dumps({"id": self.id, "sent": step}))
+            # A process that is killed here must not leave half a note.
+            partial = self._note.with_suffix(".partial")
+            partial.write_text(json.dumps({"id": self.id, "sent": step}))
+            partial.replace(self._note)
 
     def flush(self) -> None:
         """Nothing is kept here; the process of W&B has it."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,10 @@ def test_compiled_parts_lose_their_prefix_too() -> None:
     shoal.load(model, dict(zip(names, (p.detach() + 1 for p in model.parameters()), strict=True)))
 
 
+PLAIN = nn.Linear(2, 2).state_dict()
+BOTH = {**PLAIN, **{f"module.{name}": torch.zeros_like(value) for name, value in PLAIN.items()}}
+
+
 @pytest.mark.parametrize(
     ("act", "found"),
     [
@@ -106,11 +112,35 @@ def test_compiled_parts_lose_their_prefix_too() -> None:
         (lambda path: shoal.load(nn.Linear(2, 2), path / "gone.safetensors"), "No such file"),
         (lambda path: shoal.load(nn.Linear(2, 2), nn.Linear(2, 3).state_dict()), "instead of"),
         (lambda path: shoal.load(nn.Linear(2, 2), {}), "missing: weight, bias"),
+        (lambda path: shoal.load(nn.Linear(2, 2), BOTH), "module.bias for one"),
     ],
 )
 def test_what_can_not_be_loaded(act: object, found: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=found):
         act(tmp_path)  # type: ignore[operator]
+
+
+FULL = """
+import resource, sys, torch, shoal
+from torch import nn
+with shoal.init() as world:
+    model = shoal.parallelize(nn.Linear(100, 100), world)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    example = (torch.ones(1, 100),) if sys.argv[1].endswith("2") else None
+    try:
+        shoal.export(model, sys.argv[1], example=example)
+    except shoal.CheckpointError as error:
+        print(error.found)
+"""
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt", "ts", "pt2"])
+def test_a_file_that_does_not_fit_is_an_error_that_says_so(suffix: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FULL, f"model.{suffix}"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "File too large" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_can_not_be_exported(world: shoal.World, tmp_path: Path) -> None:

@@ -192,6 +192,10 @@ def change(name: str, rank: int = 0, **values: str) -> dict[str, str]:
         (change("slurm-cyclic", 2, SLURM_GTIDS="0,1,2"), ["SLURM_GTIDS=0,1,2", "SLURM_PROCID=2"]),
         (change("slurm-cyclic", SLURM_GTIDS="0,x"), ["SLURM_GTIDS=0,x"]),
         (change("slurm-cyclic", SLURM_STEP_NUM_TASKS="8"), ["SLURM_STEP_NUM_TASKS=8"]),
+        (
+            change("slurm-cyclic", SLURM_STEP_TASKS_PER_NODE="0,4", SLURM_GTIDS=""),
+            ["SLURM_STEP_TASKS_PER_NODE=0,4"],
+        ),
         # N launchers of one machine, each for itself.
         (
             change("torchrun", SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2"),

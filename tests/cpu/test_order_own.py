@@ -146,6 +146,21 @@ def test_weights_from_which_nothing_can_be_drawn(weights: Any) -> None:
         shoal.Weighted(weights)
 
 
+@pytest.mark.parametrize("unit", [1e308, 5e-324])
+def test_weights_of_any_size_are_only_compared(unit: float) -> None:
+    positions = np.arange(4000)
+    usual = shoal.Weighted([1, 3, 0, 1, 1]).take(positions, seed=0, epoch=0)
+    largest = unit if unit > 1 else 3 * unit
+    odd = shoal.Weighted([largest / 3, largest, 0, largest / 3, largest / 3])
+    assert (odd.take(positions, seed=0, epoch=0) == usual).mean() > 0.999
+
+
+@pytest.mark.parametrize("lengths", [[0.9, 0.9], [float("nan")], ["abc"], [-1], [[1]]])
+def test_lengths_that_are_no_whole_numbers(lengths: Any) -> None:
+    with pytest.raises(DataError, match="one whole number"):
+        shoal.Budget(lengths, 10)
+
+
 def test_a_state_of_another_order_is_refused(world: shoal.World) -> None:
     state = build(world, order=shoal.Weighted([1.0] * SIZE)).state_dict()
     for other in ({}, {"order": shoal.Weighted(range(SIZE))}):

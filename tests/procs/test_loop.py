@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,6 +390,47 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
     with pytest.raises(KeyError, match="broken"):
         train(tmp_path, evaluate=validation, callbacks=[seen.append])
     assert seen == []
+
+
+def test_a_best_that_is_no_number_fails_before_the_first_step(tmp_path: Path) -> None:
+    recall = torchmetrics.Recall(task="multiclass", num_classes=2, average="none")
+    seen: list[shoal.Moment] = []
+    validation = shoal.Evaluation(dataset=dataset(1), metrics={"recall": recall}, best="recall")
+    with pytest.raises(StepError, match="its value is not one number: tensor"):
+        train(tmp_path, evaluate=validation, callbacks=[seen.append])
+    assert seen == []
+
+
+def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1, evaluate=shoal.Evaluation(dataset=dataset(1), every=1))
+    accuracy = {"accuracy": shoal.Accuracy()}
+    options: dict[str, Any] = {
+        "dataset": dataset(1),
+        "every": 1,
+        "metrics": accuracy,
+        "best": "accuracy",
+    }
+    done = train(tmp_path, evaluate=shoal.Evaluation(**options, higher=True))
+    scores = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event]
+    assert len(scores) == 5
+    assert done.best == max(scores)
+    lowest = train(tmp_path, epochs=3, evaluate=shoal.Evaluation(**options))
+    later = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event][5:]
+    assert lowest.best == min(later)
+
+
+@pytest.mark.parametrize("answer", [np.bool_(True), torch.tensor(True)])
+def test_what_a_comparison_says_ends_it_too(tmp_path: Path, answer: object) -> None:
+    validation = shoal.Evaluation(dataset=dataset(1), every=2)
+    done = train(tmp_path, evaluate=validation, callbacks=[lambda _: answer])
+    assert (done.reason, done.step.number) == ("callback", 2)
+
+
+def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> None:
+    with pytest.raises(StepError, match="every so many steps") as caught:
+        train(tmp_path, save=0)
+    assert caught.value.given == "shoal.train(…, save=0)"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

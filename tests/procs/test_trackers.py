@@ -135,6 +135,25 @@ def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path
     assert attempts == [[(step, step / 2) for step in range(*ends)] for ends in ((1, 7), (6, 10))]
 
 
+def test_a_kill_leaves_no_half_note_of_wandb(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (shoal.WandB(project="tests", mode="offline"),)
+    train(world, tmp_path, 3, options)
+    before = (tmp_path / "wandb.json").read_text()
+    whole = Path.write_text
+
+    def die(path: Path, text: str) -> int:
+        whole(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(world, tmp_path, 4, options)
+    monkeypatch.undo()
+    assert (tmp_path / "wandb.json").read_text() == before
+
+
 def test_no_trackers_are_none(world: shoal.World, tmp_path: Path) -> None:
     train(world, tmp_path, 2, ())
     assert not (tmp_path / "tensorboard").exists()

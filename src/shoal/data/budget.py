@@ -36,13 +36,16 @@ class Budget:
     def __init__(
         self, lengths: npt.ArrayLike, budget: int, *, at_most: int = 1024, padded: bool = False
     ) -> None:
-        self._lengths = np.asarray(lengths, dtype=np.int64)
-        if self._lengths.ndim != 1 or (self._lengths < 0).any() or budget < 1 or at_most < 1:
+        table = np.asarray(lengths)
+        whole = table.ndim == 1 and table.dtype.kind in "iu"
+        if not whole or (table < 0).any() or budget < 1 or at_most < 1:
             raise DataError(
-                given=f"Budget(lengths of shape {self._lengths.shape}, {budget}, at_most={at_most})",
-                found="not one length >= 0 per sample, or a limit below 1",
+                given=f"Budget(lengths of shape {table.shape}, dtype {table.dtype}, {budget}, "
+                f"at_most={at_most})",
+                found="not one whole number >= 0 per sample, or a limit below 1",
                 fix="shoal.Budget([len(text) for text in texts], 8192)",
             )
+        self._lengths = table.astype(np.int64)
         self.budget = budget
         self.at_most = at_most
         self._padded = padded

@@ -78,7 +78,8 @@ class Weighted:
             )
         self.samples = len(table)
         self._size = self.samples if size is None else int(size)
-        self._sums = np.cumsum(table)
+        # By a power of two, which is exact: sums of the largest would overflow, of the smallest vanish.
+        self._sums = np.cumsum(np.ldexp(table, -np.frexp(table.max())[1]))
         self._last = int(np.flatnonzero(table)[-1])  # rounding must not draw a weight of 0 behind it
 
     def __len__(self) -> int:

@@ -135,7 +135,7 @@ def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> Choice[int]:
         # Fewer than the node's: this task is bound, and they are its own. Otherwise all share them.
         on_node = integer(env, "SLURM_CPUS_ON_NODE", cpus)
         bound = cpus < on_node
-        value = cpus if bound else on_node // local_size
+        value = cpus if bound else on_node // max(1, local_size)
         how = f"the {cpus} that it is bound to" if bound else f"divided by {local_size} task(s)"
         why = f"SLURM_CPUS_ON_NODE={on_node}, {how}; SLURM_CPUS_PER_TASK is not set"
     return Choice(what="cores", value=max(1, value), reason=why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import fcntl
 import json
 import linecache
 import os
@@ -57,15 +58,14 @@ def launch(
         "name": _name(function),
         "processes": processes,
         "restarts": restarts,
-        "argv": sys.argv,
+        "argv": [str(each) for each in sys.argv],
         "safe_path": sys.flags.safe_path,
         "cells": _cells(),
     }
     call = crossing.pickle_call(function, args, given=given)
     kind, values = _ask([json.dumps(order).encode(), call], processes)
     if kind == crossing.RETURNED:
-        # None where a rank left without returning.
-        return [cast(_T, crossing.unpickle(value) if value else None) for value in values]
+        return [cast(_T, _unpickled(value, rank, given)) for rank, value in enumerate(values)]
     if kind == crossing.FAILED:
         raise _failed(decode(values[0]), given)
     if kind == crossing.REFUSED:
@@ -79,7 +79,20 @@ def launch(
 
 
 def _name(function: object) -> str:
-    return str(getattr(function, "__qualname__", repr(function)))
+    # Not its repr: that of a partial shows all arguments.
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _unpickled(value: bytes, rank: int, given: str) -> object:
+    """What a rank returned; None where it left without returning."""
+    try:
+        return crossing.unpickle(value) if value else None
+    except Exception as error:
+        raise LaunchError(
+            given=given,
+            found=f"what rank {rank} returned can't be unpickled here: {type(error).__name__}: {error}",
+            fix="return numbers, arrays, tensors, a state_dict or other plain values",
+        ) from error
 
 
 def _check(function: object, processes: object, restarts: object, given: str) -> None:
@@ -121,7 +134,10 @@ def _failed(failure: Failure, given: str) -> LaunchError:
 
 def _ask(order: Sequence[bytes], processes: int) -> tuple[bytes, list[bytes]]:
     """Have a new launcher do it; the kind of its answer and what follows, or how it ended."""
-    ours, theirs = os.pipe()
+    ours, low = os.pipe()
+    # Not in the place of a stdout that is closed, where ranks would print into it.
+    theirs = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(low)
     with open(ours, "rb") as answer, _started(theirs) as (launcher, orders):
         try:
             for part in order:
@@ -142,12 +158,16 @@ def _started(answer: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]
 
     It has a session of its own, so that the terminal's Ctrl-C does not reach it.
     """
-    command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), str(answer)]
+    # Python itself passes over anything else in its path.
+    path = json.dumps([folder for folder in sys.path if isinstance(folder, str)])
+    command = [sys.executable, "-P", "-c", _PROGRAM, path, str(answer)]
     shown = [(sys.stdout, sys.__stdout__), (sys.stderr, sys.__stderr__)]
-    out, err = (None if now in (first, None) else subprocess.PIPE for now, first in shown)
+    out, err = (_where(now, first) for now, first in shown)
     for now, _ in shown:
-        if now is not None:
-            now.flush()
+        if not _gone(now):
+            # A caller whose reader is gone meets that at its own next word.
+            with suppress(OSError):
+                now.flush()
     # The launcher receives signals when it is ready for them, and this thread when it can pass
     # them on.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -179,6 +199,18 @@ def _started(answer: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]
                 relay.join(_LAST_WORDS)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _gone(stream: TextIO | None) -> bool:
+    return stream is None or bool(getattr(stream, "closed", False))
+
+
+def _where(now: TextIO | None, first: TextIO | None) -> int | None:
+    """Where the launcher and the ranks write for subprocess: where this process began to, through
+    a pipe to what has taken its place since, or nowhere."""
+    if _gone(now):
+        return subprocess.DEVNULL
+    return None if now is first else subprocess.PIPE
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

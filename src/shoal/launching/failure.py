@@ -8,6 +8,7 @@ import signal
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -179,8 +180,12 @@ def _is_library(filename: str) -> bool:
 
 def _is_by_peer(error: BaseException) -> bool:
     seen: BaseException | None = error
-    while seen is not None:
-        if _BY_PEER.search(str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
+    passed: set[int] = set()
+    # `raise error from error` is its own cause.
+    while seen is not None and id(seen) not in passed:
+        passed.add(id(seen))
+        with suppress(Exception):  # a message may be what is broken
+            if _BY_PEER.search(str(seen)):
+                return True
+        seen = seen.__context__ if seen.__cause__ is None else seen.__cause__
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -140,9 +141,19 @@ class Launcher:
                 text += f"restart {self._attempts} of {self._restarts}\n"
             if self._logs is not None:
                 self._logs.append(failure.rank, text)
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            _tell(text)
         return End(code=failure.code, failure=failure)
+
+
+def _tell(text: str) -> None:
+    """Print on stderr, unless nobody reads any more: that changes no restart and no exit code."""
+    try:
+        print(text, end="", file=sys.stderr, flush=True)
+    except OSError:
+        # At its end Python would write what is left in the buffer, and fail again.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno())
+        os.close(null)
 
 
 def _supervise(orders: Connection, processes: int, restarts: int, port: int) -> None:

@@ -62,6 +62,7 @@ def run_job(
 ) -> End:
     """Do what `run` does for a script, for any job."""
     check_folder()
+    _open_standard_files()
     interrupts = Interrupts()
     launcher = Launcher(
         job,
@@ -79,6 +80,18 @@ def run_job(
             return launcher.run()
     except Interrupted as interrupted:
         return End(code=128 + interrupted.signum)
+
+
+def _open_standard_files() -> None:
+    """Open stdin, stdout and stderr that are closed (`>&-`) as /dev/null, for the ranks too.
+
+    What is opened next would otherwise be taken for them.
+    """
+    file = os.open(os.devnull, os.O_RDWR)
+    while file <= 2:
+        os.set_inheritable(file, True)
+        file = os.open(os.devnull, os.O_RDWR)
+    os.close(file)
 
 
 def _check(script: str, *, processes: int, restarts: int, port: int | None) -> None:

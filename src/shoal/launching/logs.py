@@ -77,6 +77,8 @@ class Logs:
                 self._show()
 
     def _show(self) -> None:
+        if sys.stdout is None:  # started without one
+            return
         for piece in _from(self.files[0], self._shown):
             self._shown += len(piece)
             # Nobody may be reading any more.

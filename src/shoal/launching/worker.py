@@ -120,5 +120,7 @@ def _become_main() -> None:
 
 
 def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        # Closed by the script, or on a disk that is full: a failure is told all the same.
+        with suppress(OSError, ValueError):
+            stream.flush()
