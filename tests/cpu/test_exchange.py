@@ -134,6 +134,7 @@ with shoal.init() as world:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "ts", "pt2"])
 def test_a_file_that_does_not_fit_is_an_error_that_says_so(suffix: str, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", FULL, f"model.{suffix}"]

@@ -159,7 +159,9 @@ def bars(screen: list[str]) -> list[str]:
     return [line for line in screen if "% ·" in line]
 
 
-@pytest.mark.parametrize("columns", [30, 80, 160])
+@pytest.mark.parametrize(
+    "columns", [80, *(pytest.param(columns, marks=pytest.mark.full) for columns in (30, 160))]
+)
 def test_a_terminal_has_one_line_below_all_else(tmp_path: Path, columns: int) -> None:
     """FAILURES 29: one line, rewritten, at any width; what is printed meanwhile stands above it."""
     shown = terminal(tmp_path, columns)
@@ -189,6 +191,7 @@ def test_without_color_the_bar_is_as_long_as_the_way_gone(tmp_path: Path) -> Non
     assert color.search(terminal(tmp_path / "again", 160).written)
 
 
+@pytest.mark.full
 def test_a_terminal_that_can_not_rewrite_gets_lines(tmp_path: Path) -> None:
     shown = terminal(tmp_path, 80, variables={"TERM": "dumb"})
     assert b"\x1b" not in shown.written

@@ -17,6 +17,8 @@ from commands import GONE_WITHIN, Command, wait_for
 
 Start = Callable[[str, str], Command]
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:

@@ -99,7 +99,8 @@ def cover(operations: list[str]) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [False, True])
 def test_killed_at_every_operation_of_a_save(
     whole: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

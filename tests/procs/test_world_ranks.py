@@ -124,6 +124,7 @@ with shoal.init() as world:
 """
 
 
+@pytest.mark.full
 def test_rank_0_hosts_the_store_until_all_have_heard_of_its_last_section(tmp_path: Path) -> None:
     port, script = free_port(), tmp_path / "script.py"
     script.write_text(LAST_SECTION)
