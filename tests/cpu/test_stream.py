@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,20 @@ def test_a_state_of_other_shards_is_refused(world: shoal.World) -> None:
     for other in (stream(lengths=swapped), stream(lanes=4), torch.arange(SIZE)):
         with pytest.raises(DataError, match="shards and lanes of checksum"):
             build(world, other).load_state_dict(state)
+
+
+def test_shards_of_one_length_in_another_order_are_refused(world: shoal.World) -> None:
+    def loader(*names: str) -> shoal.Loader:
+        stream = shoal.Stream([Path("shards") / name for name in names], read, lengths=[5] * len(names))
+        return shoal.Loader(stream, world, batch_size=4)
+
+    def read(shard: Path, start: int) -> Iterator[int]:
+        return iter(range(start, 5))
+
+    state = loader("a", "b", "c").state_dict()
+    loader("a", "b", "c").check_state(state)
+    with pytest.raises(shoal.DataError, match="checksum"):
+        loader("b", "a", "c").check_state(state)
 
 
 @pytest.mark.parametrize(

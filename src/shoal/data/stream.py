@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -144,6 +147,14 @@ class Streamed(Sampled):
         self._ends = np.cumsum(self._lengths)
         self._open: dict[tuple[int, int], Iterator[Any]] = {}  # by (shard, next sample), oldest first
         self.size = int(self._lengths.sum())
+
+    def checksum(self) -> str | None:
+        """Of the names of the shards, where they are files: those of one length may change places."""
+        shards = self._stream.shards
+        names = [Path(shard).name for shard in shards if isinstance(shard, str | os.PathLike)]
+        if len(names) < len(shards):
+            return None
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
     def samples(self, share: Share) -> list[Any]:
         """The samples of all cells of a share, one after the other."""
