@@ -184,7 +184,7 @@ def test_without_color_the_bar_is_as_long_as_the_way_gone(tmp_path: Path) -> Non
     plain = terminal(tmp_path, 160, variables={"NO_COLOR": "1"})
     color = re.compile(rb"\x1b\[[\d;]*[34]\d")
     assert not color.search(plain.written)
-    seen = {line.split(" · ")[0] for screen in plain.screens for line in bars(screen)}
+    seen = {line.split(" ·")[0] for screen in plain.screens for line in bars(screen)}
     assert len(seen) > 10
     for bar, percent in (re.split(r" +", text.removesuffix(" %")) for text in seen):
         assert len(bar) == pytest.approx(0.4 * float(percent), abs=1)

@@ -32,8 +32,11 @@ class FSDPEngine(MeshEngine):
     def __init__(
         self, module: nn.Module, world: World, options: FSDP, units: Sequence[nn.Module]
     ) -> None:
-        for part in (*units, module):
-            fully_shard(part, **_torchs(options, world))
+        given = _torchs(options, world)
+        for unit in units:
+            fully_shard(unit, reshard_after_forward=options.reshard, **given)
+        # Backward begins with what is left outside of units: freed, it would be gathered at once.
+        fully_shard(module, reshard_after_forward=False, **given)
         if any(p.is_meta for p in module.parameters()):
             module.to_empty(device="cpu" if options.offload else world.device)
         super().__init__(module, world)
@@ -96,7 +99,6 @@ def _torchs(options: FSDP, world: World) -> dict[str, Any]:
     gather = None if options.gather is None else DTYPES[options.gather]
     return {
         "mesh": world.mesh[("replicate", "shard") if copied else ("shard",)],
-        "reshard_after_forward": options.reshard,
         "mp_policy": MixedPrecisionPolicy(gather, DTYPES[options.reduce] if gather else None),
         "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
     }
