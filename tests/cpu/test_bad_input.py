@@ -242,7 +242,7 @@ TABLE = [
             strategy(value),
             StepError, re.escape(repr(value)), "a value such as shoal.DDP()", r"shoal.DDP\(\)",
         )
-        for value in ("ddp", shoal.DDP, [])
+        for value in ("ddp", shoal.DDP)
     ),
     Bad(
         "no module", lambda r: shoal.parallelize(len, r.world),  # type: ignore[arg-type]

@@ -109,6 +109,16 @@ def backwards(world: shoal.World) -> None:
     shoal.parallelize(Net(), world, [shoal.FSDP(), shoal.Tensor(plan={"narrow": "row"})])
 
 
+def nothing(world: shoal.World) -> None:
+    shoal.parallelize(Net(), world, [])
+
+
+def test_an_empty_list_is_no_strategy(two: Ranks) -> None:
+    for found in two.attempt(nothing):
+        assert isinstance(found, RankError)
+        assert "a strategy is a value such as shoal.DDP()" in str(found.error)
+
+
 def test_what_sums_gradients_comes_last(two: Ranks) -> None:
     for found in two.attempt(backwards):
         assert isinstance(found, RankError)
