@@ -208,6 +208,47 @@ def test_buffers_are_those_of_rank_0_before_evaluating(two: Ranks) -> None:
     assert first == second == mine
 
 
+def judged_twice(world: shoal.World) -> tuple[float, float]:
+    """Evaluate, change the parameters, evaluate."""
+    step = made(world, shoal.FSDP(reshard=False))
+    before = float(shoal.evaluate(step, data())["loss"])
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            parameter.mul_(2.0)
+    return before, float(shoal.evaluate(step, data())["loss"])
+
+
+def test_a_forward_without_backward_leaves_nothing_gathered(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = judged_twice(world)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3)
+    for found in two.call(judged_twice):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def twice(world: shoal.World, reshard: bool) -> list[float]:
+    """A loss that runs the model a second time."""
+    step = made(world, shoal.FSDP(reshard=reshard))
+
+    def both(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        one, count = loss(output, batch)
+        return one + loss(step.model(-batch[0]), batch)[0], count
+
+    step.task = shoal.Task(both)
+    loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
+    return [value for batch in loader.epochs(1) for value in step(batch)[:2]]
+
+
+def test_a_model_that_runs_twice_is_right_or_refused(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = twice(world, True)
+    for found in two.call(twice, True):
+        assert found == pytest.approx(expected, rel=1e-9)
+    for refused in two.attempt(twice, False):
+        assert isinstance(refused, RankError)
+        assert "it ran twice before one backward" in str(refused.error)
+
+
 def failing(world: shoal.World, accumulate: str) -> list[float]:
     """The second batch fails in its third micro-batch and is dropped."""
     step = made(world, shoal.FSDP(accumulate=accumulate))

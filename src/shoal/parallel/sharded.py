@@ -33,10 +33,8 @@ class FSDPEngine(MeshEngine):
         self, module: nn.Module, world: World, options: FSDP, units: Sequence[nn.Module]
     ) -> None:
         given = _torchs(options, world)
-        for unit in units:
-            fully_shard(unit, reshard_after_forward=options.reshard, **given)
-        # Backward begins with what is left outside of units: freed, it would be gathered at once.
-        fully_shard(module, reshard_after_forward=False, **given)
+        for part in (*units, module):
+            fully_shard(part, reshard_after_forward=options.reshard, **given)
         if any(p.is_meta for p in module.parameters()):
             module.to_empty(device="cpu" if options.offload else world.device)
         super().__init__(module, world)
@@ -46,7 +44,11 @@ class FSDPEngine(MeshEngine):
             # Sums over ranks, exactly: what they are divided by is known only afterwards.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            part.register_forward_hook(_free_without_backward)
+            if not options.reshard:
+                part.register_forward_hook(self._refuse_two_forwards)
         self._unsummed = False
+        self._ran: set[nn.Module] = set()
 
     def compile(self, how: str) -> None:
         """Compile each unit; its parameters are gathered outside of what is compiled."""
@@ -62,6 +64,7 @@ class FSDPEngine(MeshEngine):
     def discard(self) -> None:
         """Drop the gradients, also those of a batch that was left in the middle."""
         super().discard()
+        self._ran.clear()
         if self._unsummed:
             for part in self._sharded:
                 _drop_unsummed(part)
@@ -73,8 +76,26 @@ class FSDPEngine(MeshEngine):
         root.set_requires_gradient_sync(summed)
         root.set_is_last_backward(last)
         self._unsummed = not summed
-        with self._others_aside():
-            torch.autograd.backward([loss], [seed])
+        try:
+            with self._others_aside():
+                torch.autograd.backward([loss], [seed])
+        finally:
+            # The loss may have run through others; what is computed again in backward counts anew.
+            for engine in self.world.engines:
+                if isinstance(engine, FSDPEngine):
+                    engine._ran.clear()
+
+    def _refuse_two_forwards(self, part: nn.Module, *_: object) -> None:
+        """Of a part that stays gathered, FSDP2 forgets the first forward's gradients."""
+        if not torch.is_grad_enabled():
+            return
+        if part in self._ran and not torch._C._current_autograd_node():
+            raise StepError(
+                given=f"shoal.FSDP(reshard=False) around {type(self.module).__name__}",
+                found="it ran twice before one backward, of which the gradients would be wrong",
+                fix="shoal.FSDP(), which gathers anew for each",
+            )
+        self._ran.add(part)
 
     @contextmanager
     def _others_aside(self) -> Iterator[None]:
@@ -91,6 +112,16 @@ class FSDPEngine(MeshEngine):
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
+
+
+def _free_without_backward(part: nn.Module, *_: object) -> None:
+    """Free what was gathered for a forward that no backward follows.
+
+    torch would keep it where it is not freed after each forward, and the next one would compute with
+    it, though the shares may have changed meanwhile.
+    """
+    if not torch.is_grad_enabled() and isinstance(part, FSDPModule):
+        part.reshard()
 
 
 def _torchs(options: FSDP, world: World) -> dict[str, Any]:
