@@ -276,6 +276,35 @@ def failing(world: shoal.World, accumulate: str) -> list[float]:
     return losses
 
 
+class TiedHead(nn.Module):
+    """One parameter under two names, in the same unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.trunc_normal_(self.head.weight)
+
+
+def constructed(world: shoal.World) -> tuple[bool, dict[str, Tensor]]:
+    world.reseed("weights", by_rank=False)
+    model = shoal.parallelize(TiedHead, world)
+    values = {name: whole(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
+    return model.head.weight is model.embedding.weight, values
+
+
+def test_a_model_made_share_by_share_has_the_values_and_ties_of_one_process(two: Ranks) -> None:
+    with shoal.init() as world:
+        tied, expected = constructed(world)
+    assert tied
+    for still_tied, found in two.call(constructed):
+        assert still_tied
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("accumulate", ["sharded", "whole"])
 def test_a_batch_that_failed_leaves_nothing_behind(two: Ranks, accumulate: str) -> None:
     with shoal.init() as world:

@@ -65,6 +65,7 @@ class TensorEngine(MeshEngine):
         for group in optimizer.param_groups:
             at_once = [name for name in ("fused", "foreach") if group.get(name)]
             if at_once and len(set(map(is_divided, group["params"]))) > 1:
+                self.discard()
                 raise StepError(
                     given=f"{type(optimizer).__name__}(…, {at_once[0]}=True) with shoal.Tensor()",
                     found="it updates all parameters at once, and only some of them are divided; they "
