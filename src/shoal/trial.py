@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.batch import Batch
 from shoal.engine import Engine
 from shoal.errors import ShoalError, StepError
+from shoal.modes import evaluation
 from shoal.task import Micro, Task, place
 
 if TYPE_CHECKING:
@@ -82,25 +83,6 @@ def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> 
         if total and abs(whole - (one * first + other * second) / total) <= tolerance:
             return True
     return False
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode that it was found in.
-
-    `train` is called for it wherever the mode changes, parents first: a module may do more in it than
-    set a flag, as LoRA layers do, which merge their weights in eval mode.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            if module.training != training:
-                module.train(training)
-        for module, training in modes:  # of a module with two parents, or whose parent decides
-            module.training = training
 
 
 class _Trial:

@@ -233,20 +233,29 @@ def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> 
     return Deferred(module, recorder.record, made)
 
 
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Replace tensors on the meta device by empty ones on `device`; what was tied stays tied."""
+    _replace(module, lambda tensor: _like(tensor, device) if tensor.is_meta else tensor)
+
+
 def _to_meta(module: nn.Module) -> None:
     """Replace all tensors by such as `fully_shard` takes; what was tied stays tied."""
+    _replace(module, lambda tensor: _like(tensor, torch.device("meta")))
+
+
+def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
     replaced: dict[int, Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    meta = replaced.get(id(tensor))
-                    replaced[id(tensor)] = _meta_of(tensor) if meta is None else meta
+                    new = replaced.get(id(tensor))
+                    replaced[id(tensor)] = each(tensor) if new is None else new
                     held[name] = replaced[id(tensor)]  # type: ignore[assignment] # of its own kind
 
 
-def _meta_of(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shoal.errors import StepError
-from shoal.parallel.mesh import MeshEngine
+from shoal.parallel.local import LocalEngine
+from shoal.parallel.mesh import MeshEngine, divide_alike
 from shoal.shares import is_divided
 from shoal.world import World
 
@@ -57,7 +58,7 @@ def _placements(tensor: Tensor) -> object:
     return tuple(tensor.placements) if is_divided(tensor) else None
 
 
-class TensorEngine(MeshEngine):
+class TensorEngine(MeshEngine, LocalEngine):
     """Sums gradients over the data ranks after the last micro-batch, each with its own peers."""
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -79,7 +80,7 @@ class TensorEngine(MeshEngine):
         super()._differentiate(loss, seed, last=last)
         if last:
             for parameter in self.parameters:
-                _divide_alike(parameter)
+                divide_alike(parameter)
         if last and self.world.data_size > 1:
             group = self.world.data_group
             with torch.no_grad():
@@ -87,12 +88,3 @@ class TensorEngine(MeshEngine):
             for work in works:
                 if work is not None:
                     work.wait()
-
-
-def _divide_alike(parameter: Tensor) -> None:
-    """Divide a gradient as its parameter is: that of an embedding comes whole."""
-    gradient = parameter.grad
-    if not is_divided(parameter) or not is_divided(gradient):
-        return
-    if gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.layout import AXES, DATA_AXES
-from shoal.parallel.local import LocalEngine, as_scalar, global_norm
-from shoal.shares import parts, share
+from shoal.parallel.holding import HoldingEngine, as_scalar, global_norm
+from shoal.shares import is_divided, parts, share
 from shoal.world import World
 
 
-class MeshEngine(LocalEngine):
-    """Runs the module here, with its shares of parameters; norms are those of the whole.
+class MeshEngine(HoldingEngine):
+    """Holds shares or parts of the parameters; norms are those of the whole.
 
     The sums of loss, count and squared norm travel in one all-reduce over the world, each counted
     once: by the ranks that speak, and by each share as often as it is there.
@@ -27,9 +29,26 @@ class MeshEngine(LocalEngine):
         self.speaks = all(world.layout.coordinate(world.rank, axis) == 0 for axis in others)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Send rank 0's buffers to all: they follow each rank's own samples."""
-        for buffer in self.module.buffers():
-            dist.broadcast(share(buffer), 0, group=self.world.group)
+        """Send the first data rank's buffers to all: they follow each rank's own samples."""
+        if self.world.data_size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(share(buffer), group=self.world.data_group, group_src=0)
+
+    @contextmanager
+    def others_aside(self) -> Iterator[None]:
+        """Keep the gradients of other models: a loss of this one may run through them (a GAN's).
+
+        For where backward can't name its leaves: FSDP's hooks would see nothing of it.
+        """
+        others = [engine.module for engine in self.world.engines if engine is not self]
+        kept = [(p, p.grad) for other in others for p in other.parameters()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
     def _gradients(self) -> list[Tensor]:
         with torch.no_grad():
@@ -38,9 +57,10 @@ class MeshEngine(LocalEngine):
     def _norm(self) -> Tensor:
         """This rank's part of the norm: its square, summed over ranks, is that of the whole."""
         learning = [p for p in self.parameters if p.grad is not None]
+        holders = self.world.size // self.world.layout.degree("pipeline")
         alike: dict[int, list[Tensor]] = {}
         for parameter, gradient in zip(learning, self._gradients(), strict=True):
-            alike.setdefault(self.world.size // parts(parameter), []).append(gradient)
+            alike.setdefault(holders // parts(parameter), []).append(gradient)
         squares = [global_norm(some).double().square() / copies for copies, some in alike.items()]
         return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
 
@@ -52,3 +72,12 @@ class MeshEngine(LocalEngine):
         sums = torch.stack((losses, counts, norm.to(zero).square()))
         loss_sum, count, squares = self.world.all_reduce(sums).tolist()
         return loss_sum, count, math.sqrt(squares)
+
+
+def divide_alike(parameter: Tensor) -> None:
+    """Divide a gradient as its parameter is: that of an embedding comes whole."""
+    gradient = parameter.grad
+    if not is_divided(parameter) or not is_divided(gradient):
+        return
+    if gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
-from shoal.parallel.local import LocalEngine, as_scalar, first
+from shoal.parallel.holding import as_scalar, first
+from shoal.parallel.local import LocalEngine
 from shoal.shares import is_divided
 from shoal.task import Count, Micro
 from shoal.world import World

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.errors import StepError
+from shoal.parallel.local import LocalEngine
 from shoal.parallel.mesh import MeshEngine
 from shoal.world import World
 
@@ -26,26 +26,20 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FSDPEngine(MeshEngine):
+class FSDPEngine(MeshEngine, LocalEngine):
     """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed."""
 
     def __init__(
         self, module: nn.Module, world: World, options: FSDP, units: Sequence[nn.Module]
     ) -> None:
-        given = _torchs(options, world)
-        for part in (*units, module):
-            fully_shard(part, reshard_after_forward=options.reshard, **given)
+        divide(module, units, options, world)
         if any(p.is_meta for p in module.parameters()):
             module.to_empty(device="cpu" if options.offload else world.device)
         super().__init__(module, world)
         self._whole = options.accumulate == "whole"
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        for part in self._sharded:
-            # Sums over ranks, exactly: what they are divided by is known only afterwards.
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)
-            part.register_forward_hook(_free_without_backward)
-            if not options.reshard:
+        if not options.reshard:
+            for part in self._sharded:
                 part.register_forward_hook(self._refuse_two_forwards)
         self._unsummed = False
         self._ran: set[nn.Module] = set()
@@ -77,7 +71,7 @@ class FSDPEngine(MeshEngine):
         root.set_is_last_backward(last)
         self._unsummed = not summed
         try:
-            with self._others_aside():
+            with self.others_aside():
                 torch.autograd.backward([loss], [seed])
         finally:
             # The loss may have run through others; what is computed again in backward counts anew.
@@ -97,21 +91,16 @@ class FSDPEngine(MeshEngine):
             )
         self._ran.add(part)
 
-    @contextmanager
-    def _others_aside(self) -> Iterator[None]:
-        """Keep the gradients of other models: a loss of this one may run through them (a GAN's).
 
-        FSDP's hooks see nothing of a backward that names its leaves.
-        """
-        others = [engine.module for engine in self.world.engines if engine is not self]
-        kept = [(p, p.grad) for other in others for p in other.parameters()]
-        for parameter, _ in kept:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in kept:
-                parameter.grad = gradient
+def divide(module: nn.Module, units: Sequence[nn.Module], options: FSDP, world: World) -> None:
+    """Let FSDP2 divide `module` by `units`, and sum gradients over ranks."""
+    given = _torchs(options, world)
+    for part in (*units, module):
+        sharded: Any = fully_shard(part, reshard_after_forward=options.reshard, **given)
+        # Sums, exactly: what they are divided by is known only afterwards.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.register_forward_hook(_free_without_backward)
 
 
 def _free_without_backward(part: nn.Module, *_: object) -> None:

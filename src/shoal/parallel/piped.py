@@ -1,0 +1,408 @@
+"""The engine of a pipeline: torch's schedules over this rank's stages."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from shoal.batch import Batch
+from shoal.engine import Totals
+from shoal.errors import ShoalError, StepError
+from shoal.layout import AXES
+from shoal.modes import evaluation
+from shoal.parallel.deferred import give_memory
+from shoal.parallel.local import mixed
+from shoal.parallel.mesh import MeshEngine, divide_alike
+from shoal.parallel.stages import Stage, keep_only, tied
+from shoal.parallel.timetable import SCHEDULES, micro_batches_refused
+from shoal.parallel.units import find_units
+from shoal.task import Micro, Task
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.parallel.pipeline import Pipeline
+
+Inputs = dict[str, Any]
+"""What the model is called with, by the names of its arguments."""
+Form = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shapes and dtypes of tensors."""
+
+
+class PipelineEngine(MeshEngine):
+    """Runs the stages of this rank, as the schedule has it, and speaks where the last of them is.
+
+    All micro-batches of a batch get one shape: shorter ones are filled up with copies of their last
+    sample, and the loss sees the output of the real ones only. torch has to be told the shapes of
+    what travels; they are learned by one forward of a micro-batch whenever its shape is a new one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        options: Pipeline,
+        signature: inspect.Signature,
+        stages: Sequence[Stage],
+        owners: Sequence[int],
+    ) -> None:
+        self._kind = SCHEDULES[options.schedule]
+        self._name = options.schedule
+        self._signature = signature
+        self._owners = list(owners)
+        self._place = world.layout.coordinate(world.rank, "pipeline")
+        self._group = world.mesh["pipeline"].get_group()
+        mine = [number for number, owner in enumerate(owners) if owner == self._place]
+        last = len(stages) - 1
+        self._parts = {number: Part(stages[number], world, last=number == last) for number in mine}
+        self._sharded = world.layout.degree("shard") > 1
+        kept = [stages[number] for number in mine]
+        units = find_units(module, options.stage.units) if self._sharded else []
+        keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
+        self._place_parameters(module, world, options, kept, units)
+        super().__init__(module, world)
+        inner = [axis for axis in AXES if axis in ("context", "tensor")]
+        self.speaks = last in mine and all(
+            world.layout.coordinate(world.rank, axis) == 0 for axis in inner
+        )
+        self._rows = 0
+        self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
+        self._built: tuple[object, Any, list[PipelineStage]] | None = None
+        self._under_way: tuple[Task, Batch, float] | None = None
+        _refuse_calls(module)
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Run the schedule, then sum gradients over replicas; see the contract."""
+        begun = time.perf_counter()
+        self._compute_in(autocast)
+        inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
+        self._rows = max(self._rows, *(micro.samples for micro in batch.micros))
+        for one, micro in zip(inputs, batch.micros, strict=True):
+            one.update(_filled_up(one, micro.samples, self._rows))
+        schedule, stages = self._schedule(inputs, autocast)
+        for part in self._parts.values():
+            part.inputs = inputs
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self._under_way = (task, batch, scale)
+        with self.others_aside():
+            try:
+                # The public `step` would join the micro-batches and cut them anew.
+                numbers = list(range(len(inputs)))
+                named = [{"micro": number} for number in numbers]
+                schedule._step_microbatches(None, named, numbers, return_outputs=False)
+            except Exception as error:
+                self._built = None  # it was left in the middle
+                if isinstance(error.__cause__, ShoalError):
+                    raise error.__cause__ from None
+                raise
+            finally:
+                self._under_way = None
+        self._sum_over_replicas()
+        if not self._unused_checked:
+            self._check_unused()
+        return self.totals()._replace(backward=time.perf_counter() - begun)
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The output where the last stage is, None elsewhere. Collective."""
+        self._compute_in(autocast)
+        output, _ = self._flow(self._inputs(task, micro, seed))
+        return output
+
+    def compile(self, how: str) -> None:
+        """Compile each stage; what travels between them stays outside."""
+        if how == "script" or self._kind.splits:
+            found = (
+                "TorchScript can't call a part of a model that was traced"
+                if how == "script"
+                else "it runs backward in two parts, and compiled code has only one"
+            )
+            raise StepError(
+                given=f"compile={how!r} with shoal.Pipeline(schedule={self._name!r})",
+                found=found,
+                fix="compile='inductor' with schedule='1f1b' or 'interleaved'",
+            )
+        for part in self._parts.values():
+            part.compile()
+
+    def _place_parameters(
+        self,
+        module: nn.Module,
+        world: World,
+        options: Pipeline,
+        kept: Sequence[Stage],
+        units: Sequence[nn.Module],
+    ) -> None:
+        """Give stages memory on the device, divide them if asked; stages and module share tensors."""
+        meta = any(p.is_meta for p in module.parameters())
+        if self._sharded:
+            from shoal.parallel.sharded import divide
+
+            if tied(kept, range(len(kept))) is not None:
+                raise StepError(
+                    given=f"shoal.Pipeline(…) around {type(module).__name__} with '{world.layout}'",
+                    found="a parameter of two stages on one rank can't be divided twice",
+                    fix="layout='replicate=…,pipeline=…', or copies of their own",
+                )
+            for part in self._parts.values():
+                inside = {id(one) for one in part.modules()}
+                divide(part, [unit for unit in units if id(unit) in inside], options.stage, world)
+                if meta:
+                    part.to_empty(device=world.device)
+        elif meta:
+            give_memory(module, world.device)
+        bodies = [stage.body for stage in kept]
+        if meta and not self._sharded:
+            for stage in kept:
+                _share(module, stage.body, stage.names)
+        for body in bodies:
+            body.to(world.device)
+        for stage in kept:
+            _share(stage.body, module, stage.names)
+        module.to(world.device)
+
+    def _compute_in(self, autocast: torch.dtype | None) -> None:
+        for part in self._parts.values():
+            part.autocast = autocast
+
+    def _inputs(self, task: Task, micro: Micro, seed: int) -> Inputs:
+        """What the model would be called with, by name."""
+        positional, named = task.arguments(micro, seed)
+        try:
+            return dict(self._signature.bind(*positional, **named).arguments)
+        except TypeError as error:
+            raise StepError(
+                given=f"the inputs of a {type(self.module).__name__} in a pipeline: "
+                f"{len(positional)} by place, {sorted(named)} by name",
+                found=f"{error}; arguments with defaults keep them",
+                fix=f"shoal.Task(loss, inputs=…) with {', '.join(self._signature.parameters)}",
+            ) from None
+
+    def _schedule(
+        self, inputs: Sequence[Inputs], autocast: torch.dtype | None
+    ) -> tuple[Any, list[PipelineStage]]:
+        """The schedule for inputs of this form, made when the form is another than before."""
+        forms = {_form_of(one) for one in inputs}
+        if len(forms) > 1:
+            shapes = sorted({str([tuple(size) for _, size, _ in form]) for form in forms})
+            raise StepError(
+                given=f"{len(inputs)} micro-batches of one batch in a pipeline",
+                found=f"inputs of different shapes: {' and '.join(shapes[:2])}",
+                fix="collate them to one length, or shoal.Loader(…, micro_batches=1)",
+            )
+        key = (forms.pop(), autocast, len(inputs))
+        if self._built is None or self._built[0] != key:
+            if key not in self._forms:
+                with evaluation(self.module), torch.no_grad(), torch.random.fork_rng():
+                    _, self._forms[key] = self._flow(inputs[0])
+            self._built = (key, *self._build(self._forms[key], len(inputs)))
+        return self._built[1], self._built[2]
+
+    def _build(
+        self, forms: Mapping[int, tuple[Form, Form]], micro_batches: int
+    ) -> tuple[Any, list[PipelineStage]]:
+        stages = [
+            PipelineStage(
+                part,
+                number,
+                len(self._owners),
+                self.world.device,
+                input_args=_examples(forms[number][0]),
+                output_args=_examples(forms[number][1]),
+                group=self._group,
+            )
+            for number, part in self._parts.items()
+        ]
+        kind: Any = get_schedule_class(self._kind.torchs)
+        single = issubclass(kind, PipelineScheduleSingle)
+        try:
+            schedule = kind(
+                stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False
+            )
+        except ValueError as error:
+            ranks = self.world.layout.degree("pipeline")
+            raise micro_batches_refused(self._name, ranks, micro_batches, error) from None
+        return schedule, stages
+
+    def _loss(self, output: Any, number: int) -> Tensor:
+        """What torch differentiates for micro-batch `number`, on the last stage."""
+        assert self._under_way is not None  # torch calls it while the schedule runs
+        task, batch, scale = self._under_way
+        micro = batch.micros[number]
+        part = self._parts[len(self._owners) - 1]
+        with mixed(self.world.device, part.autocast):
+            found = tree_map(lambda leaf: _real(leaf, micro.samples, self._rows), part.whole(output))
+            loss, count = task.reduce(found, micro, batch.seed)
+        if not loss.requires_grad:
+            raise StepError(
+                given="the loss of a micro-batch",
+                found="it does not depend on any trainable parameter",
+                fix="compute it from the model's output, without .detach(), .item() or no_grad()",
+            )
+        self._shown.append((loss.detach(), count, micro.weight))
+        return loss * (scale * micro.weight / batch.size)
+
+    def _sum_over_replicas(self) -> None:
+        for parameter in self.parameters:
+            divide_alike(parameter)
+        if self._sharded or self.world.data_size == 1:
+            return
+        for parameter in self.parameters:
+            if parameter.grad is None:  # here, but perhaps not on every replica
+                parameter.grad = torch.zeros_like(parameter)
+        group = self.world.data_group
+        with torch.no_grad():
+            works = [dist.all_reduce(g, group=group, async_op=True) for g in self._gradients()]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
+        """One forward through all stages, of any shape; the forms of what this rank's ones saw."""
+        forms: dict[int, tuple[Form, Form]] = {}
+        handed: tuple[Tensor, ...] = ()
+        result = None
+        for number, part in self._parts.items():
+            before = self._owners[number - 1] if number else self._place
+            received = handed if before == self._place else self._receive(before)
+            part.inputs = [inputs]
+            output = part(*received, micro=0)
+            forms[number] = (_form(received), _form(output))
+            if number == len(self._owners) - 1:
+                result = part.whole(output)
+            elif self._owners[number + 1] == self._place:
+                handed = output
+            else:
+                self._send(output, self._owners[number + 1])
+        return result, forms
+
+    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
+        dist.send_object_list([_form(tensors)], group=self._group, group_dst=to)
+        for tensor in tensors:
+            dist.send(tensor, group=self._group, group_dst=to)
+
+    def _receive(self, source: int) -> tuple[Tensor, ...]:
+        found: list[Any] = [None]
+        dist.recv_object_list(found, group=self._group, group_src=source)
+        tensors = tuple(
+            torch.empty(size, dtype=dtype, device=self.world.device) for size, dtype in found[0]
+        )
+        for tensor in tensors:
+            dist.recv(tensor, group=self._group, group_src=source)
+        return tensors
+
+
+class Part(nn.Module):
+    """A stage as torch's pipelining runs it: tensors in, tensors out."""
+
+    def __init__(self, stage: Stage, world: World, *, last: bool) -> None:
+        super().__init__()
+        self.body = stage.body
+        self.autocast: torch.dtype | None = None
+        self.inputs: Sequence[Inputs] = []
+        """Of the model, for each micro-batch. torch would look for gradients of what it is given."""
+        self._needed = stage.needed
+        self._last = last
+        self._device = world.device
+        self._spec: TreeSpec | None = None
+        self._others: list[Any] = []
+
+    def forward(self, *received: Tensor, micro: int) -> tuple[Tensor, ...]:
+        """Run the stage on what it received and on those inputs of the model that it needs."""
+        inputs = self.inputs[micro]
+        with mixed(self._device, self.autocast):
+            output = self.body(*received, *(inputs[name] for name in self._needed))
+        if self._last:
+            leaves, self._spec = tree_flatten(output)
+            self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return tuple(_sendable(value, received) for value in output)
+
+    def whole(self, tensors: Sequence[Tensor] | Tensor) -> Any:
+        """The model's output, of whose tensors the last stage was left with."""
+        assert self._spec is not None  # the last stage has run
+        rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
+        leaves = [next(rest) if other is None else other for other in self._others]
+        return tree_unflatten(leaves, self._spec)
+
+
+def _sendable(value: object, received: Sequence[Tensor]) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise StepError(
+            given="a pipeline whose stages exchange what they compute",
+            found=f"a {type(value).__name__} that one stage computes and a later one needs; only "
+            "tensors travel",
+            fix="compute it again where it is needed, or choose other split points",
+        )
+    if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
+        return value.detach().contiguous().requires_grad_()  # of a frozen stage: torch sends gradients
+    passes_through = any(value is tensor for tensor in received)
+    return value.view_as(value) if passes_through else value.contiguous()
+
+
+def _form(tensors: Sequence[Tensor]) -> Form:
+    return tuple((tensor.size(), tensor.dtype) for tensor in tensors)
+
+
+def _form_of(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    leaves = ((name, leaf) for name, value in inputs.items() for leaf in tree_flatten(value)[0])
+    return tuple((name, leaf.size(), leaf.dtype) for name, leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _examples(form: Form) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+        for size, dtype in form
+    )
+
+
+def _filled_up(inputs: Inputs, samples: int, rows: int) -> Inputs:
+    """Tensors of `samples` rows, with copies of the last one up to `rows` of them."""
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != samples or samples == rows:
+            return leaf
+        return torch.cat((leaf, leaf[-1:].expand(rows - samples, *leaf.shape[1:])))
+
+    return {name: tree_map(fill, value) for name, value in inputs.items()}
+
+
+def _real(leaf: Any, samples: int, rows: int) -> Any:
+    """The rows of an output that belong to samples."""
+    full = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+    return leaf[:samples] if full and samples < rows else leaf
+
+
+def _share(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
+    """Let `target` have the very tensors that `source` has under these names."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        ours, theirs = source.get_submodule(owner), target.get_submodule(owner)
+        for kind in ("_parameters", "_buffers"):
+            if attribute in getattr(ours, kind):
+                getattr(theirs, kind)[attribute] = getattr(ours, kind)[attribute]
+
+
+def _refuse_calls(module: nn.Module) -> None:
+    kind = type(module).__name__
+
+    def forward(*_: Any, **__: Any) -> NoReturn:
+        raise StepError(
+            given=f"a call of the {kind} itself, which is cut into a pipeline",
+            found="each rank has some of its stages",
+            fix="step = shoal.Step(model, optimizer, task); step(batch) and shoal.evaluate(step, data) "
+            "run all of them",
+        )
+
+    module.forward = forward
