@@ -41,11 +41,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(12, 8)
         self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 12, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.block(self.embedding(tokens)))
+        logits: Tensor = self.head(self.norm(self.block(self.embedding(tokens))))
         return logits
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -18,10 +19,11 @@ from shoal.checkpoint import Agreement
 from shoal.errors import CheckpointError
 from shoal.modes import evaluation
 from shoal.names import check_model, shapes
-from shoal.parallel import engine_of
+from shoal.parallel import engine_of, known_engine
 from shoal.run import Run
 from shoal.shares import divided, shared_like, whole
 from shoal.step import Step
+from shoal.world import World
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """What wrappers put before a model's own names: DDP and DataParallel, torch.compile, FSDP1."""
@@ -80,7 +82,7 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
     become one.
     """
     found = source if isinstance(source, Mapping) else _read(Path(source))
-    here = shapes(model.state_dict())
+    here = _of_all_ranks(model)
     named = {_bare(name, here): tensor for name, tensor in found.items()}
     if len(named) < len(found):
         twice = sorted(name for name in found if name not in named)
@@ -90,9 +92,18 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
             fix="give those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
         )
     check_model(model, named, here)
-    own = model.state_dict()
-    shares = {name: shared_like(tensor, own[name]) for name, tensor in named.items()}
+    own = model.state_dict()  # of a pipeline, this rank's part
+    shares = {name: shared_like(named[name], tensor) for name, tensor in own.items()}
     model.load_state_dict(shares)
+
+
+def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the model's state, of which the ranks of a pipeline hold parts."""
+    mine, engine = shapes(model.state_dict()), known_engine(model)
+    if engine is None or engine.world.layout.degree("pipeline") == 1:
+        return mine
+    parts = engine.world.gather(mine)
+    return {name: shape for part in parts for name, shape in part.items()}
 
 
 def _model(source: Run | Step | nn.Module) -> nn.Module:
@@ -169,13 +180,30 @@ def _refuse_divided(model: nn.Module, path: Path) -> None:
 def _whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     """The model's tensors on the CPU, one after the other; only those who `keep` them have them."""
     # Copies: tied weights keep both of their names, which safetensors refuses for shared memory.
+    world = engine_of(model).world
+    own = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
+    holders = world.gather({name: (value.shape, value.dtype) for name, value in own.items()})
     state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            tensor = whole(value.detach())
-            if keep:
-                state[name] = tensor.cpu().contiguous().clone()
+    for name, (shape, dtype) in {n: form for held in holders for n, form in held.items()}.items():
+        source = next(rank for rank, held in enumerate(holders) if name in held)
+        tensor = whole(own[name].detach()).contiguous() if name in own else None
+        if source > 0 and world.rank in (0, source):  # a stage of a pipeline that rank 0 has not
+            tensor = _sent(tensor, torch.Size(shape), dtype, source, world)
+        if keep and tensor is not None:
+            state[name] = tensor.cpu().clone()
     return state
+
+
+def _sent(
+    tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, source: int, world: World
+) -> Tensor:
+    """The tensor of rank `source`, on that rank and on rank 0."""
+    if tensor is not None:
+        dist.send(tensor, 0, group=world.group)
+        return tensor
+    received = torch.empty(shape, dtype=dtype, device=world.device)
+    dist.recv(received, source, group=world.group)
+    return received
 
 
 def _bare(name: str, here: Mapping[str, object]) -> str:

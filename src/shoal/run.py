@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shoal.checkpoint import Agreement, Checkpoints, Lock
+from shoal.checkpoint import Agreement, Checkpoints, Lock, path_of, present, shapes, some
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
 from shoal.sameness import check_same_data
-from shoal.shares import divided
+from shoal.shares import divided, is_divided
 from shoal.step import Step
 from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
@@ -115,7 +115,7 @@ class Run:
         are of another model.
         """
         self._check_open()
-        loaded = self.checkpoints.restore(self._template())
+        loaded = self.checkpoints.restore(self._template(), self._elsewhere())
         self._free, self._saved = True, None
         if loaded is None:
             return None
@@ -130,7 +130,7 @@ class Run:
         for name, step in self.steps.items():
             step.load_state_dict(saved["steps"][name])
         for name, item in self.state.items():
-            item.load_state_dict(saved["state"][name])
+            item.load_state_dict(present(saved["state"][name]))
         self.loader.load_state_dict(saved["loader"])
         self._recorded = self._numbers()
         if loaded.rank_state is not None:
@@ -238,10 +238,17 @@ class Run:
             "state": {name: item.state_dict() for name, item in self.state.items()},
             "loader": {**self.loader.state_dict(), "position": position},
         }
+        held = self.world.gather(list(shapes(state["state"]))) if self._in_parts else []
         if not self.world.first:
             # Else each tensor would be that of the rank which happens to write it.
-            state["state"] = divided(state["state"])
-        path = checkpoints.save(self.step, state, random_state(), {"position": position})
+            before = {at for paths in held[: self.world.rank] for at in paths}
+            state["state"] = some(
+                state["state"],
+                lambda at, tensor: is_divided(tensor) or (self._in_parts and at not in before),
+            )
+        path = checkpoints.save(
+            self.step, state, random_state(), {"position": position}, join=self._in_parts
+        )
         seconds = time.perf_counter() - begun
         self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
         return path
@@ -251,6 +258,24 @@ class Run:
             "steps": {name: step.template() for name, step in self.steps.items()},
             "state": divided({n: i.state_dict() for n, i in self.state.items()}, torch.empty_like),
         }
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether ranks hold different parts of a model, and not shares of the same tensors."""
+        return self.world.layout.degree("pipeline") > 1
+
+    def _elsewhere(self) -> set[str]:
+        """The paths of what other ranks hold and this one need not read."""
+        if not self._in_parts:
+            return set()
+        own = list(shapes({name: item.state_dict() for name, item in self.state.items()}))
+        others = {at for paths in self.world.gather(own) for at in paths} - set(own)
+        models = {
+            path_of("state", "steps", name, *keys)
+            for name, step in self.steps.items()
+            for keys in step.elsewhere()
+        }
+        return models | {f"state/state/{each}" for each in others}
 
     def close(self) -> None:
         """Write what is left of the events and end the progress line."""

@@ -192,7 +192,8 @@ class Step:
         """
         self.check_state(state)
         optimizer = numbered(self.optimizer, state["optimizer"], self._names)
-        self.model.load_state_dict(state["model"])
+        own = self.model.state_dict().keys()
+        self.model.load_state_dict({n: value for n, value in state["model"].items() if n in own})
         self.optimizer.load_state_dict(optimizer)
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
@@ -211,6 +212,12 @@ class Step:
             "model": divided(self.model.state_dict(), torch.empty_like),
             "optimizer": {"state": divided({name: parameters[name] for name in self._names})},
         }
+
+    def elsewhere(self) -> list[tuple[str, ...]]:
+        """Where in a state is what other ranks hold and this one does not. Collective."""
+        own = self.model.state_dict().keys()
+        others = [name for name in self._of_all_ranks(dict.fromkeys(own)) if name not in own]
+        return [*(("model", n) for n in others), *(("optimizer", "state", n) for n in others)]
 
     @property
     def _names(self) -> list[str]:

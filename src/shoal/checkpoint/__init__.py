@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.checkpoint.agreement import Agreement
 from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
-from shoal.checkpoint.state import Tree, compare_names, shapes
+from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
 from shoal.checkpoint.store import Files
 
 __all__ = [
@@ -17,5 +17,8 @@ __all__ = [
     "Skipped",
     "Tree",
     "compare_names",
+    "path_of",
+    "present",
     "shapes",
+    "some",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
-from shoal.checkpoint.state import Parts, Tree, names_in, put_together, take_apart
+from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
 from shoal.checkpoint.store import DamageError, Files, Manifest, Store, step_of
 from shoal.errors import CheckpointError
 
@@ -46,6 +46,10 @@ class Loaded:
     rank_state: Tree | None
     info: dict[str, Any]
     skipped: tuple[Skipped, ...]
+
+
+Wanted = tuple[Tree | None, Collection[str]]
+"""What a rank restores: a template, and what it leaves to others."""
 
 
 class Checkpoints:
@@ -83,11 +87,20 @@ class Checkpoints:
         found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
         return self._world.broadcast(found[0] if found else None)  # type: ignore[no-any-return]
 
-    def save(self, step: int, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        state: Tree,
+        rank_state: Tree,
+        info: Mapping[str, Any],
+        *,
+        join: bool = False,
+    ) -> Path:
         """Save; when this returns, the checkpoint is on the disk.
 
-        `state` is the same on all ranks but for the shards of its DTensors, `rank_state` is this
-        rank's own, `info` holds plain values only, rank 0's are kept. What can't be stored is
+        `state` is the same on all ranks but for the shards of its DTensors; with `join` its dicts may
+        have different keys, which are joined. `rank_state` is this rank's own, `info` holds plain
+        values only, rank 0's are kept. What can't be stored is
         refused before anything is written. A checkpoint of the same step is replaced; until the new
         one is whole the old one stays. Returns its directory.
         """
@@ -105,7 +118,7 @@ class Checkpoints:
             outcome = self._agreement.attempt(
                 given, lambda: self._store.write(step, name, serialize(chunks))
             )
-            return Written(name, (outcome, own_parts.json))
+            return Written(name, (outcome, own_parts.json, parts.json if join else None))
 
         def finish(table: Callable[[], Table], written: list[Written]) -> str | CheckpointError:
             return self._agreement.attempt(
@@ -124,14 +137,15 @@ class Checkpoints:
             self._retire()
         return path
 
-    def restore(self, template: Tree | None = None) -> Loaded | None:
+    def restore(self, template: Tree | None = None, elsewhere: Collection[str] = ()) -> Loaded | None:
         """Load the newest checkpoint that is whole; None if there is none at all.
 
         Tensors come back on the CPU. Where `template` has a tensor of the same path and shape, that
         one is filled in place (DTensors by their shards) and appears in the result; where it has a
         DTensor in the place of what holds tensors of its shape (moments of a parameter), these are
-        divided like it; otherwise the template is ignored. Raises CheckpointError if there are
-        checkpoints and none is whole.
+        divided like it; otherwise the template is ignored. Tensors whose path, or that of a dict
+        around them, is in `elsewhere` are not read: they come back on the meta device. Raises
+        CheckpointError if there are checkpoints and none is whole.
         """
         given = f"checkpoints in {self._directory}"
         found = self._world.broadcast(
@@ -148,7 +162,7 @@ class Checkpoints:
             if damage is not None:
                 skipped.append(Skipped(path, damage))
                 continue
-            loaded = self._load(path, manifest, template, tuple(skipped))
+            loaded = self._load(path, manifest, (template, elsewhere), tuple(skipped))
             self._verified.add(loaded.step)
             return loaded
         if skipped:
@@ -192,6 +206,8 @@ class Checkpoints:
             return failure
         try:
             rank_states = [part.outcome[1] for part in written]
+            for part in written:
+                state = joined(state, part.outcome[2])
             content = {"state": state, "rank_state": rank_states, "tensors": table()}
             text = json.dumps(content, separators=(",", ":"), allow_nan=False)
             records[STATE] = self._store.write(step, STATE, [text.encode()])
@@ -233,17 +249,18 @@ class Checkpoints:
         return next((f"{reason} (seen by rank {rank})" for reason, rank in seen), None)
 
     def _load(
-        self, path: Path, manifest: Manifest, template: Tree | None, skipped: tuple[Skipped, ...]
+        self, path: Path, manifest: Manifest, wanted: Wanted, skipped: tuple[Skipped, ...]
     ) -> Loaded:
         from shoal.checkpoint.tensors import load_tensors
 
         given = f"the checkpoint {path}"
         group = self._world.group
         content, targets = self._agreement.together(
-            given, lambda: self._targets(path, manifest, template)
+            given, lambda: self._targets(path, manifest, wanted)
         )
+        read = {name: tensor for name, tensor in targets.items() if not tensor.is_meta}
         failure = self._agreement.exchange(
-            given, lambda: load_tensors(path, content["tensors"], targets, group)
+            given, lambda: load_tensors(path, content["tensors"], read, group)
         )
 
         def assemble() -> Loaded:
@@ -262,17 +279,20 @@ class Checkpoints:
         return self._agreement.together(given, assemble)
 
     def _targets(
-        self, path: Path, manifest: Manifest, template: Tree | None
+        self, path: Path, manifest: Manifest, wanted: Wanted
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         from shoal.checkpoint.tensors import allocate
 
+        template, elsewhere = wanted
         content = json.loads((path / STATE).read_bytes())
         offered = {} if template is None else take_apart(template, "state").tensors
         targets: dict[str, torch.Tensor] = {}
         for name in names_in([content["state"], self._own(content, manifest)]):
             row = content["tensors"][name]
             tensor = offered.get(name)
-            if tensor is None or list(tensor.shape) != row["shape"]:
+            if elsewhere and any(path in elsewhere for path in _paths(name)):
+                tensor = allocate(row, device="meta")
+            elif tensor is None or list(tensor.shape) != row["shape"]:
                 tensor = allocate(row, like=offered.get(name.rpartition("/")[0]))
             targets[name] = tensor
         return content, targets
@@ -280,3 +300,10 @@ class Checkpoints:
     def _own(self, content: dict[str, Any], manifest: Manifest) -> Any:
         same_size = manifest.world_size == self._world.size
         return content["rank_state"][self._world.rank] if same_size else None
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The path of a tensor, and those of the dicts around it."""
+    parts = name.split("/")
+    for end in range(len(parts), 0, -1):
+        yield "/".join(parts[:end])

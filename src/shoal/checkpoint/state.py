@@ -104,6 +104,47 @@ def names_in(json: Any) -> set[str]:
     return names
 
 
+def joined(one: Any, other: Any) -> Any:
+    """Two encoded trees as one: their dicts hold the keys of both; of all else, what `one` has."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one
+    [(tag, mine)], theirs = one.items(), other.get(next(iter(one)))
+    if tag not in _DICTS.values() or not isinstance(mine, dict) or not isinstance(theirs, dict):
+        return one
+    both = {key: joined(value, theirs[key]) if key in theirs else value for key, value in mine.items()}
+    return {tag: both | {key: value for key, value in theirs.items() if key not in mine}}
+
+
+def present(tree: Any) -> Any:
+    """A decoded tree without what was not read, because other ranks hold it."""
+    if not isinstance(tree, dict):
+        return tree
+    kept = {key: present(value) for key, value in tree.items() if not _absent(value)}
+    return kept if type(tree) is dict else type(tree)(kept)
+
+
+def some(tree: Any, keep: Callable[[str, torch.Tensor], bool], *root: str | int) -> dict[Any, Any]:
+    """Of a tree only the tensors for which `keep(path, tensor)` holds, in dicts."""
+    kept: dict[Any, Any] = {}
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        at = (*root, key)
+        if isinstance(value, torch.Tensor):
+            if keep(path_of(*at), value):
+                kept[key] = value
+        elif isinstance(value, dict | list | tuple) and (below := some(value, keep, *at)):
+            kept[key] = below
+    return kept
+
+
+def path_of(*keys: str | int) -> str:
+    """The name of the tensor below these keys."""
+    return "/".join(map(_escape, keys))
+
+
+def _absent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
 def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors of a tree, to be compared by `compare_names`."""
     return {name: tuple(tensor.shape) for name, tensor in take_apart(tree).tensors.items()}

@@ -104,12 +104,14 @@ def load_tensors(
     return reader.failure
 
 
-def allocate(row: Mapping[str, Any], like: torch.Tensor | None = None) -> torch.Tensor:
-    """An uninitialised tensor for one row of the table: divided as `like` is, else on the CPU."""
+def allocate(
+    row: Mapping[str, Any], like: torch.Tensor | None = None, device: str = "cpu"
+) -> torch.Tensor:
+    """An uninitialised tensor for one row of the table: divided as `like` is, else on `device`."""
     dtype = _DTYPE_NAMES[row["dtype"]]
     if isinstance(like, DTensor) and list(like.shape) == row["shape"]:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty(row["shape"], dtype=dtype)
+    return torch.empty(row["shape"], dtype=dtype, device=device)
 
 
 def serialize(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:

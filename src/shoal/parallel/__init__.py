@@ -1,6 +1,6 @@
 """Ways of spreading one model over processes and devices."""
 
-from shoal.parallel.attach import engine_of, parallelize
+from shoal.parallel.attach import engine_of, known_engine, parallelize
 from shoal.parallel.pipeline import Pipeline
 from shoal.parallel.recompute import Recompute
 from shoal.parallel.replicate import DDP, DataParallel, Single
@@ -16,5 +16,6 @@ __all__ = [
     "Single",
     "Tensor",
     "engine_of",
+    "known_engine",
     "parallelize",
 ]

@@ -152,15 +152,22 @@ def _check_bare(model: object) -> None:
         )
 
 
+def known_engine(model: nn.Module) -> Engine | None:
+    """The engine that `parallelize` attached, if it did."""
+    attachment = getattr(model, ATTRIBUTE, None)
+    return attachment.engine if isinstance(attachment, Attachment) else None
+
+
 def engine_of(model: nn.Module) -> Engine:
     """The engine that `parallelize` attached; StepError if there is none."""
     _check_bare(model)
-    attachment = getattr(model, ATTRIBUTE, None)
-    if not isinstance(attachment, Attachment) or attachment.engine is None:
+    engine = known_engine(model)
+    if engine is None:
+        copied = getattr(model, ATTRIBUTE, None) is not None
         raise StepError(
             given=f"{type(model).__name__}, a model that was not parallelized"
-            + (" (a copy of one that was)" if attachment is not None else ""),
+            + (" (a copy of one that was)" if copied else ""),
             found="no engine that could run its step",
             fix="model = shoal.parallelize(model, world)",
         )
-    return attachment.engine
+    return engine

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -76,7 +77,8 @@ class PipelineEngine(MeshEngine):
         self._rows = 0
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
-        self._under_way: tuple[Task, Batch, float] | None = None
+        self._reduce: Callable[[Any, int], Tensor]
+        """What torch differentiates, of an output and the number of its micro-batch."""
         _refuse_calls(module)
 
     def gradients(
@@ -95,7 +97,7 @@ class PipelineEngine(MeshEngine):
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._under_way = (task, batch, scale)
+        self._reduce = partial(self._loss, task, batch, scale)
         with self.others_aside():
             try:
                 # The public `step` would join the micro-batches and cut them anew.
@@ -107,8 +109,6 @@ class PipelineEngine(MeshEngine):
                 if isinstance(error.__cause__, ShoalError):
                     raise error.__cause__ from None
                 raise
-            finally:
-                self._under_way = None
         self._sum_over_replicas()
         if not self._unused_checked:
             self._check_unused()
@@ -228,17 +228,20 @@ class PipelineEngine(MeshEngine):
         single = issubclass(kind, PipelineScheduleSingle)
         try:
             schedule = kind(
-                stages[0] if single else stages, micro_batches, loss_fn=self._loss, scale_grads=False
+                stages[0] if single else stages,
+                micro_batches,
+                loss_fn=self._loss_under_way,
+                scale_grads=False,
             )
         except ValueError as error:
             ranks = self.world.layout.degree("pipeline")
             raise micro_batches_refused(self._name, ranks, micro_batches, error) from None
         return schedule, stages
 
-    def _loss(self, output: Any, number: int) -> Tensor:
-        """What torch differentiates for micro-batch `number`, on the last stage."""
-        assert self._under_way is not None  # torch calls it while the schedule runs
-        task, batch, scale = self._under_way
+    def _loss_under_way(self, output: Any, number: int) -> Tensor:
+        return self._reduce(output, number)
+
+    def _loss(self, task: Task, batch: Batch, scale: float, output: Any, number: int) -> Tensor:
         micro = batch.micros[number]
         part = self._parts[len(self._owners) - 1]
         with mixed(self.world.device, part.autocast):
@@ -277,7 +280,12 @@ class PipelineEngine(MeshEngine):
             before = self._owners[number - 1] if number else self._place
             received = handed if before == self._place else self._receive(before)
             part.inputs = [inputs]
-            output = part(*received, micro=0)
+            try:
+                output = part(*received, micro=0)
+            except Exception as error:
+                if number < len(self._owners) - 1 and self._owners[number + 1] != self._place:
+                    self._send_failure(error, self._owners[number + 1])
+                raise
             forms[number] = (_form(received), _form(output))
             if number == len(self._owners) - 1:
                 result = part.whole(output)
@@ -287,6 +295,16 @@ class PipelineEngine(MeshEngine):
                 self._send(output, self._owners[number + 1])
         return result, forms
 
+    def _send_failure(self, error: Exception, to: int) -> None:
+        """Let the stages to come fail as well, instead of waiting."""
+        if not isinstance(error, ShoalError):
+            error = StepError(
+                given=f"a stage of a {type(self.module).__name__} on rank {self.world.rank}",
+                found=f"{type(error).__name__}: {error}",
+                fix="see that rank's own error; python train.py, in one process, may show more",
+            )
+        dist.send_object_list([error], group=self._group, group_dst=to)
+
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
         dist.send_object_list([_form(tensors)], group=self._group, group_dst=to)
         for tensor in tensors:
@@ -295,6 +313,8 @@ class PipelineEngine(MeshEngine):
     def _receive(self, source: int) -> tuple[Tensor, ...]:
         found: list[Any] = [None]
         dist.recv_object_list(found, group=self._group, group_src=source)
+        if isinstance(found[0], ShoalError):
+            raise found[0]
         tensors = tuple(
             torch.empty(size, dtype=dtype, device=self.world.device) for size, dtype in found[0]
         )
@@ -315,7 +335,7 @@ class Part(nn.Module):
         self._needed = stage.needed
         self._last = last
         self._device = world.device
-        self._spec: TreeSpec | None = None
+        self._spec: TreeSpec
         self._others: list[Any] = []
 
     def forward(self, *received: Tensor, micro: int) -> tuple[Tensor, ...]:
@@ -331,7 +351,6 @@ class Part(nn.Module):
 
     def whole(self, tensors: Sequence[Tensor] | Tensor) -> Any:
         """The model's output, of whose tensors the last stage was left with."""
-        assert self._spec is not None  # the last stage has run
         rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
         leaves = [next(rest) if other is None else other for other in self._others]
         return tree_unflatten(leaves, self._spec)
@@ -347,8 +366,9 @@ def _sendable(value: object, received: Sequence[Tensor]) -> Tensor:
         )
     if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
         return value.detach().contiguous().requires_grad_()  # of a frozen stage: torch sends gradients
-    passes_through = any(value is tensor for tensor in received)
-    return value.view_as(value) if passes_through else value.contiguous()
+    # torch detaches what is sent in place: no view, and nothing that only passes through.
+    shared = value._is_view() or any(value is tensor for tensor in received)
+    return value.clone() if shared else value.contiguous()
 
 
 def _form(tensors: Sequence[Tensor]) -> Form:

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.engine import Engine
 from shoal.errors import LayoutError, StepError
 from shoal.parallel.local import LocalEngine
+from shoal.parallel.recompute import runs_again
 from shoal.parallel.shard import FSDP
 from shoal.parallel.stages import Outer, Stage, balanced, chains, opened_by, seconds, tied, trace
 from shoal.parallel.timetable import SCHEDULES, Timetable, timetable
@@ -93,18 +94,17 @@ class Pipeline:
                 fix="shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two of them",
             )
         outer = trace(model, opened_by(self.split) if self.split else _wide(model))
-        points = self.split if self.split is not None else self._balanced(outer, ranks, world)
+        points = self.split or self._balanced(outer, self.example or (), ranks, world)
         stages = outer.cut(points, f"shoal.Pipeline(split={tuple(points)!r})")
         owners = self._owners(len(stages), ranks)
-        _check(model, stages, owners)
+        _check(model, stages, owners, splits=SCHEDULES[self.schedule].splits)
         from shoal.parallel.piped import PipelineEngine  # which brings torch's pipelining
 
         return PipelineEngine(model, world, self, outer.signature, stages, owners)
 
-    def _balanced(self, outer: Outer, ranks: int, world: World) -> list[str]:
-        assert self.example is not None  # see __post_init__
+    def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages
-        timed = world.broadcast(seconds(outer, self.example) if world.first else None)
+        timed = world.broadcast(seconds(outer, example) if world.first else None)
         names = [str(n.target) if n.op == "call_module" else None for n in outer.graph.nodes]
         try:
             return balanced(list(zip(names, timed, strict=True)), ranks * per_rank)
@@ -139,7 +139,7 @@ def _wide(model: nn.Module) -> set[str]:
     return chains(model) | opened_by(names)
 
 
-def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]) -> None:
+def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, splits: bool) -> None:
     """Refuse parameters of two ranks, of none, and ranks without any."""
     given = f"shoal.Pipeline(…) around {type(model).__name__}"
     both = tied(stages, owners)
@@ -151,6 +151,12 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int]) -> 
             found=f"{found} of two stages on different ranks",
             fix="split points that leave them in one stage, a schedule that has the first and the "
             "last stage on one rank ('zbv', 'dualpipev'), or copies of their own",
+        )
+    if splits and runs_again(model):
+        raise StepError(
+            given=f"[shoal.Recompute(…), {given}]",
+            found="this schedule runs backward in two parts, of which each would run the blocks again",
+            fix="schedule='1f1b' or 'interleaved' with shoal.Recompute(), or no shoal.Recompute()",
         )
     held = frozenset[str]().union(*(stage.names for stage in stages))
     loose = [

@@ -40,3 +40,11 @@ class Recompute:
             )
         for unit in units:
             checkpoint(unit)
+
+
+def runs_again(model: nn.Module) -> bool:
+    """Whether a part of `model` runs again in backward."""
+    from torch.distributed._composable.contract import _get_registry
+
+    registries = (_get_registry(part) for part in model.modules())
+    return any("checkpoint" in registry for registry in registries if registry)

@@ -87,8 +87,6 @@ def timetable(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None
 ) -> Timetable:
     """The timetable of a schedule; StepError where torch has none for these numbers."""
-    import torch.distributed.pipelining.schedules as torchs
-
     chosen = SCHEDULES[schedule]
     per_rank = stages_per_rank or chosen.stages
     if not chosen.allows(per_rank) or ranks < 2 or micro_batches < 1:
@@ -98,15 +96,34 @@ def timetable(
             found="no such pipeline",
             fix="timetable(ranks=4, micro_batches=8)",
         )
-    kind = torchs.get_schedule_class(chosen.torchs)
-    single = issubclass(kind, torchs.PipelineScheduleSingle)
-    stages: Any = [_Stage(ranks, ranks * per_rank) for _ in range(per_rank)]
+    if chosen.fixed and per_rank == 1:
+        ahead = [micro_batches if schedule == "gpipe" else ranks - rank for rank in range(ranks)]
+        orders = [_forwards_ahead(rank, some, micro_batches) for rank, some in enumerate(ahead)]
+    else:
+        orders = _torchs(schedule, ranks, per_rank, micro_batches)
+    return Timetable(_timed(orders, ranks * per_rank))
+
+
+def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[Work]:
+    """Up to `ahead` forwards more than backwards. (torch lists 1F1B's last rank one too late.)"""
+    begun = min(ahead, micro_batches)
+    works = [Work("F", stage, micro) for micro in range(begun)]
+    for micro in range(micro_batches):
+        works.append(Work("B", stage, micro))
+        if begun + micro < micro_batches:
+            works.append(Work("F", stage, begun + micro))
+    return works
+
+
+def _torchs(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> list[list[Work]]:
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    kind: Any = get_schedule_class(SCHEDULES[schedule].torchs)
     try:
-        order = kind(stages[0] if single else stages, micro_batches).pipeline_order
+        planned = kind([_Stage(ranks, ranks * per_rank) for _ in range(per_rank)], micro_batches)
     except ValueError as error:
         raise micro_batches_refused(schedule, ranks, micro_batches, error) from None
-    actions = [list(_works(order[rank])) for rank in range(ranks)]
-    return Timetable(_timed(actions, ranks * per_rank))
+    return [list(_works(planned.pipeline_order[rank])) for rank in range(ranks)]
 
 
 def micro_batches_refused(schedule: str, ranks: int, micro_batches: int, error: Exception) -> StepError:
@@ -137,10 +154,10 @@ class _Stage:
 
 def _works(actions: Sequence[Any]) -> Iterator[Work]:
     for action in actions:
-        if action is None:
-            continue
-        for part in action.sub_actions or (action,):
-            yield Work(part.computation_type.value, part.stage_index, part.microbatch_index)
+        for part in (action.sub_actions or (action,)) if action is not None else ():
+            kind = part.computation_type.value
+            if kind in _WORDS:  # others move parameters and sum gradients
+                yield Work(kind, part.stage_index, part.microbatch_index)
 
 
 def _timed(actions: Sequence[Sequence[Work]], stages: int) -> tuple[tuple[Work | None, ...], ...]:
@@ -163,6 +180,8 @@ def _timed(actions: Sequence[Sequence[Work]], stages: int) -> tuple[tuple[Work |
             else:
                 row.append(None)
         now += 1
+        if all(len(row) == now and row[-1] is None for row in rows) and any(waiting):
+            raise RuntimeError(f"a schedule that stops at {[row[-1:] for row in waiting]}")
     length = max(map(len, rows))
     return tuple((*row, *[None] * (length - len(row))) for row in rows)
 
