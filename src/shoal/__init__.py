@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from shoal.launching import launch
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
-    from shoal.parallel import DDP, FSDP, DataParallel, Recompute, Single, Tensor, parallelize
+    from shoal.parallel import DDP, FSDP, Context, DataParallel, Recompute, Single, Tensor, parallelize
     from shoal.rows import Rows, gather
     from shoal.run import Run
     from shoal.schedule import Schedule
@@ -61,7 +61,16 @@ _HOMES = {
     "launching": ("launch",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
-    "parallel": ("DDP", "FSDP", "DataParallel", "Recompute", "Single", "Tensor", "parallelize"),
+    "parallel": (
+        "DDP",
+        "FSDP",
+        "Context",
+        "DataParallel",
+        "Recompute",
+        "Single",
+        "Tensor",
+        "parallelize",
+    ),
     "rows": ("Rows", "gather"),
     "run": ("Run",),
     "schedule": ("Schedule",),
@@ -78,6 +87,7 @@ __all__ = [
     "Budget",
     "CheckpointError",
     "Choice",
+    "Context",
     "DDP",
     "DataError",
     "DataParallel",

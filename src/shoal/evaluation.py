@@ -12,9 +12,9 @@ from torch import Tensor
 from shoal.data import Loader
 from shoal.data.mapped import Collate
 from shoal.errors import DataError, StepError
+from shoal.modes import evaluation
 from shoal.step import Step
 from shoal.task import Count
-from shoal.trial import evaluation
 from shoal.world import World
 
 BATCH = 256

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import Agreement
 from shoal.errors import CheckpointError
+from shoal.modes import evaluation
 from shoal.names import check_model, shapes
 from shoal.parallel import engine_of
 from shoal.run import Run
 from shoal.shares import divided, shared_like, whole
 from shoal.step import Step
-from shoal.trial import evaluation
 
 PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 """What wrappers put before a model's own names: DDP and DataParallel, torch.compile, FSDP1."""

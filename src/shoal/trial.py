@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.batch import Batch
 from shoal.engine import Engine
 from shoal.errors import ShoalError, StepError
+from shoal.modes import evaluation, random_states_kept
 from shoal.task import Micro, Task, place
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_loss_adds_up(
     trial = _Trial(engine, task, batch, autocast)
     with ExitStack() as aside:
         aside.enter_context(torch.no_grad())
-        aside.enter_context(_random_states_kept(engine.module))
+        aside.enter_context(random_states_kept(engine.module))
         for one in engine.world.engines:  # a GAN's loss runs through the other model
             aside.enter_context(evaluation(one.module))
         _on_all_ranks(engine.world, trial.whole)
@@ -82,25 +82,6 @@ def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> 
         if total and abs(whole - (one * first + other * second) / total) <= tolerance:
             return True
     return False
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode that it was found in.
-
-    `train` is called for it wherever the mode changes, parents first: a module may do more in it than
-    set a flag, as LoRA layers do, which merge their weights in eval mode.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            if module.training != training:
-                module.train(training)
-        for module, training in modes:  # of a module with two parents, or whose parent decides
-            module.training = training
 
 
 class _Trial:
@@ -169,18 +150,6 @@ class _Trial:
     def _reduce(self, part: Micro, output: Any) -> Sum:
         loss, count = self._task.reduce(output, part, self._seed)
         return float(loss), float(count)
-
-
-@contextmanager
-def _random_states_kept(model: nn.Module) -> Iterator[None]:
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _part(micro: Micro, rows: slice) -> Micro:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.trial import evaluation, is_mean
+from shoal.modes import evaluation
+from shoal.trial import is_mean
 
 SAMPLES = 24
 GENERATOR = torch.Generator().manual_seed(0)

@@ -1,9 +1,20 @@
 """Ways of spreading one model over processes and devices."""
 
 from shoal.parallel.attach import engine_of, parallelize
+from shoal.parallel.context import Context
 from shoal.parallel.recompute import Recompute
 from shoal.parallel.replicate import DDP, DataParallel, Single
 from shoal.parallel.shard import FSDP
 from shoal.parallel.tensor import Tensor
 
-__all__ = ["DDP", "FSDP", "DataParallel", "Recompute", "Single", "Tensor", "engine_of", "parallelize"]
+__all__ = [
+    "DDP",
+    "FSDP",
+    "Context",
+    "DataParallel",
+    "Recompute",
+    "Single",
+    "Tensor",
+    "engine_of",
+    "parallelize",
+]

@@ -43,6 +43,7 @@ class LocalEngine(OpenEngine):
 
     def compile(self, how: str) -> None:
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
+        refuse_slices(self.world, how)
         if how == "inductor":
             self.call = torch.compile(self.module)
             return
@@ -93,7 +94,8 @@ class LocalEngine(OpenEngine):
                 found="it does not depend on any trainable parameter",
                 fix="compute it from the model's output, without .detach(), .item() or no_grad()",
             )
-        seed = torch.full_like(loss, scale * micro.weight / size)
+        copies = self.world.layout.degree("context")  # of this loss; gradients of all are summed
+        seed = torch.full_like(loss, scale * micro.weight / size / copies)
         self._differentiate(loss, seed, last=last)
         self._shown.append((loss.detach(), count, micro.weight))
         if last and not self._unused_checked:
@@ -225,6 +227,16 @@ def _check_kinds(module: nn.Module) -> None:
             given=f"parallelize({type(module).__name__}, world)",
             found=f"layers with sparse gradients: {first(sparse)}",
             fix="nn.Embedding(…, sparse=False)",
+        )
+
+
+def refuse_slices(world: World, how: str) -> None:
+    """Refuse to compile the exchanges of ranks that share sequences."""
+    if world.layout.degree("context") > 1:
+        raise StepError(
+            given=f"compile={how!r} with shoal.Context()",
+            found="attention is exchanged between ranks by a mode that compilers do not see through",
+            fix="leave compile out",
         )
 
 

@@ -14,6 +14,13 @@ from shoal.shares import parts, share
 from shoal.world import World
 
 
+def summing_group(world: World) -> dist.ProcessGroup | None:
+    """Of ranks that have other samples, or other slices of them; None where there are no others."""
+    if world.layout.degree("context") == 1:
+        return world.data_group if world.data_size > 1 else None
+    return world.mesh[(*DATA_AXES, "context")]._flatten("slices").get_group()
+
+
 class MeshEngine(LocalEngine):
     """Runs the module here, with its shares of parameters; norms are those of the whole.
 
