@@ -73,7 +73,7 @@ class Heads(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         self._check(query, key, attn_mask)
-        query, key, value = self._to_heads(query, key, value)
+        query, key, value = self._to_heads(*map(_cast, (query, key, value)))
         noise = self._own_noise(query.device) if dropout_p else contextlib.nullcontext()
         with noise:
             result = F.scaled_dot_product_attention(
@@ -133,7 +133,7 @@ class Heads(TorchFunctionMode):
     def _own_noise(self, device: torch.device) -> Iterator[None]:
         """Random numbers of this rank alone, from a seed that all draw alike."""
         seed = int(torch.randint(2**62, (), device="cpu"))
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
             torch.manual_seed(seed + self._peers.index)
             yield
 
@@ -151,6 +151,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Exchange.apply(gradient.contiguous(), ctx.group), None
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast would before attention, but before the exchange: fewer bytes."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _calling(function: Callable[..., Any], attention: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -43,10 +43,15 @@ class LocalEngine(OpenEngine):
 
     def compile(self, how: str) -> None:
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
-        refuse_slices(self.world, how)
         if how == "inductor":
             self.call = torch.compile(self.module)
             return
+        if self.world.layout.degree("context") > 1:
+            raise StepError(
+                given="compile='script' with shoal.Context()",
+                found="TorchScript can't call what cuts sequences and exchanges slices for heads",
+                fix="compile='inductor'",
+            )
         scripted = torch.jit.script(self.module)
         modules = dict(self.module.named_modules(remove_duplicate=False))
         twins = dict(scripted.named_modules(remove_duplicate=False))
@@ -227,16 +232,6 @@ def _check_kinds(module: nn.Module) -> None:
             given=f"parallelize({type(module).__name__}, world)",
             found=f"layers with sparse gradients: {first(sparse)}",
             fix="nn.Embedding(…, sparse=False)",
-        )
-
-
-def refuse_slices(world: World, how: str) -> None:
-    """Refuse to compile the exchanges of ranks that share sequences."""
-    if world.layout.degree("context") > 1:
-        raise StepError(
-            given=f"compile={how!r} with shoal.Context()",
-            found="attention is exchanged between ranks by a mode that compilers do not see through",
-            fix="leave compile out",
         )
 
 

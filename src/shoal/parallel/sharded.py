@@ -18,7 +18,6 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.errors import StepError
-from shoal.parallel.local import refuse_slices
 from shoal.parallel.mesh import MeshEngine
 from shoal.world import World
 
@@ -60,7 +59,6 @@ class FSDPEngine(MeshEngine):
                 found="TorchScript can't call what gathers the parameters",
                 fix="compile='inductor'",
             )
-        refuse_slices(self.world, how)
         for part in self._sharded[1:] or self._sharded:
             part.compile()
 
