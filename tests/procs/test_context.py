@@ -5,97 +5,21 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import shoal
+from causal import GPT, VOCABULARY, loss, texts
 from ranks import RankError, Ranks
 from shoal.parallel import divided, heads, replicate, sliced
 from shoal.shares import whole
 
-VOCABULARY, WIDTH, LENGTH, SAMPLES, STEPS = 10, 16, 12, 40, 10
-
-
-class Block(nn.Module):
-    """Rotary tables as an argument, fewer heads for keys and values, a word about the sample."""
-
-    def __init__(self, heads: int, pairs: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.pairs, self.dropout = heads, pairs, dropout
-        size = WIDTH // heads
-        self.norm, self.query = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.key, self.value = nn.Linear(WIDTH, pairs * size), nn.Linear(WIDTH, pairs * size)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], *, word: Tensor) -> Tensor:
-        y = self.norm(x)
-        query, key, value = (
-            layer(y).unflatten(2, (-1, WIDTH // self.heads)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
-        y = scaled_dot_product_attention(
-            rotated(query, rotary),
-            rotated(key, rotary),
-            value,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=True,
-        )
-        x = x + self.out(y.transpose(1, 2).flatten(2)) + word[:, None]
-        return x + F.dropout(self.narrow(torch.tanh(self.wide(x))), self.dropout, self.training)
-
-
-def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    one, other = x.chunk(2, -1)
-    cosine, sine = rotary
-    return torch.cat((one * cosine - other * sine, other * cosine + one * sine), -1)
-
-
-class GPT(nn.Module):
-    def __init__(self, heads: int = 4, pairs: int = 2, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.words = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(heads, pairs, dropout) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        self.features = WIDTH // heads // 2
-        self.double()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        at = torch.arange(tokens.size(1), device=tokens.device)
-        x = self.embedding(tokens) + self.positions(at)
-        angles = at[:, None].to(x.dtype) / 10.0 ** torch.arange(self.features)
-        for block in self.blocks:
-            x = block(x, (angles.cos(), angles.sin()), word=self.words(tokens[:, 0]))
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A sum over tokens, of which each sample has another number."""
-    labels = batch[1]
-    total = F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="sum")
-    return total, (labels != -1).sum()
-
-
-def texts() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-    ends = torch.randint(2, LENGTH, (SAMPLES, 1), generator=generator)
-    return tokens, tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) >= ends, -1)
-
-
+STEPS = 10
 HALF = 0.04
 """How far ten steps in bf16 stray from those in fp64, as everywhere."""
 
@@ -237,162 +161,6 @@ def test_the_comparison_notices_mutations(
 def test_compiled_it_trains_alike(two: Ranks, expected: Trained, strategy: Any) -> None:
     for found in two.call(trained, [shoal.Context(), strategy], "", "inductor"):
         assert found.distance(expected) < 1e-9
-
-
-class Torchs(nn.Module):
-    """torch's own layers, with what is to be tried as options."""
-
-    def __init__(self, layers: int = 2, heads: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, heads, 16, dropout=0.0, batch_first=True).double()
-            for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, **options)
-        return x
-
-
-class Odd(Torchs):
-    """Leaves out a unit, or runs the last one first."""
-
-    def __init__(self, order: tuple[int, ...]) -> None:
-        super().__init__()
-        self.order = order
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        for index in self.order:
-            x = self.layers[index](x)
-        return x
-
-
-class Mixing(nn.Module):
-    """A unit that mixes positions in a way of its own after a harmless one."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(8, 8).double(), how
-        self.convolution = nn.Conv1d(8, 8, 3, padding=1).double()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "convolution":
-            return self.convolution(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
-        if self.how == "positions":
-            return x + torch.arange(x.size(1))[:, None]
-        if self.how == "pooling":
-            return x - x.mean(1, keepdim=True)
-        if self.how == "softmax":
-            return (x @ x.transpose(1, 2)).softmax(-1) @ x
-        if self.how == "weights":
-            return self.attention(x, x, x)[0]  # type: ignore[no-any-return]
-        if self.how == "other":
-            return self.attention(x, x[:, :1], x[:, :1], need_weights=False)[0]  # type: ignore[no-any-return]
-        return self.linear(x)  # type: ignore[no-any-return]
-
-
-class Mixed(nn.Module):
-    def __init__(self, *ways: str) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*map(Mixing, ways))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layers(x)
-
-
-class Opaque(Mixed):
-    def forward(self, x: Tensor) -> Any:
-        return {"text": str(self.layers(x))}
-
-
-MASK = nn.Transformer.generate_square_subsequent_mask(12, dtype=torch.float64)
-
-
-def run(
-    world: shoal.World, make: Callable[..., nn.Module], made_of: Any, size: Any, options: Any
-) -> Tensor:
-    """One forward in training mode, each rank with the same input."""
-    world.reseed("weights", by_rank=False)
-    strategy = shoal.Context(units=options.pop("units", None))
-    model = shoal.parallelize(make(*made_of), world, [strategy, shoal.DDP(unused=True)])
-    world.reseed("data", by_rank=False)
-    output = model(torch.randn(*size, dtype=torch.float64), **options)
-    assert isinstance(output, Tensor)
-    return output.detach()
-
-
-@pytest.mark.parametrize(
-    ("make", "made_of", "size", "options", "words"),
-    [
-        (Mixed, ("", "convolution"), (3, 12, 8), {}, ["Mixed", "first in layers.1"]),
-        (Mixed, ("positions", ""), (3, 12, 8), {}, ["first in layers.0", "outside of the units"]),
-        (Mixed, ("", "pooling", ""), (3, 12, 8), {}, ["first in layers.1", "units="]),
-        (Mixed, ("softmax", ""), (3, 12, 8), {}, ["first in layers.0", "scaled_dot_product_attention"]),
-        (Mixed, ("", "weights"), (3, 12, 8), {}, ["its weights", "need_weights=False"]),
-        (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "of a sequence to itself"]),
-        (Mixed, ("", ""), (3, 13, 8), {}, ["length 13 for layers.0", "context=2", "pad them to 14"]),
-        (Mixed, ("", ""), (3, 12), {}, ["no tensor of shape (batch, length, features)"]),
-        (Opaque, ("", ""), (3, 12, 8), {}, ["returns a dict", "can't be compared"]),
-        (Torchs, (2, 1), (3, 12, 8), {}, ["context=2", "layers.0", "1 heads", "2 does not divide"]),
-        (Torchs, (), (3, 12, 8), {"src_mask": MASK}, ["mask in layers.0", "is_causal=True"]),
-        (
-            Torchs,
-            (),
-            (3, 12, 8),
-            {"src_key_padding_mask": torch.zeros(3, 12, dtype=torch.bool)},
-            ["mask in layers.0", "padding at the end"],
-        ),
-        (
-            Torchs,
-            (),
-            (12, 12, 8),
-            {"src_mask": MASK, "is_causal": True},
-            ["shape (12, 12) for layers.0", "batch and sequence both have length 12"],
-        ),
-        (Odd, ((1, 0),), (3, 12, 8), {}, ["layers.1", "layers.0, where sequences are cut, did not"]),
-        (Odd, ((0,),), (3, 12, 8), {}, ["ended without layers.1", "units="]),
-        (
-            Odd,
-            ((0, 1),),
-            (3, 12, 8),
-            {"units": ("layers.*", "layers.*.linear1")},
-            ["layers.0.linear1 is a unit inside another"],
-        ),
-    ],
-)
-def test_what_would_change_the_numbers_is_refused_on_all_ranks(
-    two: Ranks, make: Any, made_of: Any, size: Any, options: Any, words: list[str]
-) -> None:
-    for found in two.attempt(run, make, made_of, size, options):
-        assert isinstance(found, RankError)
-        assert isinstance(found.error, shoal.StepError | shoal.LayoutError), found.text
-        assert all(word in str(found.error) for word in words), found.error
-
-
-def test_heads_of_keys_too_have_to_be_divided() -> None:
-    with Ranks(2, layout="context=2") as ranks:
-        for found in ranks.attempt(gpt_of, 4, 1):
-            assert isinstance(found, RankError)
-            assert isinstance(found.error, shoal.LayoutError)
-            assert "1 heads for keys and values" in found.error.found
-
-
-def gpt_of(world: shoal.World, heads: int, pairs: int) -> None:
-    model = shoal.parallelize(GPT(heads, pairs), world, shoal.Context())
-    model(texts()[0])
-
-
-@pytest.mark.parametrize("options", [{}, {"src_mask": MASK, "is_causal": True}])
-def test_layers_of_torch_give_the_output_of_one_process(two: Ranks, options: dict[str, Any]) -> None:
-    with shoal.init() as world:
-        world.reseed("weights", by_rank=False)
-        model = Torchs()
-        world.reseed("data", by_rank=False)
-        expected = model(torch.randn(3, 12, 8, dtype=torch.float64), **options)
-    for found in two.call(run, Torchs, (), (3, 12, 8), options):
-        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 class Noisy(nn.Module):
