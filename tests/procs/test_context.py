@@ -217,6 +217,9 @@ def copied(world: shoal.World, directory: Path) -> list[str]:
         again = torch.export.load(directory / "model.pt2").module()
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), again):
             assert torch.allclose(other(tokens), before, rtol=0, atol=1e-12)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(world, "group", None)  # as in a world that is closed
+            assert torch.allclose(model(tokens), before, rtol=0, atol=1e-12)
     world.barrier()
     return [name for name, _ in model.named_parameters()]
 

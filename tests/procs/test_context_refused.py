@@ -175,18 +175,18 @@ class Towers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "units", "options"),
+    ("make", "samples", "units", "options"),
     [
-        (Torchs, None, {}),
-        (Torchs, None, {"src_mask": MASK, "is_causal": True}),
-        (Torchs, ("",), {"src_mask": MASK, "is_causal": True}),
-        (Towers, None, {}),
+        (Torchs, 12, None, {}),
+        (Torchs, 3, None, {"src_mask": MASK, "is_causal": True}),
+        (Torchs, 3, ("",), {"src_mask": MASK, "is_causal": True}),
+        (Towers, 3, None, {}),
     ],
 )
 def test_layers_of_torch_give_the_output_of_one_process(
-    two: Ranks, make: Callable[[], nn.Module], units: Any, options: dict[str, Any]
+    two: Ranks, make: Callable[[], nn.Module], samples: int, units: Any, options: dict[str, Any]
 ) -> None:
     with shoal.init() as world:
-        expected = run(world, make, (), (3, 12, 8), options, units)
-    for found in two.call(run, make, (), (3, 12, 8), options, units):
+        expected = run(world, make, (), (samples, 12, 8), options, units)
+    for found in two.call(run, make, (), (samples, 12, 8), options, units):
         assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

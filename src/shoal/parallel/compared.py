@@ -18,6 +18,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
     """The largest difference relative to the largest value; infinite for another shape."""
     if found.shape != expected.shape:
         return math.inf
+    if not found.numel():
+        return 0.0
     apart = largest = 0.0
     for some, others in zip(found.flatten().split(CHUNK), expected.flatten().split(CHUNK), strict=True):
         one, other = some.double(), others.double()

@@ -28,13 +28,13 @@ def slice_units(model: nn.Module, units: Mapping[str, nn.Module], world: World, 
     """
     mesh = world.mesh["context"]
     peers = Peers(mesh.get_group(), mesh.size(), mesh.get_local_rank())
-    view = _View()
+    view = _View(world)
     stacks: dict[str, _Stack] = {}
     for name, unit in units.items():
         stack = stacks.setdefault(name.rpartition(".")[0], _Stack())
         stack.names.append(name)
         _replace(unit, _SlicedForward(unit, name, stack, peers, view))
-    _replace(model, _ModelForward(model, list(stacks.values()), world, view, check=check))
+    _replace(model, _ModelForward(model, list(stacks.values()), view, check=check))
 
 
 def _replace(module: nn.Module, forward: _Forward) -> None:
@@ -54,10 +54,17 @@ class _Stack:
 class _View:
     """How units run at present: on slices, or, to compare, on whole sequences."""
 
-    whole: bool = False
+    world: World
+    comparing: bool = False
+    """With whole sequences, at present."""
     seen: list[tuple[str, Tensor]] | None = None
     """Of this rank's slice in each unit's output the norm at each position, while comparing."""
     dtypes: set[torch.dtype] = field(default_factory=set)
+
+    @property
+    def whole(self) -> bool:
+        """Whether sequences stay whole: also once the world, and with it the other ranks, has gone."""
+        return self.comparing or self.world.group is None
 
 
 class _Forward:
@@ -130,10 +137,10 @@ class _SlicedForward(_Forward):
 
     def _cut(self, value: Any, batch: int, length: int) -> Any:
         """This rank's slice of a tensor that runs along the sequence; anything else as it is."""
-        if not isinstance(value, Tensor):
-            return value
-        dim = _sequence_dim(value, batch, length, self._name)
         part = length // self._peers.size
+        if not isinstance(value, Tensor) or (value.dim() > 2 and value.shape[:2] == (batch, part)):
+            return value  # cut before, where the first unit begins
+        dim = _sequence_dim(value, batch, length, self._name)
         return value if dim is None else value.narrow(dim, self._peers.index * part, part)
 
     def _gather(self, value: Any, length: int) -> Any:
@@ -156,17 +163,14 @@ class _SlicedForward(_Forward):
 class _ModelForward(_Forward):
     """The forward of the whole model: the first is compared, each has to come to its end."""
 
-    def __init__(
-        self, model: nn.Module, stacks: Sequence[_Stack], world: World, view: _View, *, check: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, stacks: Sequence[_Stack], view: _View, *, check: bool) -> None:
         super().__init__(model)
         self._stacks = stacks
-        self._world = world
         self._view = view
         self._unchecked = check
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        if self._unchecked:
+        if self._unchecked and not self._view.whole:
             self._compare(args, named)
             self._unchecked = False
         return self._run(args, named)
@@ -210,23 +214,24 @@ class _ModelForward(_Forward):
         )
 
     def _noted(self, args: Any, named: Any, *, whole: bool) -> tuple[Any, list[tuple[str, Tensor]]]:
-        self._view.whole, self._view.seen = whole, []
+        self._view.comparing, self._view.seen = whole, []
         try:
             with self._aside():
                 return self._run(args, named), self._view.seen
         finally:
-            self._view.whole, self._view.seen = False, None
+            self._view.comparing, self._view.seen = False, None
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         # Autocast off: it keeps what it has cast, and what is cast here has no gradient.
-        exact = torch.autocast(self._world.device.type, enabled=False)
+        exact = torch.autocast(self._view.world.device.type, enabled=False)
         with torch.no_grad(), exact, evaluation(self._module), random_states_kept(self._module):
             yield
 
     def _reduce(self, value: float, how: str) -> float:
-        number = torch.tensor(value, dtype=torch.float64, device=self._world.device)
-        return float(self._world.all_reduce(number, how))
+        world = self._view.world
+        number = torch.tensor(value, dtype=torch.float64, device=world.device)
+        return float(world.all_reduce(number, how))
 
     def _differing(self, found: str) -> StepError:
         return StepError(
