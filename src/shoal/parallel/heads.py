@@ -55,7 +55,7 @@ class Heads(TorchFunctionMode):
         if function is F.multi_head_attention_forward:
             self._check_multi_head(named)
             return self._multi_head(*args, **named)
-        if function is F.dropout and named["training"]:
+        if function is F.dropout and named["training"] and named["p"]:
             with self._own_noise(args[0].device):
                 return function(*args, **named)
         return function(*args, **named)
