@@ -118,7 +118,16 @@ def test_a_causal_model_trains_like_one_process(two: Ranks, expected: Trained, s
         assert found.distance(expected) < 1e-9
 
 
-@pytest.mark.parametrize("strategy", [shoal.DDP(), shoal.FSDP(), shoal.FSDP(gather="bf16")])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        shoal.FSDP(),
+        *(
+            pytest.param(other, marks=pytest.mark.full)
+            for other in (shoal.DDP(), shoal.FSDP(gather="bf16"))
+        ),
+    ],
+)
 def test_in_bf16_it_stays_close(two: Ranks, expected: Trained, strategy: Any) -> None:
     for found in two.call(trained, [shoal.Context(), strategy], "", None, "bf16"):
         assert 1e-5 < found.distance(expected) < HALF
