@@ -79,7 +79,7 @@ def dataset(row: Row) -> tuple[Tensor, Tensor]:
     if row.model == "convolutional":
         images = torch.randn(row.samples, 1, 6, 6, generator=generator, dtype=torch.float64)
         return images, torch.randint(0, 3, (row.samples,), generator=generator)
-    tokens = torch.randint(0, 12, (row.samples, 5), generator=generator)
+    tokens = torch.randint(0, 12, (row.samples, 6), generator=generator)
     labels = tokens.roll(-1, 1)
     if row.tokens:  # between none and all of the labels of a sample are ignored
         labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, IGNORE)

@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from shoal.launching import launch
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
-    from shoal.parallel import DDP, FSDP, DataParallel, Pipeline, Recompute, Single, Tensor, parallelize
+    from shoal.parallel import (
+        DDP,
+        FSDP,
+        Context,
+        DataParallel,
+        Pipeline,
+        Recompute,
+        Single,
+        Tensor,
+        parallelize,
+    )
     from shoal.rows import Rows, gather
     from shoal.run import Run
     from shoal.schedule import Schedule
@@ -64,6 +74,7 @@ _HOMES = {
     "parallel": (
         "DDP",
         "FSDP",
+        "Context",
         "DataParallel",
         "Pipeline",
         "Recompute",
@@ -87,6 +98,7 @@ __all__ = [
     "Budget",
     "CheckpointError",
     "Choice",
+    "Context",
     "DDP",
     "DataError",
     "DataParallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import re
@@ -114,6 +115,7 @@ def _model(source: Run | Step | nn.Module) -> nn.Module:
 
 def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
     _refuse_divided(model, path)
+    model = copy.deepcopy(model)  # without what needs other ranks, as slices of sequences do
     made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
     _write(made, torch.jit.save, path)
 
@@ -126,7 +128,7 @@ def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> N
             found="torch.export traces the model",
             fix="shoal.export(model, 'model.pt2', example=(inputs,))",
         )
-    _write(torch.export.export(model, example), torch.export.save, path)
+    _write(torch.export.export(copy.deepcopy(model), example), torch.export.save, path)
 
 
 def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> None:

@@ -1,10 +1,13 @@
-"""Evaluation mode, and back to what there was."""
+"""A model run on the side: in evaluation mode, with the random states as before."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import torch
 from torch import nn
 
 
@@ -25,3 +28,16 @@ def evaluation(model: nn.Module) -> Iterator[None]:
                 module.train(training)
         for module, training in modes:  # of a module with two parents, or whose parent decides
             module.training = training
+
+
+@contextmanager
+def random_states_kept(model: nn.Module) -> Iterator[None]:
+    """What is drawn inside, from the global generators, is not drawn afterwards."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

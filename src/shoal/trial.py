@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.batch import Batch
 from shoal.engine import Engine
 from shoal.errors import ShoalError, StepError
-from shoal.modes import evaluation
+from shoal.modes import evaluation, random_states_kept
 from shoal.task import Micro, Task, place
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def check_loss_adds_up(
     trial = _Trial(engine, task, batch, autocast)
     with ExitStack() as aside:
         aside.enter_context(torch.no_grad())
-        aside.enter_context(_random_states_kept(engine.module))
+        aside.enter_context(random_states_kept(engine.module))
         for one in engine.world.engines:  # a GAN's loss runs through the other model
             aside.enter_context(evaluation(one.module))
         _on_all_ranks(engine.world, trial.whole)
@@ -151,18 +150,6 @@ class _Trial:
     def _reduce(self, part: Micro, output: Any) -> Sum:
         loss, count = self._task.reduce(output, part, self._seed)
         return float(loss), float(count)
-
-
-@contextmanager
-def _random_states_kept(model: nn.Module) -> Iterator[None]:
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _part(micro: Micro, rows: slice) -> Micro:

@@ -127,6 +127,25 @@ WAYS = {
         ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
         ("transformer",),
     ),
+    "Context": Way(
+        lambda model: shoal.Context(units=UNITS[model]),
+        ("context=2", "replicate=2,context=2"),
+        ("transformer",),
+    ),
+    "Recompute, Context, FSDP": Way(
+        lambda model: [
+            shoal.Recompute(units=UNITS[model]),
+            shoal.Context(units=UNITS[model]),
+            shoal.FSDP(units=UNITS[model]),
+        ],
+        ("shard=2,context=2",),
+        ("transformer",),
+    ),
+    "Context, Tensor": Way(
+        lambda model: [shoal.Context(units=UNITS[model]), shoal.Tensor(plan=PLAN)],
+        ("context=2,tensor=2", "replicate=2,context=2,tensor=2"),
+        ("transformer",),
+    ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
     "ZeRO-3": Way(
         lambda model: shoal.FSDP(units=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 from shoal.errors import StepError
 from shoal.parallel.local import LocalEngine
-from shoal.parallel.mesh import MeshEngine, divide_alike
+from shoal.parallel.mesh import MeshEngine, divide_alike, summing_group
 from shoal.shares import is_divided
 from shoal.world import World
 
@@ -61,6 +61,10 @@ def _placements(tensor: Tensor) -> object:
 class TensorEngine(MeshEngine, LocalEngine):
     """Sums gradients over the data ranks after the last micro-batch, each with its own peers."""
 
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(module, world)
+        self._summing = summing_group(world)
+
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply, step, clear; StepError where torch would mix divided and whole parameters."""
         for group in optimizer.param_groups:
@@ -81,10 +85,11 @@ class TensorEngine(MeshEngine, LocalEngine):
         if last:
             for parameter in self.parameters:
                 divide_alike(parameter)
-        if last and self.world.data_size > 1:
-            group = self.world.data_group
+        if last and self._summing is not None:
             with torch.no_grad():
-                works = [dist.all_reduce(g, group=group, async_op=True) for g in self._gradients()]
+                works = [
+                    dist.all_reduce(g, group=self._summing, async_op=True) for g in self._gradients()
+                ]
             for work in works:
                 if work is not None:
                     work.wait()

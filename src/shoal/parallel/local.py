@@ -34,6 +34,12 @@ class LocalEngine(HoldingEngine, OpenEngine):
         if how == "inductor":
             self.call = torch.compile(self.module)
             return
+        if self.world.layout.degree("context") > 1:
+            raise StepError(
+                given="compile='script' with shoal.Context()",
+                found="TorchScript can't call what cuts sequences and exchanges slices for heads",
+                fix="compile='inductor'",
+            )
         scripted = torch.jit.script(self.module)
         modules = dict(self.module.named_modules(remove_duplicate=False))
         twins = dict(scripted.named_modules(remove_duplicate=False))
@@ -81,7 +87,8 @@ class LocalEngine(HoldingEngine, OpenEngine):
                 found="it does not depend on any trainable parameter",
                 fix="compute it from the model's output, without .detach(), .item() or no_grad()",
             )
-        seed = torch.full_like(loss, scale * micro.weight / size)
+        copies = self.world.layout.degree("context")  # of this loss; gradients of all are summed
+        seed = torch.full_like(loss, scale * micro.weight / size / copies)
         self._differentiate(loss, seed, last=last)
         self._shown.append((loss.detach(), count, micro.weight))
         if last and not self._unused_checked:

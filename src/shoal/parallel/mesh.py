@@ -16,6 +16,13 @@ from shoal.shares import is_divided, parts, share
 from shoal.world import World
 
 
+def summing_group(world: World) -> dist.ProcessGroup | None:
+    """Of ranks that have other samples, or other slices of them; None where there are no others."""
+    if world.layout.degree("context") == 1:
+        return world.data_group if world.data_size > 1 else None
+    return world.mesh[(*DATA_AXES, "context")]._flatten("slices").get_group()
+
+
 class MeshEngine(HoldingEngine):
     """Holds shares or parts of the parameters; norms are those of the whole.
 

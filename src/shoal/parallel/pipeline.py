@@ -93,6 +93,14 @@ class Pipeline:
                 found="no axis for its stages",
                 fix="shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two of them",
             )
+        if world.layout.degree("context") > 1:
+            raise LayoutError(
+                given=f"shoal.Pipeline() with layout='{world.layout}'",
+                found="slices of sequences are cut before the first block and joined after the last, "
+                "which are on different ranks",
+                fix="layout='pipeline=2,tensor=2' with [shoal.Tensor(plan=…), shoal.Pipeline(…)], or "
+                "shoal.Context() with shoal.FSDP()",
+            )
         outer = trace(model, opened_by(self.split) if self.split else _wide(model))
         points = self.split or self._balanced(outer, self.example or (), ranks, world)
         stages = outer.cut(points, f"shoal.Pipeline(split={tuple(points)!r})")

@@ -108,6 +108,7 @@ class DDPEngine(LocalEngine):
     def __init__(self, module: nn.Module, world: World, options: DDP) -> None:
         super().__init__(module, world)
         self.options = options
+        self.speaks = world.layout.coordinate(world.rank, "context") == 0
         self._tally = nn.Parameter(
             torch.zeros(2, dtype=tally_dtype(self.parameters), device=world.device)
         )
@@ -139,13 +140,14 @@ class DDPEngine(LocalEngine):
             super().backward(loss, count, micro, size, scale=scale, last=last)
         ranks = self.world.size
         weight = micro.weight * ranks  # the reducer averages over ranks; what is meant is a sum
-        seed = torch.full_like(loss, scale * weight / size)
+        copies = self.world.layout.degree("context")  # of this loss, of which one is counted
+        seed = torch.full_like(loss, scale * weight / size / copies)
         if loss.device.type == "cpu" and not isinstance(count, Tensor):
             value = self._tally.new_tensor((loss.item() * weight, count * weight))
         else:
             sums = (loss.detach().to(self._tally), as_scalar(count, self._tally))
             value = torch.stack(sums) * weight
-        if micro.weight == 0:
+        if micro.weight == 0 or not self.speaks:
             value = torch.zeros_like(value)  # not 0 * loss, which is NaN for an infinite loss
         if not self._primed:
             # Before any other backward: the reducer takes the first that it sees for the graph.

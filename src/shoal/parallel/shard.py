@@ -76,7 +76,7 @@ class FSDP:
         _check_parameters(model, units)
         if world.size == 1:
             return LocalEngine(model.to(world.device), world)
-        if world.layout.degree("shard") == 1:
+        if world.layout.degree("shard") * world.layout.degree("context") == 1:
             raise LayoutError(
                 given=f"shoal.FSDP() with layout='{world.layout}'",
                 found="no axis over which parameters could be divided",

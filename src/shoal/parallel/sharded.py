@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -115,13 +116,22 @@ def _free_without_backward(part: nn.Module, *_: object) -> None:
 
 def _torchs(options: FSDP, world: World) -> dict[str, Any]:
     """What `fully_shard` calls the options."""
-    copied = world.layout.degree("replicate") > 1
     gather = None if options.gather is None else DTYPES[options.gather]
     return {
-        "mesh": world.mesh[("replicate", "shard") if copied else ("shard",)],
+        "mesh": _mesh(world),
         "mp_policy": MixedPrecisionPolicy(gather, DTYPES[options.reduce] if gather else None),
         "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
     }
+
+
+def _mesh(world: World) -> DeviceMesh:
+    """Over which parameters are divided, with slices of sequences like other samples; and copied."""
+    divided = world.mesh["shard"]
+    if world.layout.degree("context") > 1:
+        divided = world.mesh["shard", "context"]._flatten("shard_context")
+    if world.layout.degree("replicate") == 1:
+        return divided
+    return DeviceMesh._concatenate([world.mesh["replicate"], divided])
 
 
 def _drop_unsummed(part: FSDPModule) -> None:
