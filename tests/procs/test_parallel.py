@@ -37,6 +37,10 @@ PLAN = {
     "head": "head",
 }
 
+NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
+SEQUENCE = PLAN | NORMS
+LOGITS = PLAN | {"head": "logits"}
+
 WAYS = {
     "Recompute, DDP": Way(
         lambda model: [shoal.Recompute(units=UNITS[model]), shoal.DDP(bucket_mb=0.001)],
@@ -63,6 +67,31 @@ WAYS = {
     "Tensor, FSDP": Way(
         lambda model: [shoal.Tensor(plan=PLAN), shoal.FSDP(units=("block",))],
         ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
+        ("transformer",),
+    ),
+    "Tensor sequence": Way(
+        lambda model: shoal.Tensor(plan=SEQUENCE),
+        ("tensor=2", "replicate=2,tensor=2"),
+        ("transformer",),
+    ),
+    "Tensor sequence, FSDP": Way(
+        lambda model: [shoal.Tensor(plan=SEQUENCE), shoal.FSDP(units=("block",))],
+        ("shard=2,tensor=2",),
+        ("transformer",),
+    ),
+    "Tensor logits": Way(
+        lambda model: shoal.Tensor(plan=LOGITS),
+        ("tensor=2", "replicate=2,tensor=2"),
+        ("transformer",),
+    ),
+    "Tensor sequence and logits, FSDP": Way(
+        lambda model: [shoal.Tensor(plan=LOGITS | NORMS), shoal.FSDP(units=("block",))],
+        ("shard=2,tensor=2",),
+        ("transformer",),
+    ),
+    "Recompute, Tensor sequence": Way(
+        lambda model: [shoal.Recompute(units=("block",)), shoal.Tensor(plan=SEQUENCE)],
+        ("tensor=2",),
         ("transformer",),
     ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.errors import StepError
-from shoal.parallel.mesh import MeshEngine
+from shoal.parallel.planned import PlannedEngine
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FSDPEngine(MeshEngine):
+class FSDPEngine(PlannedEngine):
     """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed."""
 
     def __init__(

@@ -1,0 +1,151 @@
+"""Whether a divided model computes what the whole one does: both run on the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import StepError
+from shoal.shares import whole
+
+if TYPE_CHECKING:
+    from shoal.parallel.divided import Division
+    from shoal.world import World
+
+
+class Proof:
+    """What comes to each layer of a plan in the divided model, compared with the whole one.
+
+    Inputs are compared and not only outputs: a layer that starts with weights of zero would hide what
+    comes to it. In the whole model each layer has its whole parameters while it runs, and not longer.
+    """
+
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._whole = False
+        self._seen: list[tuple[str, Tensor]] = []
+        self._replaced: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+        self.found: str | None = None
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run `model` both ways; `found` is the first difference. Collective over the plan's ranks.
+
+        A model that fails both ways proves nothing: that is not the plan's doing.
+        """
+        error: Exception | None = None
+        try:
+            self._see("the output of the model", _run(model, args, kwargs))
+        except Exception as caught:
+            error = caught
+        expected, self._seen = self._seen[::-1], []
+        self._whole = True
+        self._expected = expected
+        try:
+            self._compare("the output of the model", _run(model, args, kwargs))
+        except Exception:
+            return
+        finally:
+            for layer in list(self._replaced):
+                self.leave(layer)
+        if error is not None:
+            text = str(error).partition("\n")[0]
+            self.found = f"it fails where the whole one does not: {type(error).__name__}: {text}"
+
+    def enter(self, name: str, layer: nn.Module, arguments: Any) -> bool:
+        """A layer is called; True if it is to run whole."""
+        what = f"what comes to {name}"
+        if not self._whole:
+            self._see(what, arguments)
+            return False
+        self._compare(what, arguments)
+        self._replaced[layer] = [
+            (part, key, parameter)
+            for part in layer.modules()
+            for key, parameter in part.named_parameters(recurse=False)
+        ]
+        for part, key, parameter in self._replaced[layer]:
+            part._parameters[key] = nn.Parameter(whole(parameter.detach()), requires_grad=False)
+        return True
+
+    def leave(self, layer: nn.Module) -> bool:
+        """A layer has run; its own parameters are put back."""
+        for part, key, parameter in self._replaced.pop(layer, []):
+            part._parameters[key] = parameter
+        return self._whole
+
+    def _see(self, what: str, tree: Any) -> None:
+        self._seen += [(what, whole(t).detach()) for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+    def _compare(self, what: str, tree: Any) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, Tensor) or self.found is not None:
+                continue
+            name, seen = self._expected.pop() if self._expected else ("nothing", tensor)
+            if name != what:
+                self.found = f"after {what} in one process comes {name}"
+            elif not self._alike(seen, tensor.detach()):
+                self.found = f"{what} differs from what it is in one process"
+
+    def _alike(self, seen: Tensor, expected: Tensor) -> bool:
+        """Whether `seen` is `expected`, or this rank's features of it, up to rounding."""
+        mesh = self._division.mesh
+        if seen.shape != expected.shape and expected.dim():
+            expected = expected.tensor_split(mesh.size(), -1)[mesh.get_local_rank()]
+        if seen.shape != expected.shape:
+            return False
+        if not expected.is_floating_point():
+            return torch.equal(seen, expected)
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5
+        distance = torch.linalg.vector_norm((seen - expected).double())
+        size = torch.linalg.vector_norm(expected.double())
+        return not bool(distance > tolerance * size)  # what is not finite proves nothing
+
+
+def prove(division: Division, model: nn.Module, world: World) -> None:
+    """Compare the divided `model` with the whole one, once it has been called. Collective.
+
+    Raises StepError on all ranks where they differ.
+    """
+    if division.arguments is None:
+        return
+    args, kwargs = division.arguments
+    division.arguments = None
+    proof = division.proof = Proof(division)
+    try:
+        with _calm(model):
+            proof.run(model, args, kwargs)
+    finally:
+        division.proof = None
+    findings = [found for found in world.gather(proof.found) if found is not None]
+    if findings:
+        raise StepError(
+            given=f"shoal.Tensor(plan={division.layers!r}) around {type(model).__name__}",
+            found=f"the divided model is not the whole one: {findings[0]}",
+            fix="between a column and a row layer only what acts on each feature, or head, alone, as "
+            "view(batch, length, -1, head_size) does; leave other layers out of the plan",
+        )
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        return model(*args, **kwargs)
+
+
+@contextmanager
+def _calm(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients. Only flags change: `train` may do more, as LoRA's does."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
