@@ -38,8 +38,11 @@ PLAN = {
 }
 
 NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
-SEQUENCE = PLAN | NORMS
 LOGITS = PLAN | {"head": "logits"}
+KEEPING = {
+    model: shoal.Recompute(units=units, keep=("products", "attention"))
+    for model, units in UNITS.items()
+}
 
 WAYS = {
     "Recompute, DDP": Way(
@@ -69,30 +72,31 @@ WAYS = {
         ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
         ("transformer",),
     ),
+    "Tensor sequence and logits": Way(
+        lambda model: shoal.Tensor(plan=LOGITS | NORMS),
+        ("tensor=2", "replicate=2,tensor=2"),
+        ("transformer",),
+    ),
     "Tensor sequence": Way(
-        lambda model: shoal.Tensor(plan=SEQUENCE),
-        ("tensor=2", "replicate=2,tensor=2"),
+        lambda model: shoal.Tensor(plan=PLAN | NORMS),
+        ("tensor=4",),
         ("transformer",),
     ),
-    "Tensor sequence, FSDP": Way(
-        lambda model: [shoal.Tensor(plan=SEQUENCE), shoal.FSDP(units=("block",))],
+    "Tensor logits, FSDP": Way(
+        lambda model: [shoal.Tensor(plan=LOGITS), shoal.FSDP(units=("block",))],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
-    "Tensor logits": Way(
-        lambda model: shoal.Tensor(plan=LOGITS),
-        ("tensor=2", "replicate=2,tensor=2"),
-        ("transformer",),
-    ),
-    "Tensor sequence and logits, FSDP": Way(
-        lambda model: [shoal.Tensor(plan=LOGITS | NORMS), shoal.FSDP(units=("block",))],
+    "Recompute some, Tensor sequence, FSDP": Way(
+        lambda model: [KEEPING[model], shoal.Tensor(plan=PLAN | NORMS), shoal.FSDP(units=("block",))],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
-    "Recompute, Tensor sequence": Way(
-        lambda model: [shoal.Recompute(units=("block",)), shoal.Tensor(plan=SEQUENCE)],
-        ("tensor=2",),
-        ("transformer",),
+    "Recompute some, DDP": Way(
+        lambda model: [KEEPING[model], shoal.DDP(bucket_mb=0.001)], ("replicate=4",)
+    ),
+    "Recompute some, FSDP": Way(
+        lambda model: [KEEPING[model], shoal.FSDP(units=UNITS[model])], ("shard=4",)
     ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
     "ZeRO-3": Way(

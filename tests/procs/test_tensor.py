@@ -86,13 +86,13 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "after", "words"),
     [
-        ({"wide": "columns"}, None, ["'columns'", "column, row, head, vocabulary"]),
+        ({"wide": "columns"}, None, ["'columns'", "column, row, head, logits, vocabulary, sequence"]),
         ({"layers.*": "column"}, None, ["layers.*", "embedding, wide, narrow, norm, head"]),
         ({"norm": "column"}, None, ["norm is a LayerNorm", "Linear"]),
         ({"wide": "column"}, None, ["tensor=2", "out_features are 9", "divides 9"]),
         ({"embedding": "vocabulary", "head": "row"}, None, ["head.weight", "one parameter", '"head"']),
         ({"embedding": "vocabulary"}, None, ["embedding.weight and head.weight", "one parameter"]),
-        ({}, None, ["does not carry one", "plan="]),
+        ({"wide": "column", "wid*": "row"}, None, ["another pattern divides wide by 'column'"]),
         ({"embedding": "vocabulary", "head": "head"}, shoal.DDP(), ["divided parameters", "FSDP()"]),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,8 @@ class Division:
         """What the model was called with first, until the plan is proved."""
         self._keep = False
         self._gathered: dict[nn.Module, bool] = {}
-        first = model.register_forward_pre_hook(self._remember, with_kwargs=True)
-        self._remembering = first
+        self._shared: tuple[ref[Tensor], tuple[int, bool], DTensor] | None = None
+        self._remembering = model.register_forward_pre_hook(self._remember, with_kwargs=True)
         inside: set[nn.Module] = set()
         for name, way in layers.items():
             layer = model.get_submodule(name)
@@ -85,7 +86,24 @@ class Division:
             return self._placed(tensor, Shard(tensor.dim() - 1), Shard(tensor.dim() - 1))
         if way == "sequence" and _has_sequence(tensor):
             return self._placed(tensor, Replicate(), Shard(SEQUENCE))
+        if self.sequence and is_divided(tensor):
+            return self._gathered_once(tensor)
         return self._placed(tensor, Replicate(), Replicate())
+
+    def _gathered_once(self, tensor: DTensor) -> DTensor:
+        """`tensor` whole: one copy for all layers that it goes to in turn, as query, key and value."""
+        state = (tensor._version, torch.is_grad_enabled())
+        if self._shared is not None:
+            known, then, gathered = self._shared
+            if known() is tensor and then == state:
+                return gathered
+        gathered = self._placed(tensor, Replicate(), Replicate())
+        self._shared = (ref(tensor, self._forget), state, gathered)
+        return gathered
+
+    def _forget(self, gone: ref[Tensor]) -> None:
+        if self._shared is not None and self._shared[0] is gone:
+            self._shared = None
 
     def _placed(self, tensor: Tensor, plain: Placement, wanted: Placement) -> DTensor:
         """`tensor` placed as `wanted`; one that is no DTensor is placed as `plain` now."""

@@ -21,6 +21,9 @@ from shoal.shares import is_divided, whole
 from shoal.task import Count, Micro, Task
 from shoal.world import World
 
+VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
+"""How the names of autograd's nodes begin that only look at a tensor in another shape."""
+
 
 class PlannedEngine(MeshEngine):
     """Proves a plan on the first batch, and takes losses of divided logits by parts.
@@ -33,6 +36,11 @@ class PlannedEngine(MeshEngine):
     def __init__(self, module: nn.Module, world: World) -> None:
         super().__init__(module, world)
         self._division = division_of(module)
+
+    def compile(self, how: str) -> None:
+        """As in one process, where torch can compile what a plan does."""
+        self._check_compiled(how)
+        super().compile(how)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
@@ -72,6 +80,16 @@ class PlannedEngine(MeshEngine):
             return super().infer(task, micro, seed, autocast=autocast)
         finally:
             self._prove()
+
+    def _check_compiled(self, how: str) -> None:
+        ways = set() if self._division is None else set(self._division.layers.values())
+        hard = ways if how == "script" else ways & {"sequence", "logits"}
+        if hard:
+            raise StepError(
+                given=f"compile={how!r} with shoal.Tensor(plan={{…: {min(hard)!r}}})",
+                found="torch can't compile the DTensors that pass between its layers",
+                fix="leave compile out; with neither 'sequence' nor 'logits' in the plan, compile='inductor'",
+            )
 
     def _prove(self) -> None:
         if self._division is not None:
@@ -123,19 +141,21 @@ def _loss_parallel() -> Iterator[None]:
 
 def _check_graph(loss: Tensor) -> None:
     """Refuse a loss in which a log-softmax of divided logits is more than half a cross-entropy."""
-    waiting = [loss.grad_fn]
+    # Nodes, and whether they are reached through a negative log-likelihood, or a view of its input.
+    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
     visited = set(waiting)
     while waiting:
-        node = waiting.pop()
-        for child, _ in node.next_functions if node is not None else ():
-            name = "" if child is None else child.name()
-            alone = name.startswith("LogSoftmax") and not (node and node.name().startswith("NllLoss"))
-            if alone and is_divided(getattr(child, "_saved_result", None)):
-                raise _refused("it takes a log-softmax of them that is not part of a cross-entropy")
-            # What lies behind the last DTensor is the model.
-            if child is not None and child not in visited and "FromTorchTensor" not in name:
-                visited.add(child)
-                waiting.append(child)
+        node, inside = waiting.pop()
+        name = "" if node is None else node.name()
+        if name.startswith("LogSoftmax") and is_divided(node._saved_result) and not inside:
+            raise _refused("it takes a log-softmax of them that is not part of a cross-entropy")
+        if node is None or "FromTorchTensor" in name:
+            continue  # what lies behind the last DTensor is the model
+        inside = name.startswith("NllLoss") or (inside and name.startswith(VIEWS))
+        for child, _ in node.next_functions:
+            if (child, inside) not in visited:
+                visited.add((child, inside))
+                waiting.append((child, inside))
 
 
 def _refused(found: str) -> StepError:

@@ -62,25 +62,7 @@ def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                     found=f"{name} is a {type(layer).__name__}, not a {KINDS[way].__name__}",
                     fix="name the linear layers and embeddings themselves",
                 )
-            if way == "vocabulary":
-                _check_embedding(name, layer, given)
     return layers
-
-
-def _check_embedding(name: str, layer: Any, given: str) -> None:
-    options = {
-        "padding_idx": layer.padding_idx is not None,
-        "max_norm": layer.max_norm is not None,
-        "scale_grad_by_freq": layer.scale_grad_by_freq,
-    }
-    for option, used in options.items():
-        if used:
-            raise StepError(
-                given=given,
-                found=f"{name} has {option}={getattr(layer, option)}, which torch applies to the rows "
-                "of each share as if they were the whole",
-                fix=f"nn.Embedding(…) without {option}, or a plan without {name}",
-            )
 
 
 def carried_plan(model: nn.Module) -> dict[str, str]:
@@ -147,15 +129,14 @@ def _vocabulary(model: nn.Module, degree: int) -> dict[str, str]:
     """The one embedding whose rows are the outputs of one Linear, tied to it or not."""
     found = {}
     for name, part in model.named_modules():
-        if isinstance(part, nn.Embedding) and part.num_embeddings % degree == 0:
-            plain = part.padding_idx is None and part.max_norm is None and not part.scale_grad_by_freq
+        if isinstance(part, nn.Embedding) and not part.num_embeddings % degree:
             sizes = (part.embedding_dim, part.num_embeddings)
             heads = [
                 n
                 for n, p in model.named_modules()
                 if isinstance(p, nn.Linear) and (p.in_features, p.out_features) == sizes
             ]
-            if plain and len(heads) == 1:
+            if len(heads) == 1:
                 found[name] = heads[0]
     if len(found) != 1:
         return {}

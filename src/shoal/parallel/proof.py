@@ -123,10 +123,14 @@ def prove(division: Division, model: nn.Module, world: World) -> None:
         division.proof = None
     findings = [found for found in world.gather(proof.found) if found is not None]
     if findings:
+        mixed = "mixed torch.Tensor and DTensor" in findings[0]
         raise StepError(
             given=f"shoal.Tensor(plan={division.layers!r}) around {type(model).__name__}",
             found=f"the divided model is not the whole one: {findings[0]}",
-            fix="between a column and a row layer only what acts on each feature, or head, alone, as "
+            fix="whatever meets a divided sequence as a layer of its own, which the plan may name as "
+            '"sequence": an nn.Embedding for positions, a module for a scale'
+            if mixed
+            else "between a column and a row layer only what acts on each feature, or head, alone, as "
             "view(batch, length, -1, head_size) does; leave other layers out of the plan",
         )
 

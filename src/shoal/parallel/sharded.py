@@ -58,6 +58,7 @@ class FSDPEngine(PlannedEngine):
                 found="TorchScript can't call what gathers the parameters",
                 fix="compile='inductor'",
             )
+        self._check_compiled(how)
         for part in self._sharded[1:] or self._sharded:
             part.compile()
 
