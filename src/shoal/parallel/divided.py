@@ -33,18 +33,23 @@ class Division:
     what it makes of them is a DTensor again.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, str], mesh: DeviceMesh) -> None:
-        self.layers = dict(layers)
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], mesh: DeviceMesh
+    ) -> None:
+        self.plan = dict(plan)
         self.mesh = mesh
-        self.logits = "logits" in layers.values()
-        self.sequence = "sequence" in layers.values()
+        self.ways = frozenset(layers.values())
+        self.logits = "logits" in self.ways
+        self.sequence = "sequence" in self.ways
+        self.proved = False
         self.proof: Proof | None = None
+        """The comparison that is under way."""
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """What the model was called with first, until the plan is proved."""
+        """What the model was called with, until the plan is proved."""
         self._keep = False
         self._gathered: dict[nn.Module, bool] = {}
         self._shared: tuple[ref[Tensor], tuple[int, bool], DTensor] | None = None
-        self._remembering = model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        model.register_forward_pre_hook(self._remember, with_kwargs=True)
         inside: set[nn.Module] = set()
         for name, way in layers.items():
             layer = model.get_submodule(name)
@@ -72,8 +77,8 @@ class Division:
             self._keep = False
 
     def _remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self.arguments = (args, kwargs)
-        self._remembering.remove()
+        if not self.proved:
+            self.arguments = (args, kwargs)
 
     def _enter(self, name: str, way: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.proof is not None and self.proof.enter(name, layer, (args, kwargs)):
@@ -156,8 +161,11 @@ def division_of(model: nn.Module) -> Division | None:
     return found
 
 
-def divide(model: nn.Module, layers: Mapping[str, str], world: World) -> None:
-    """Divide `layers`, names with their ways, over the axis `tensor`; what was tied stays tied."""
+def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], world: World) -> None:
+    """Divide the `layers` of `plan`, names with their ways, over the axis `tensor`.
+
+    What was tied stays tied, or is refused.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -167,7 +175,7 @@ def divide(model: nn.Module, layers: Mapping[str, str], world: World) -> None:
     for first, *others in names.values():
         for other in others:
             _tie(model, first, other)
-    object.__setattr__(model, ATTRIBUTE, Division(model, layers, mesh))
+    object.__setattr__(model, ATTRIBUTE, Division(model, plan, layers, mesh))
 
 
 def _divide_parameters(layer: nn.Module, way: str, mesh: DeviceMesh) -> None:

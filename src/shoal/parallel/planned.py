@@ -77,18 +77,21 @@ class PlannedEngine(MeshEngine):
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output; the first time the plan is proved, also where the divided model fails."""
         try:
-            return super().infer(task, micro, seed, autocast=autocast)
-        finally:
+            output = super().infer(task, micro, seed, autocast=autocast)
+        except Exception:
             self._prove()
+            raise
+        self._prove()
+        return output
 
     def _check_compiled(self, how: str) -> None:
-        ways = set() if self._division is None else set(self._division.layers.values())
+        ways = set() if self._division is None else set(self._division.ways)
         hard = ways if how == "script" else ways & {"sequence", "logits"}
         if hard:
             raise StepError(
                 given=f"compile={how!r} with shoal.Tensor(plan={{…: {min(hard)!r}}})",
                 found="torch can't compile the DTensors that pass between its layers",
-                fix="leave compile out; with neither 'sequence' nor 'logits' in the plan, compile='inductor'",
+                fix="leave compile out, or 'sequence' and 'logits' with compile='inductor'",
             )
 
     def _prove(self) -> None:

@@ -42,9 +42,8 @@ class Proof:
             self._see("the output of the model", _run(model, args, kwargs))
         except Exception as caught:
             error = caught
-        expected, self._seen = self._seen[::-1], []
+        self._seen.reverse()
         self._whole = True
-        self._expected = expected
         try:
             self._compare("the output of the model", _run(model, args, kwargs))
         except Exception:
@@ -85,7 +84,7 @@ class Proof:
         for tensor in tree_leaves(tree):
             if not isinstance(tensor, Tensor) or self.found is not None:
                 continue
-            name, seen = self._expected.pop() if self._expected else ("nothing", tensor)
+            name, seen = self._seen.pop() if self._seen else ("nothing", tensor)
             if name != what:
                 self.found = f"after {what} in one process comes {name}"
             elif not self._alike(seen, tensor.detach()):
@@ -107,14 +106,16 @@ class Proof:
 
 
 def prove(division: Division, model: nn.Module, world: World) -> None:
-    """Compare the divided `model` with the whole one, once it has been called. Collective.
+    """Compare the divided `model` with the whole one, once it has been called everywhere. Collective.
 
     Raises StepError on all ranks where they differ.
     """
-    if division.arguments is None:
+    if division.proved:
         return
-    args, kwargs = division.arguments
-    division.arguments = None
+    called = division.arguments
+    if not all(world.gather(called is not None)) or called is None:
+        return
+    args, kwargs = called
     proof = division.proof = Proof(division)
     try:
         with _calm(model):
@@ -122,10 +123,12 @@ def prove(division: Division, model: nn.Module, world: World) -> None:
     finally:
         division.proof = None
     findings = [found for found in world.gather(proof.found) if found is not None]
+    division.proved = not findings
+    division.arguments = None
     if findings:
         mixed = "mixed torch.Tensor and DTensor" in findings[0]
         raise StepError(
-            given=f"shoal.Tensor(plan={division.layers!r}) around {type(model).__name__}",
+            given=f"shoal.Tensor(plan={division.plan!r}) around {type(model).__name__}",
             found=f"the divided model is not the whole one: {findings[0]}",
             fix="whatever meets a divided sequence as a layer of its own, which the plan may name as "
             '"sequence": an nn.Embedding for positions, a module for a scale'

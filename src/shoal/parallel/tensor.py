@@ -63,7 +63,7 @@ class Tensor:
         if degree > 1:
             from shoal.parallel.divided import divide
 
-            divide(model, layers, world)
+            divide(model, plan, layers, world)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the layers, and return an engine that sums gradients over replicas."""
