@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
 
@@ -60,3 +65,62 @@ def test_units_run_twice_with_the_same_random_numbers(world: shoal.World) -> Non
 def test_a_model_without_blocks_is_refused(world: shoal.World) -> None:
     with pytest.raises(shoal.StepError, match="no blocks that repeat"):
         shoal.parallelize(nn.Linear(2, 2), world, shoal.Recompute())
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = torch.tanh(self.query(x))
+        return x + self.out(F.scaled_dot_product_attention(query, x, x))  # type: ignore[no-any-return]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the products, the attentions and the other operations of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        known = {"addmm": "products", "tanh": "tanh"}
+        attention = name.startswith("_scaled_dot_product") and "backward" not in name
+        self.counts["attention" if attention else known.get(name, "others")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("keep", "again"),
+    [
+        ((), {"products": 2, "attention": 2, "tanh": 2}),
+        (("products",), {"products": 1, "attention": 2, "tanh": 2}),
+        (("attention",), {"products": 2, "attention": 1, "tanh": 2}),
+        (("products", "attention"), {"products": 1, "attention": 1, "tanh": 2}),
+    ],
+)
+def test_what_is_kept_is_not_computed_again(
+    world: shoal.World, keep: tuple[str, ...], again: dict[str, int]
+) -> None:
+    gradients = []
+    for strategy in (None, shoal.Recompute(units=("0", "1"), keep=keep)):
+        world.reseed("weights", by_rank=False)
+        model = shoal.parallelize(nn.Sequential(Attending(), Attending()), world, strategy)
+        with Counted() as counted:
+            model(torch.ones(2, 3, 4)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+        if strategy is None:
+            once = counted.counts
+    for what, times in again.items():
+        # The last product of a unit is never needed again: recomputation stops before it.
+        spared = 2 if what == "products" and times == 2 else 0
+        assert counted.counts[what] == times * once[what] - spared, what
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("keep", [("matmul",), "products"])
+def test_unknown_words_are_refused(keep: Any) -> None:
+    with pytest.raises(shoal.StepError, match=r"'products', 'attention'"):
+        shoal.Recompute(keep=keep)

@@ -38,6 +38,13 @@ PLAN = {
     "head": "head",
 }
 
+NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
+LOGITS = PLAN | {"head": "logits"}
+KEEPING = {
+    model: shoal.Recompute(units=units, keep=("products", "attention"))
+    for model, units in UNITS.items()
+}
+
 CUT = {
     "convolutional": ("features.1", "features.2", "head"),
     "transformer": ("block", "norm", "head"),  # the last on the rank of the first, tied to it
@@ -145,6 +152,32 @@ WAYS = {
         lambda model: [shoal.Context(units=UNITS[model]), shoal.Tensor(plan=PLAN)],
         ("context=2,tensor=2", "replicate=2,context=2,tensor=2"),
         ("transformer",),
+    ),
+    "Tensor sequence and logits": Way(
+        lambda model: shoal.Tensor(plan=LOGITS | NORMS),
+        ("tensor=2", "replicate=2,tensor=2"),
+        ("transformer",),
+    ),
+    "Tensor sequence": Way(
+        lambda model: shoal.Tensor(plan=PLAN | NORMS),
+        ("tensor=4",),
+        ("transformer",),
+    ),
+    "Tensor logits, FSDP": Way(
+        lambda model: [shoal.Tensor(plan=LOGITS), shoal.FSDP(units=("block",))],
+        ("shard=2,tensor=2",),
+        ("transformer",),
+    ),
+    "Recompute some, Tensor sequence, FSDP": Way(
+        lambda model: [KEEPING[model], shoal.Tensor(plan=PLAN | NORMS), shoal.FSDP(units=("block",))],
+        ("shard=2,tensor=2",),
+        ("transformer",),
+    ),
+    "Recompute some, DDP": Way(
+        lambda model: [KEEPING[model], shoal.DDP(bucket_mb=0.001)], ("replicate=4",)
+    ),
+    "Recompute some, FSDP": Way(
+        lambda model: [KEEPING[model], shoal.FSDP(units=UNITS[model])], ("shard=4",)
     ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
     "ZeRO-3": Way(

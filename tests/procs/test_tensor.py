@@ -27,8 +27,21 @@ def loss(output: Any, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
 
 
-def llama(world: shoal.World) -> list[tuple[float, float]]:
-    """Losses and norms of a small Llama, divided by the plan that it carries."""
+SEQUENCE = {
+    **{f"model.layers.*.self_attn.{name}_proj": "column" for name in "qkv"},
+    "model.layers.*.mlp.gate_proj": "column",
+    "model.layers.*.mlp.up_proj": "column",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.mlp.down_proj": "row",
+    "model.layers.*.*_layernorm": "sequence",
+    "model.norm": "sequence",
+    "model.embed_tokens": "vocabulary",
+    "lm_head": "logits",
+}
+
+
+def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
+    """Losses and norms of a small Llama, divided by `plan` or by the plan that it carries."""
     transformers = pytest.importorskip("transformers")
     world.reseed("weights", by_rank=False)
     config = transformers.LlamaConfig(
@@ -41,7 +54,8 @@ def llama(world: shoal.World) -> list[tuple[float, float]]:
     )
     model = transformers.LlamaForCausalLM(config).double()
     sharded = world.layout.degree("shard") > 1
-    strategy: Any = [shoal.Tensor(), shoal.FSDP()] if sharded else shoal.Tensor()
+    tensor = shoal.Tensor(plan=plan)
+    strategy: Any = [tensor, shoal.FSDP()] if sharded else tensor
     model = shoal.parallelize(model, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
@@ -52,18 +66,20 @@ def llama(world: shoal.World) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "plan"),
     [
-        "tensor=2",
-        pytest.param("replicate=2,tensor=2", marks=pytest.mark.full),
-        pytest.param("shard=2,tensor=2", marks=pytest.mark.full),
+        ("tensor=2", {}),
+        pytest.param("replicate=2,tensor=2", {}, marks=pytest.mark.full),
+        pytest.param("shard=2,tensor=2", {}, marks=pytest.mark.full),
+        pytest.param("tensor=2", SEQUENCE, marks=pytest.mark.full),
+        pytest.param("shard=2,tensor=2", SEQUENCE, marks=pytest.mark.full),
     ],
 )
-def test_a_transformers_model_is_divided_by_its_own_plan(layout: str) -> None:
+def test_a_transformers_model_is_divided_by_its_own_plan_or_another(layout: str, plan: Any) -> None:
     with shoal.init() as world:
-        expected = llama(world)
+        expected = llama(world, {})
     with Ranks(4 if "," in layout else 2, layout=layout) as ranks:
-        for found in ranks.call(llama):
+        for found in ranks.call(llama, plan):
             assert found == [pytest.approx(pair, rel=1e-9) for pair in expected]
 
 
@@ -86,13 +102,13 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
 @pytest.mark.parametrize(
     ("plan", "after", "words"),
     [
-        ({"wide": "columns"}, None, ["'columns'", "column, row, head, vocabulary"]),
+        ({"wide": "columns"}, None, ["'columns'", "column, row, head, logits, vocabulary, sequence"]),
         ({"layers.*": "column"}, None, ["layers.*", "embedding, wide, narrow, norm, head"]),
         ({"norm": "column"}, None, ["norm is a LayerNorm", "Linear"]),
         ({"wide": "column"}, None, ["tensor=2", "out_features are 9", "divides 9"]),
         ({"embedding": "vocabulary", "head": "row"}, None, ["head.weight", "one parameter", '"head"']),
         ({"embedding": "vocabulary"}, None, ["embedding.weight and head.weight", "one parameter"]),
-        ({}, None, ["does not carry one", "plan="]),
+        ({"wide": "column", "wid*": "row"}, None, ["another pattern divides wide by 'column'"]),
         ({"embedding": "vocabulary", "head": "head"}, shoal.DDP(), ["divided parameters", "FSDP()"]),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.layout import AXES, DATA_AXES
 from shoal.parallel.holding import HoldingEngine, as_scalar, global_norm
-from shoal.shares import is_divided, parts, share
+from shoal.shares import parts, share
 from shoal.world import World
 
 
@@ -79,12 +79,3 @@ class MeshEngine(HoldingEngine):
         sums = torch.stack((losses, counts, norm.to(zero).square()))
         loss_sum, count, squares = self.world.all_reduce(sums).tolist()
         return loss_sum, count, math.sqrt(squares)
-
-
-def divide_alike(parameter: Tensor) -> None:
-    """Divide a gradient as its parameter is: that of an embedding comes whole."""
-    gradient = parameter.grad
-    if not is_divided(parameter) or not is_divided(gradient):
-        return
-    if gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)

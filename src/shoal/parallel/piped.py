@@ -21,8 +21,10 @@ from shoal.errors import ShoalError, StepError
 from shoal.layout import AXES
 from shoal.modes import evaluation
 from shoal.parallel.deferred import give_memory
+from shoal.parallel.divided import Division, divide_alike, division_of
 from shoal.parallel.local import mixed
-from shoal.parallel.mesh import MeshEngine, divide_alike
+from shoal.parallel.mesh import MeshEngine
+from shoal.parallel.proof import prove
 from shoal.parallel.stages import Stage, keep_only, tied
 from shoal.parallel.timetable import SCHEDULES, micro_batches_refused
 from shoal.parallel.units import find_units
@@ -55,6 +57,8 @@ class PipelineEngine(MeshEngine):
         stages: Sequence[Stage],
         owners: Sequence[int],
     ) -> None:
+        self._division = division_of(module)
+        _refuse_slices(self._division)
         self._kind = SCHEDULES[options.schedule]
         self._name = options.schedule
         self._signature = signature
@@ -117,7 +121,10 @@ class PipelineEngine(MeshEngine):
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output where the last stage is, None elsewhere. Collective."""
         self._compute_in(autocast)
-        output, _ = self._flow(self._inputs(task, micro, seed))
+        inputs = self._inputs(task, micro, seed)
+        if self._division is not None and not self._division.proved:
+            prove(self._division, self.module, self.world, lambda: self._flow(inputs)[0])
+        output, _ = self._flow(inputs)
         return output
 
     def compile(self, how: str) -> None:
@@ -321,6 +328,16 @@ class PipelineEngine(MeshEngine):
         for tensor in tensors:
             dist.recv(tensor, group=self._group, group_src=source)
         return tensors
+
+
+def _refuse_slices(division: Division | None) -> None:
+    slices = set() if division is None else {"sequence", "logits"} & division.ways
+    if slices:
+        raise StepError(
+            given=f"[shoal.Tensor(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
+            found="stages send each other whole activations, and this leaves them divided",
+            fix='"head" for logits, and norms left out of the plan',
+        )
 
 
 class Part(nn.Module):

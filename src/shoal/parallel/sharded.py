@@ -17,8 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from shoal.errors import StepError
-from shoal.parallel.local import LocalEngine
-from shoal.parallel.mesh import MeshEngine
+from shoal.parallel.planned import PlannedEngine
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class FSDPEngine(MeshEngine, LocalEngine):
+class FSDPEngine(PlannedEngine):
     """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed."""
 
     def __init__(
@@ -53,6 +52,7 @@ class FSDPEngine(MeshEngine, LocalEngine):
                 found="TorchScript can't call what gathers the parameters",
                 fix="compile='inductor'",
             )
+        self._check_compiled(how)
         for part in self._sharded[1:] or self._sharded:
             part.compile()
 
