@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shoal
 from causal import GPT, VOCABULARY, loss, texts
 from ranks import RankError, Ranks
-from shoal.parallel import divided, heads, replicate, sliced
+from shoal.parallel import heads, planned, replicate, sliced
 from shoal.shares import whole
 
 STEPS = 10
@@ -80,7 +80,7 @@ def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
     if mutation == "a gather without its factor":
         patch.setattr(sliced._Gather, "backward", staticmethod(bare_slice))
     elif mutation == "sums over samples alone":
-        patch.setattr(divided, "summing_group", lambda world: None)
+        patch.setattr(planned, "summing_group", lambda world: None)
     elif mutation == "every rank counts":
         patch.setattr(
             replicate.DDPEngine, "speaks", property(lambda _: True, lambda *_: None), raising=False

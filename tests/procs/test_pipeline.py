@@ -407,3 +407,34 @@ def test_combinations_of_torchs_that_are_wrong_are_refused(stage: Any) -> None:
     """torch gives no gradients, or wrong ones, for most of them."""
     with pytest.raises(StepError, match=r"wrong|no gradients"):
         one_way(stage=stage)
+
+
+class Heads(nn.Module):
+    """Features that are normalised together, between a column and a row layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.narrow = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, values: Tensor) -> dict[str, Tensor]:
+        hidden = self.wide(self.first(values)).softmax(-1)
+        return {"scores": self.head(self.narrow(hidden))}
+
+
+def planned(world: shoal.World, plan: dict[str, str]) -> None:
+    torch.manual_seed(3)
+    log(world, [shoal.Tensor(plan=plan), shoal.Pipeline(split=("head",))], Heads)
+
+
+def test_a_plan_is_proved_stage_by_stage() -> None:
+    wrong = {"wide": "column", "narrow": "row"}
+    with Ranks(4, layout="tensor=2,pipeline=2", seed=0) as four:
+        for plan, found in (
+            (wrong, "what comes to narrow"),
+            ({"wide": "sequence"}, "whole activations"),
+        ):
+            for result in four.attempt(planned, plan):
+                assert isinstance(result, RankError)
+                assert found in str(result.error)

@@ -34,7 +34,7 @@ class Proof:
         self.found: str | None = None
 
     def run(self, call: Callable[[], Any]) -> None:
-        """Run the model, by `call`, both ways; `found` is the first difference. Collective over the plan's ranks.
+        """Run the model both ways, by `call`; `found` is the first difference. Collective.
 
         A model that fails both ways proves nothing: that is not the plan's doing.
         """
