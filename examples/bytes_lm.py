@@ -3,8 +3,11 @@
 python examples/bytes_lm.py
 shoal run -n 2 examples/bytes_lm.py -- --run runs/bytes-2
 python examples/bytes_lm.py --run runs/longer --bytes 10_000_000 --steps 5000 --ema 0.999
+shoal run -n 4 examples/bytes_lm.py -- --run runs/four --layout shard=2,tensor=2
 
-A minute's training does not reach gzip. xz also gets the chance to read the training files first.
+`--layout` takes any, such as shard=-1, tensor=2, context=2, pipeline=2 or replicate=2,pipeline=2; the
+bits per byte stay the same. A minute's training does not reach gzip. xz also gets the chance to read
+the training files first.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import math
 import sysconfig
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +90,23 @@ def loss(output: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return total, (targets != PADDING).sum()
 
 
+def strategies(world: shoal.World, options: argparse.Namespace) -> list[Any] | None:
+    """What serves the axes of the layout; replicas and shards alone need no word."""
+    degree = world.layout.degree
+    chosen: list[Any] = []
+    if degree("context") > 1:
+        chosen.append(shoal.Context())
+    if degree("tensor") > 1:
+        chosen.append(shoal.Tensor())  # the plan is derived from the model, and printed
+    if degree("pipeline") > 1:
+        rows = options.batch_size // world.data_size // options.micro_batches
+        text = torch.zeros(max(rows, 1), options.context, dtype=torch.int)
+        chosen.append(shoal.Pipeline(example=(text,)))  # cut by what its parts cost
+    elif chosen and degree("shard") > 1:
+        chosen.append(shoal.FSDP())
+    return chosen or None
+
+
 def main(options: argparse.Namespace) -> None:
     files = read_library(options.bytes)
     training = [file for number, file in enumerate(files) if number % 10]
@@ -98,7 +119,9 @@ def main(options: argparse.Namespace) -> None:
             directory=options.run,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95)),
             schedule=shoal.Schedule(warmup=20, floor=0.1),
+            parallel=strategies(world, options),
             batch_size=options.batch_size,
+            micro_batches=options.micro_batches,
             steps=options.steps,
             precision=options.precision,
             ema=options.ema,
@@ -123,6 +146,7 @@ if __name__ == "__main__":
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--ema", type=float, help="the decay of averaged parameters, as 0.99")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import socket
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from shoal import cores, environ, meeting
 from shoal.choice import GIVEN, Choice
@@ -140,15 +142,22 @@ def choose_backend(backend: str | None, device: torch.device) -> Choice[str]:
     return choice
 
 
+_WORLDS = itertools.count()
+"""Numbers of the worlds of this process: a launcher's store outlives them, with their addresses."""
+
+
 def _form(placement: Placement, backend: str, timeout: float) -> dist.ProcessGroup:
     address = f"tcp://{placement.address}:{placement.port}"
     rank, size, met = placement.rank, placement.size, placement.meeting
     try:
-        store = None if met is None else meeting.meet(met, rank=rank, size=size, timeout=timeout)
+        store = (
+            next(rendezvous(address, rank, size, timeout=timedelta(seconds=timeout)))[0]
+            if met is None
+            else meeting.meet(met, rank=rank, size=size, timeout=timeout)
+        )
         dist.init_process_group(
             backend,
-            init_method=address if store is None else None,
-            store=store,
+            store=dist.PrefixStore(f"shoal/world/{next(_WORLDS)}", store),  # type: ignore[attr-defined]
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),

@@ -17,7 +17,7 @@ from shoal.data import Loader
 from shoal.data.ordering import Ordering
 from shoal.ema import EMA
 from shoal.ending import Deadline, Evaluation, Verdict
-from shoal.engine import Strategy
+from shoal.engine import Spreading, Strategy
 from shoal.errors import StepError
 from shoal.evaluation import evaluate as evaluate_on
 from shoal.layout import Layout
@@ -76,7 +76,7 @@ def train(
     precision: str = "fp32",
     clip: float | None = None,
     compile: str | None = None,
-    parallel: Strategy | None = None,
+    parallel: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
     layout: str | Layout = "replicate=-1",
     seed: int = 0,
     world: World | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 import subprocess
@@ -21,11 +22,17 @@ SMALL = {
     "mnist": ("--epochs 2 --batch-size 64", "--epochs 1"),
     "gan": ("--steps 20", "--steps 8"),
     "emulator": ("--flows 8 --size 16 --width 4 --epochs 1", ""),
+    "pipeline": ("--blocks 3 --epochs 2", "--epochs 1"),
     "bytes_lm": (
         "--bytes 40000 --context 16 --width 32 --layers 1 --steps 6 --batch-size 8 --ema 0.5",
         "",
     ),
 }
+LAYOUTS = (
+    *("shard=2", "tensor=2", "context=2", "pipeline=2"),
+    *("replicate=2,pipeline=2", "shard=2,tensor=2", "shard=2,context=2", "shard=2,pipeline=2"),
+    *("context=2,tensor=2", "tensor=2,pipeline=2"),
+)
 STAND_IN = "--training 500 --test 200 --gzip"
 TINY_MODEL = ["--samples", "96", "--longest", "4", "--epochs", "2"]
 FINETUNE = {"given loop": [], "own loop": ["--own-loop"], "lora": ["--lora"]}
@@ -107,6 +114,20 @@ def test_an_example_gives_the_same_on_two_processes(
     check_alone_and_two(repository / f"examples/{name}.py", arguments(name, digits), tmp_path)
     if name == "emulator":
         assert (tmp_path / "two/picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.full
+def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Path) -> None:
+    """Derived plans, measured stages and all; checkpoints and averages with each."""
+    small = "--bytes 40000 --context 16 --width 64 --layers 2 --steps 6 --batch-size 8 --ema 0.5"
+    given = [*small.split(), "--micro-batches", "2"]
+    script = str(repository / "examples/bytes_lm.py")
+    expected = final_number(last_line(ALONE, script, *given, "--run", str(tmp_path / "alone")))
+    for layout in LAYOUTS:
+        size = math.prod(int(part.partition("=")[2]) for part in layout.split(","))
+        command = [sys.executable, "-m", "shoal", "run", "-n", str(size), script, "--", *given]
+        line = last_line(command, "--layout", layout, "--run", str(tmp_path / layout))
+        assert final_number(line) == pytest.approx(expected, abs=1.5e-4), layout
 
 
 @pytest.mark.full

@@ -276,3 +276,19 @@ def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None
     with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
         seconds, _ = ranks.call(one_step_then_stuck, tmp_path, raw)
     assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5
+
+
+def test_one_world_after_another_in_the_same_processes(tmp_path: Path) -> None:
+    """The launcher's store outlives a world, with the addresses of its groups."""
+    script = tmp_path / "worlds.py"
+    script.write_text(
+        "import torch, shoal\n"
+        "for layout in ('shard=-1', 'pipeline=-1', 'replicate=-1'):\n"
+        "    with shoal.init(layout=layout) as world:\n"
+        "        world.mesh['shard'].get_group(), world.mesh['pipeline'].get_group()\n"
+        "        world.say(world.layout, int(world.all_reduce(torch.ones(()))))\n"
+    )
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == ["shard=2 2", "pipeline=2 2", "replicate=2 2"]

@@ -112,7 +112,8 @@ class Pipeline:
 
     def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages
-        timed = world.broadcast(seconds(outer, example) if world.first else None)
+        # On all ranks, since layers may be divided over some of them; rank 0's times count.
+        timed = world.broadcast(seconds(outer, example))
         names = [str(n.target) if n.op == "call_module" else None for n in outer.graph.nodes]
         try:
             return balanced(list(zip(names, timed, strict=True)), ranks * per_rank)
