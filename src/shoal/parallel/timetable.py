@@ -201,7 +201,7 @@ def _text(work: Work | None) -> str:
 
 
 _CELL, _ROW, _LEFT, _TOP = 30, 30, 56, 8
-_COLOURS = {"F": "#4e79a7", "B": "#f28e2b", "I": "#f28e2b", "W": "#59a14f"}
+_COLOURS = {"F": "#2f5f93", "B": "#b85a08", "I": "#b85a08", "W": "#37762f"}
 _WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 
@@ -220,7 +220,7 @@ def _svg(rows: Sequence[Sequence[Work | None]]) -> str:
             if work is None or (time and work == row[time - 1]):
                 continue
             x, cells = _LEFT + time * _CELL, 2 if work.kind == "B" else 1
-            shade = 1 - 0.35 * (work.stage // len(rows))
+            shade = 1 - 0.25 * (work.stage // len(rows))
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{_CELL * cells - 2}" height="{_ROW - 4}" rx="3" '
                 f'fill="{_COLOURS[work.kind]}" fill-opacity="{shade:.2f}"><title>'
