@@ -1,16 +1,33 @@
 """What spreading a model costs in Shoal, beside hand-written torch, interleaved in one run.
 
-    python benchmarks/parallel.py [--rounds 20] [--steps 20] [--json]
+    python benchmarks/parallel.py [--rounds 20] [--steps 20] [--only DDP] [--json]
 
-A small transformer on 2 processes: DDP, FSDP2 and tensor parallelism, each as a torch loop (forward,
-backward, clip, AdamW, zero_grad, and the all-reduce that makes the loss global) and as a Shoal Step.
-A round runs both for the same number of steps, in an order that changes; ratios are within rounds.
-Elements sent are counted by torch's profiler, which records each of Gloo's collectives with its shapes.
+A small transformer on 2 processes, on 4 where two axes divide it: DDP, FSDP2, tensor parallelism, a
+1F1B pipeline, and FSDP2 over tensor parallelism, each as a torch loop (forward, backward, clip, AdamW,
+zero_grad, and the all-reduce that makes the loss global) and as a Shoal Step. A round runs both for the
+same number of steps, in an order that changes; ratios are within rounds.
+
+Before that each form runs a few steps in which all tensors are watched, for the most bytes that they
+take at once in a process (on CUDA torch.cuda.max_memory_allocated), and a few under torch's profiler,
+which records the collectives and sends of a process with shapes and dtypes. Bytes are what a process
+hands to a collective; Gloo reduces and scatters by reducing everything, so an all_reduce of FSDP's is
+one of whole gradients.
+
+Gradients, parameters and activations cost the same bytes. What differs are scalars: Shoal sums loss,
+count and squared norm at once, 3 float64. The torch loops sum loss and count, 2 float32, where ranks
+have other samples, and the norm apart: 1 float32 by hand, in FSDP2 that of each of the 51 parameters.
+So Shoal sends 188 bytes less under FSDP, 20 more under Tensor and 12 more in the last two; under DDP,
+where each rank has the whole norm, the same. In memory Shoal has batches that its Loader read ahead,
+128 or 256 KiB here, and drops the output before backward, which a loop's variable keeps.
+
+Context parallelism is not among them: torch's has no form for the CPU, and slices exchanged for heads
+by hand are what Shoal itself does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
@@ -19,6 +36,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +45,32 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import shoal
 
 WIDTH, LAYERS, LENGTH, VOCABULARY, BATCH, SAMPLES = 128, 4, 32, 256, 16, 512
-LAYOUTS = {"DDP": "replicate=2", "FSDP": "shard=2", "Tensor": "tensor=2"}
+MICRO_BATCHES = 4
+"""Of the pipeline."""
+LAYOUTS = {
+    "DDP": "replicate=2",
+    "FSDP": "shard=2",
+    "Tensor": "tensor=2",
+    "1F1B": "pipeline=2",
+    "Tensor, FSDP": "shard=2,tensor=2",
+}
+WARM, MEASURED = 4, 4
+"""Steps before what is counted, and counted."""
+SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "unsigned char": 1}
+"""Bytes of an element, by the profiler's names."""
 PLAN = {"blocks.*.linear1": "column", "blocks.*.linear2": "row"}
 
 
@@ -64,21 +100,21 @@ def dataset() -> tuple[Tensor, Tensor]:
 def by_hand(world: shoal.World, way: str) -> Iterator[None]:
     """As torch's own tutorials spread a model."""
     torch.manual_seed(0)
-    net = Net()
+    net = Net().to(world.device)
     model: nn.Module = net
-    if way == "DDP":
-        model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-    elif way == "FSDP":
-        mesh = world.mesh["shard"]
-        for block in net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-    else:
+    if "Tensor" in way:
         styles: dict[str, Any] = {}
         for number in range(LAYERS):
             styles[f"blocks.{number}.linear1"] = ColwiseParallel()
             styles[f"blocks.{number}.linear2"] = RowwiseParallel()
         parallelize_module(net, world.mesh["tensor"], styles)
+    if "FSDP" in way:
+        mesh = world.mesh["shard"]
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    if way == "DDP":
+        model = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens, labels = dataset()
     share = BATCH // world.data_size
@@ -86,35 +122,73 @@ def by_hand(world: shoal.World, way: str) -> Iterator[None]:
     while True:
         for first in range(0, SAMPLES, BATCH):
             mine = slice(first + start, first + start + share)
-            output = model(tokens[mine])
-            loss = F.cross_entropy(output.flatten(0, 1), labels[mine].flatten())
+            output = model(tokens[mine].to(world.device))
+            loss = mean(output, labels[mine].to(world.device))
             loss.backward()
-            if way == "Tensor":
+            if "Tensor" in way:
                 _clip_over_ranks(net)
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if world.data_size > 1:
-                sums = torch.stack((loss.detach() * share, torch.tensor(float(share))))
-                dist.all_reduce(sums)
+                dist.all_reduce(torch.stack((loss.detach() * share, loss.new_tensor(share))))
             yield
 
 
-def _clip_over_ranks(net: nn.Module) -> None:
-    """clip_grad_norm_ refuses parameters of which some are divided and some are not."""
-    own = torch.zeros(())
-    for parameter in net.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            divided = isinstance(gradient, DTensor)
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            own = own + local.square().sum() / (1 if divided else dist.get_world_size())
+def by_hand_piped(world: shoal.World) -> Iterator[None]:
+    """torch's 1F1B over two stages, each the half of the blocks and what comes before or after."""
+    torch.manual_seed(0)
+    net, half = Net(), LAYERS // 2
+    stages = [
+        nn.Sequential(net.embedding, *net.blocks[:half]),
+        nn.Sequential(*net.blocks[half:], net.head),
+    ]
+    model = stages[world.rank].to(world.device)
+    stage = PipelineStage(model, world.rank, 2, world.device, group=world.mesh["pipeline"].get_group())
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=mean)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens, labels = dataset()
+    while True:
+        for first in range(0, SAMPLES, BATCH):
+            mine = slice(first, first + BATCH)
+            losses: list[Tensor] = []
+            if stage.is_first:
+                schedule.step(tokens[mine].to(world.device))
+            else:
+                targets = labels[mine].to(world.device)
+                schedule.step(target=targets, losses=losses, return_outputs=False)
+            _clip_over_ranks(model, alike=1)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = torch.zeros((), device=world.device)
+            if losses:
+                total = torch.stack(losses).sum().detach() * (BATCH // MICRO_BATCHES)
+            dist.all_reduce(torch.stack((total, total.new_tensor(BATCH * bool(losses)))))
+            yield
+
+
+def mean(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def _clip_over_ranks(net: nn.Module, alike: int | None = None) -> None:
+    """clip_grad_norm_ refuses parameters of several meshes. `alike` ranks hold what is not divided."""
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    own = torch.zeros((), device=gradients[0].device)
+    for gradient in gradients:
+        holders = alike or dist.get_world_size()
+        local = gradient
+        if isinstance(gradient, DTensor):
+            local = gradient.to_local()
+            for axis, placement in enumerate(gradient.placements):
+                if not placement.is_replicate():
+                    holders //= gradient.device_mesh.size(axis)
+        own = own + local.square().sum() / holders
     dist.all_reduce(own)
     factor = torch.clamp(1.0 / (own.sqrt() + 1e-6), max=1.0)
-    for parameter in net.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    for gradient in gradients:
+        gradient.mul_(factor)
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -128,28 +202,87 @@ def through_shoal(world: shoal.World, way: str) -> Iterator[None]:
         "DDP": shoal.DDP(),
         "FSDP": shoal.FSDP(),
         "Tensor": shoal.Tensor(plan=PLAN),
+        "1F1B": shoal.Pipeline(split=(f"blocks.{LAYERS // 2}",), schedule="1f1b"),
+        "Tensor, FSDP": [shoal.Tensor(plan=PLAN), shoal.FSDP()],
     }
     torch.manual_seed(0)
     model = shoal.parallelize(Net(), world, strategies[way])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
-    data = shoal.Loader(dataset(), world, batch_size=BATCH)
+    micro_batches = MICRO_BATCHES if way == "1F1B" else 1
+    data = shoal.Loader(dataset(), world, batch_size=BATCH, micro_batches=micro_batches)
     for batch in data.epochs(10**9):
         step(batch)
         yield
 
 
-def elements(loop: Iterator[None], steps: int) -> dict[str, float]:
-    """Elements in each kind of collective, per step."""
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one process: bytes and elements per step of each kind of message, and bytes of memory."""
+
+    sent: dict[str, tuple[float, float]]
+    peak: int
+
+
+class Watch(TorchDispatchMode):
+    """The most bytes that tensors made inside take at once; what kernels and Gloo need is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # they come again as the plain tensors inside
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                held = StorageWeakRef(leaf.untyped_storage())
+                self._storages.setdefault(held.cdata, held)
+        self.peak = max(self.peak, self._now())
+        return result
+
+    def _now(self) -> int:
+        """Bytes of what is alive, asked anew: FSDP2 frees storages and fills them again."""
+        total = 0
+        for key, held in list(self._storages.items()):
+            storage: Any = torch.UntypedStorage._new_with_weak_ptr(held.cdata)
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+
+def cost(world: shoal.World, make: Callable[[], Iterator[None]]) -> tuple[Iterator[None], Cost]:
+    """The loop that `make` gives, after its first steps, and what the later ones of them cost."""
+    watch = Watch()
+    cuda = world.device.type == "cuda"
+    held = torch.cuda.memory_allocated() if cuda else 0
+    with contextlib.nullcontext() if cuda else watch:
+        loop = make()
+        consume(loop, WARM)
+        watch.peak = 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        consume(loop, MEASURED)
+    peak = torch.cuda.max_memory_allocated() - held if cuda else watch.peak
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        consume(loop, steps)
-    sent: dict[str, float] = {}
-    for event in recorded.events() or ():
-        if event.name.startswith("gloo:"):
-            count = sum(math.prod(shape) for shape in event.input_shapes if shape)
-            name = event.name.removeprefix("gloo:")
-            sent[name] = sent.get(name, 0.0) + count / steps
-    return sent
+        consume(loop, MEASURED)
+    sent: dict[str, tuple[float, float]] = {}
+    profiler: Any = recorded.profiler  # its own events have no dtypes
+    for event in profiler.kineto_results.events():
+        backend, _, kind = event.name().partition(":")
+        if backend in ("gloo", "nccl") and kind != "recv":
+            counts = [math.prod(shape) for shape in event.shapes()]
+            sizes = [SIZES[name] for name in event.dtypes()]
+            volume = sum(count * size for count, size in zip(counts, sizes, strict=True))
+            elements, before = sent.get(kind, (0.0, 0.0))
+            sent[kind] = elements + sum(counts) / MEASURED, before + volume / MEASURED
+    return loop, Cost(sent=sent, peak=peak)
 
 
 def consume(loop: Iterator[None], steps: int) -> None:
@@ -158,10 +291,14 @@ def consume(loop: Iterator[None], steps: int) -> None:
 
 
 def measure(world: shoal.World, way: str, rounds: int, steps: int) -> dict[str, Any]:
-    makers: dict[str, Callable[..., Iterator[None]]] = {"torch": by_hand, "shoal": through_shoal}
-    loops = {who: make(world, way) for who, make in makers.items()}
-    for loop in loops.values():
-        consume(loop, 5)
+    hand = partial(by_hand_piped, world) if way == "1F1B" else partial(by_hand, world, way)
+    makers: dict[str, Callable[[], Iterator[None]]] = {
+        "torch": hand,
+        "shoal": partial(through_shoal, world, way),
+    }
+    loops, costs = {}, {}
+    for who, make in makers.items():
+        loops[who], costs[who] = cost(world, make)
     times: dict[str, list[float]] = {who: [] for who in loops}
     for number in range(rounds):
         for who in sorted(loops, reverse=bool(number % 2)):
@@ -175,23 +312,35 @@ def measure(world: shoal.World, way: str, rounds: int, steps: int) -> dict[str, 
         "way": way,
         "milliseconds": {who: statistics.median(values) for who, values in times.items()},
         "ratio": {"low": low, "median": middle, "high": high},
-        "elements": {who: elements(loop, 4) for who, loop in loops.items()},
+        "cost": {who: world.gather(asdict(own)) for who, own in costs.items()},
     }
 
 
 def show(figures: dict[str, Any]) -> None:
-    ratio = figures["ratio"]
-    print(f"\n{figures['way']}, 2 processes")
+    """Of the process that sends most, and of the one with the highest peak."""
+    ratio, volume = figures["ratio"], {}
+    costs: dict[str, list[dict[str, Any]]] = figures["cost"]
+    print(f"\n{figures['way']}, {len(costs['torch'])} processes")
     for who, value in figures["milliseconds"].items():
-        sent = ", ".join(f"{n} {c:,.0f}" for n, c in sorted(figures["elements"][who].items()))
-        print(f"  {who:<6} {value:7.2f} ms a step; elements: {sent}")
+        peak = max(rank["peak"] for rank in costs[who]) / 2**20
+        volume[who] = [sum(size for _, size in rank["sent"].values()) for rank in costs[who]]
+        busiest = costs[who][max(range(len(volume[who])), key=volume[who].__getitem__)]["sent"]
+        kinds = ", ".join(
+            f"{kind} {size:,.0f} in {count:,.0f} elements"
+            for kind, (count, size) in sorted(busiest.items())
+        )
+        print(f"  {who:<6} {value:7.2f} ms a step; peak {peak:6.2f} MiB; bytes: {kinds}")
     print(f"  ratio  {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})")
+    more = [ours - theirs for ours, theirs in zip(volume["shoal"], volume["torch"], strict=True)]
+    told = ", ".join(f"{each:+,.0f}" for each in more)
+    print("  the same bytes on each rank" if not any(more) else f"  bytes on each rank: {told}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", choices=LAYOUTS, help="one of the ways")
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
     parser.add_argument("--inside", nargs=2, metavar=("WAY", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -204,10 +353,11 @@ def main() -> None:
         return
     found = []
     with tempfile.TemporaryDirectory() as directory:
-        for way in LAYOUTS:
+        for way in [options.only] if options.only else LAYOUTS:
             path = f"{directory}/{way}.json"
             given = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-            command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *given]
+            size = math.prod(int(axis.partition("=")[2]) for axis in LAYOUTS[way].split(","))
+            command = [sys.executable, "-m", "shoal", "run", "-n", str(size), __file__, "--", *given]
             subprocess.run([*command, "--inside", way, path], check=True)
             found.append(json.loads(Path(path).read_text()))
     for each in found:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import shoal
 from ranks import RankError, Ranks
@@ -226,27 +227,71 @@ def test_a_forward_without_backward_leaves_nothing_gathered(two: Ranks) -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def twice(world: shoal.World, reshard: bool) -> list[float]:
-    """A loss that runs the model a second time."""
+def looked_at(world: shoal.World, reshard: bool) -> float:
+    """A step, a forward whose result is dropped, other parameters, then the loss of a batch."""
     step = made(world, shoal.FSDP(reshard=reshard))
+    parameters = list(step.model.parameters())
+    batches = shoal.Loader(data(), world, batch_size=BATCH).epochs(1)
+    step(next(batches))
+    step.model(data()[0])
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(2.0)
+    return step(next(batches)).loss
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_whose_backward_never_comes_leaves_nothing_stale(two: Ranks, reshard: bool) -> None:
+    with shoal.init() as world:
+        expected = looked_at(world, reshard)
+    for found in two.call(looked_at, reshard):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def twice(world: shoal.World, strategy: shoal.FSDP) -> list[float]:
+    """A loss that runs the model a second time, on what the first time gave."""
+    step = made(world, strategy)
 
     def both(output: Tensor, batch: Any) -> tuple[Tensor, int]:
         one, count = loss(output, batch)
-        return one + loss(step.model(-batch[0]), batch)[0], count
+        again = step.model(output.repeat(1, 3)[:, :WIDTH] * batch[0])
+        return one + loss(step.model(-batch[0]), batch)[0] + loss(again, batch)[0], count
 
     step.task = shoal.Task(both)
     loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
     return [value for batch in loader.epochs(1) for value in step(batch)[:2]]
 
 
-def test_a_model_that_runs_twice_is_right_or_refused(two: Ranks) -> None:
+@pytest.mark.parametrize("accumulate", ["sharded", "whole"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_model_that_runs_several_times_before_its_backward_is_right(
+    two: Ranks, reshard: bool, accumulate: str
+) -> None:
+    strategy = shoal.FSDP(reshard=reshard, accumulate=accumulate)
     with shoal.init() as world:
-        expected = twice(world, True)
-    for found in two.call(twice, True):
+        expected = twice(world, strategy)
+    for found in two.call(twice, strategy):
         assert found == pytest.approx(expected, rel=1e-9)
-    for refused in two.attempt(twice, False):
-        assert isinstance(refused, RankError)
-        assert "it ran twice before one backward" in str(refused.error)
+
+
+def gathers(world: shoal.World) -> list[int]:
+    """How many times each of two steps gathers parameters."""
+    step = made(world)
+    counts = []
+    for _, batch in zip(
+        range(2), shoal.Loader(data(), world, batch_size=BATCH).epochs(1), strict=False
+    ):
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            step(batch)
+        names = [event.name for event in recorded.events() or ()]
+        counts.append(sum(name.startswith("gloo:") and "all_gather" in name for name in names))
+    return counts
+
+
+def test_what_lies_outside_of_units_is_gathered_once(two: Ranks) -> None:
+    """Three blocks forward and backward, the rest of the model forward only."""
+    for found in two.call(gathers):
+        assert found[1] == 2 * 3 + 1
 
 
 def failing(world: shoal.World, accumulate: str) -> list[float]:

@@ -17,10 +17,16 @@ from shoal.shares import whole
 LATENT, WIDTH, SAMPLES, BATCH, STEPS = 3, 4, 22, 8, 9
 
 
-@pytest.fixture(scope="module", params=["replicate=-1", "shard=-1"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+STRATEGIES: dict[str, list[shoal.DDP | shoal.FSDP]] = {
+    "replicate=-1": [shoal.DDP()],
+    "shard=-1": [shoal.FSDP(), shoal.FSDP(reshard=False)],
+}
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, list[shoal.DDP | shoal.FSDP]]]:
     with Ranks(2, layout=request.param) as started:
-        yield started
+        yield started, STRATEGIES[request.param]
 
 
 def networks() -> tuple[nn.Module, nn.Module]:
@@ -57,9 +63,11 @@ class Losses:
         return judged(output, True) + judged(self.critic(invented), False), len(batch)
 
 
-def train(world: shoal.World, raw: bool, micro_batches: int) -> list[Tensor]:
+def train(
+    world: shoal.World, raw: bool, micro_batches: int, strategy: shoal.DDP | shoal.FSDP
+) -> list[Tensor]:
     gc.collect()
-    generator, critic = (shoal.parallelize(network, world) for network in networks())
+    generator, critic = (shoal.parallelize(network, world, strategy) for network in networks())
     losses = Losses(generator, critic)
     first = torch.optim.Adam(generator.parameters(), lr=1e-2)
     second = torch.optim.Adam(critic.parameters(), lr=1e-2)
@@ -122,9 +130,14 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_gan_trains_like_one_process(
-    ranks: Ranks, specification: list[Tensor], raw: bool, micro_batches: int
+    ranks: tuple[Ranks, list[shoal.DDP | shoal.FSDP]],
+    specification: list[Tensor],
+    raw: bool,
+    micro_batches: int,
 ) -> None:
-    with shoal.init(device="cpu", seed=0) as world:
-        assert distance(train(world, raw, micro_batches), specification) < 1e-9
-    for found in ranks.call(train, raw, micro_batches):
-        assert distance(found, specification) < 1e-9
+    started, strategies = ranks
+    for strategy in strategies:
+        with shoal.init(device="cpu", seed=0) as world:
+            assert distance(train(world, raw, micro_batches, strategy), specification) < 1e-9
+        for found in started.call(train, raw, micro_batches, strategy):
+            assert distance(found, specification) < 1e-9

@@ -47,8 +47,10 @@ class MeshEngine(HoldingEngine):
 
         For where backward can't name its leaves: FSDP's hooks would see nothing of it.
         """
-        others = [engine.module for engine in self.world.engines if engine is not self]
-        kept = [(p, p.grad) for other in others for p in other.parameters()]
+        others = [engine for engine in self.world.engines if engine is not self]
+        # Not `module.parameters()`: of a module that is gathered now those are not the shares.
+        holding = [other for other in others if isinstance(other, HoldingEngine)]
+        kept = [(p, p.grad) for other in holding for p in other.parameters]
         for parameter, _ in kept:
             parameter.grad = None
         try:

@@ -16,8 +16,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from shoal.batch import Batch
+from shoal.engine import Totals
 from shoal.errors import StepError
 from shoal.parallel.planned import PlannedEngine
+from shoal.task import Task
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -38,11 +41,25 @@ class FSDPEngine(PlannedEngine):
         super().__init__(module, world)
         self._whole = options.accumulate == "whole"
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        if not options.reshard:
-            for part in self._sharded:
-                part.register_forward_hook(self._refuse_two_forwards)
+        self._reshard = options.reshard
+        for part in self._sharded[:1] if options.reshard else self._sharded:
+            part.register_forward_pre_hook(_gather_anew, prepend=True)
         self._unsummed = False
-        self._ran: set[nn.Module] = set()
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """As in one process; what lies outside of units stays gathered until its backward.
+
+        Only here, where that follows at once and nothing changes the shares in between.
+        """
+        root = self._sharded[0]
+        root.set_reshard_after_forward(False, recurse=False)
+        try:
+            return super().gradients(task, batch, autocast=autocast, scale=scale)
+        finally:
+            root.set_reshard_after_forward(self._reshard, recurse=False)
+            root.reshard()
 
     def compile(self, how: str) -> None:
         """Compile each unit; its parameters are gathered outside of what is compiled."""
@@ -59,7 +76,6 @@ class FSDPEngine(PlannedEngine):
     def discard(self) -> None:
         """Drop the gradients, also those of a batch that was left in the middle."""
         super().discard()
-        self._ran.clear()
         if self._unsummed:
             for part in self._sharded:
                 _drop_unsummed(part)
@@ -71,26 +87,8 @@ class FSDPEngine(PlannedEngine):
         root.set_requires_gradient_sync(summed)
         root.set_is_last_backward(last)
         self._unsummed = not summed
-        try:
-            with self.others_aside():
-                torch.autograd.backward([loss], [seed])
-        finally:
-            # The loss may have run through others; what is computed again in backward counts anew.
-            for engine in self.world.engines:
-                if isinstance(engine, FSDPEngine):
-                    engine._ran.clear()
-
-    def _refuse_two_forwards(self, part: nn.Module, *_: object) -> None:
-        """Of a part that stays gathered, FSDP2 forgets the first forward's gradients."""
-        if not torch.is_grad_enabled():
-            return
-        if part in self._ran and not torch._C._current_autograd_node():
-            raise StepError(
-                given=f"shoal.FSDP(reshard=False) around {type(self.module).__name__}",
-                found="it ran twice before one backward, of which the gradients would be wrong",
-                fix="shoal.FSDP(), which gathers anew for each",
-            )
-        self._ran.add(part)
+        with self.others_aside():
+            torch.autograd.backward([loss], [seed])
 
 
 def divide(module: nn.Module, units: Sequence[nn.Module], options: FSDP, world: World) -> None:
@@ -111,6 +109,15 @@ def _free_without_backward(part: nn.Module, *_: object) -> None:
     it, though the shares may have changed meanwhile.
     """
     if not torch.is_grad_enabled() and isinstance(part, FSDPModule):
+        part.reshard()
+
+
+def _gather_anew(part: nn.Module, *_: object) -> None:
+    """Free what is left of a forward whose backward has not come, unless that runs it again.
+
+    torch would compute with it, though the shares may have changed meanwhile.
+    """
+    if isinstance(part, FSDPModule) and not torch._C._current_autograd_node():
         part.reshard()
 
 
