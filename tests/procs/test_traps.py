@@ -34,6 +34,7 @@ from ranks import RankError, Ranks
 from shoal.errors import AgreementError, StepError
 
 WIDTH, CLASSES, SAMPLES, STEPS = 8, 3, 32, 3
+FULL = pytest.mark.full
 
 LAYOUTS = {
     "DDP": "replicate=2",
@@ -297,8 +298,16 @@ def odd(world: shoal.World, way: str, change: Callable[[Net], None]) -> None:
     shoal.parallelize(model, world, WAYS[way])
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize(("change", "usual", "other"), DIFFERENT)
+ODD = [
+    pytest.param(
+        way, *row, marks=[] if way == "DDP" or (way, row) == ("Pipeline", DIFFERENT[0]) else FULL
+    )
+    for way in WAYS
+    for row in DIFFERENT
+]
+
+
+@pytest.mark.parametrize(("way", "change", "usual", "other"), ODD)
 def test_another_model_on_one_rank_is_found_before_it_is_spread(
     started: Callable[[str], Ranks], way: str, change: Any, usual: str, other: str
 ) -> None:
@@ -327,7 +336,9 @@ def odd_batch(world: shoal.World, way: str) -> list[float]:
     return log(model, world, shoal.Task(single, inputs=inputs))
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP", "Pipeline"])
+@pytest.mark.parametrize(
+    "way", ["DDP", pytest.param("FSDP", marks=FULL), pytest.param("Pipeline", marks=FULL)]
+)
 def test_batches_and_losses_may_have_another_dtype_on_one_rank(
     started: Callable[[str], Ranks], way: str
 ) -> None:
@@ -340,7 +351,7 @@ def used_in_part(world: shoal.World, way: str) -> tuple[list[float], str]:
     return trained(world, WAYS.get(way), Spare)
 
 
-@pytest.mark.parametrize("way", ["FSDP", "Tensor"])
+@pytest.mark.parametrize("way", ["FSDP", pytest.param("Tensor", marks=FULL)])
 def test_unused_parameters_are_named_and_stay_as_they_are(
     started: Callable[[str], Ranks], way: str
 ) -> None:
@@ -401,7 +412,7 @@ def compiled(world: shoal.World, compile: str | None) -> tuple[list[float], int]
     return log(model, world, compile=compile), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.full
+@FULL
 def test_a_bare_sequential_is_compiled_in_buckets_of_any_size(started: Callable[[str], Ranks]) -> None:
     """torch asserts on buckets below one MiB, and compiles nothing of a Sequential in its DDP."""
     expected, none = in_one_process(compiled, None)
