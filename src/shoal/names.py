@@ -42,9 +42,10 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[
         raise StepError(
             given=f"{type(optimizer).__name__} over {len(parameters)} parameters",
             found=f"{len(strange)} of them are not the model's (the first: shape "
-            f"{tuple(strange[0].shape)}); gradients of others are not reduced over ranks",
-            fix="optimizer = torch.optim.AdamW(model.parameters()) after parallelize; make further "
-            "parameters, such as loss weights, part of the model",
+            f"{tuple(strange[0].shape)}): they are those from before parallelize, which has replaced "
+            "them, or others, whose gradients are not reduced over ranks",
+            fix="build the optimizer after parallelize: torch.optim.AdamW(model.parameters()); make "
+            "further parameters, such as loss weights, part of the model",
         )
     return [names[id(p)] for p in parameters]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
 from typing import Any, TypeGuard, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shoal.engine import Engine, Spreading, Strategy
 from shoal.errors import LayoutError, StepError
@@ -49,7 +52,8 @@ def parallelize(
     its parameters get the same values.
 
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
-    one parallelized before, LayoutError for axes that the strategy does not serve.
+    one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
+    ranks have models of other parameters. Collective.
     """
     *before, chosen = _checked(strategy, world)
     module: Any = model
@@ -59,6 +63,7 @@ def parallelize(
         deferred = construct(model) if defers else None
         module = model() if deferred is None else deferred.module
     _check_model(module, world)
+    _check_same(module, world)
     for each in before:
         each.spread(module, world)
     engine = chosen.apply(module, world)
@@ -141,6 +146,26 @@ def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
     own = {id(parameter) for parameter in model.parameters()}
     others = [engine.module for engine in world.engines]
     return [other for other in others if any(id(p) in own for p in other.parameters())]
+
+
+def _check_same(model: nn.Module, world: World) -> None:
+    """Raise AgreementError, on all ranks, unless their models have the same tensors in the same order.
+
+    Gloo would add up bytes of float32 and float64 without a word, and match other shapes by chance.
+    """
+    tensors = [_described(*item) for item in chain(model.named_parameters(), model.named_buffers())]
+    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
+    if len(set(world.gather(digest))) == 1:
+        return
+    for number, found in enumerate(zip_longest(*world.gather(tensors), fillvalue="none")):
+        if len(set(found)) > 1:
+            world.agree(found[world.rank], f"tensor {number} of the {type(model).__name__}")
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    shape = "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+    learns = ", learns" if tensor.requires_grad else ""
+    return f"{name}: {shape} {tensor.dtype}{learns}".replace("torch.", "")
 
 
 def _check_bare(model: object) -> None:

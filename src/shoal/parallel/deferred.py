@@ -229,6 +229,7 @@ def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> 
     with _Recorder(resident) as recorder:
         module = factory()
     made = dict(_tensors(module))
+    recorder.record.know(_storages(list(made.values())))  # made elsewhere, as a backbone may be
     _to_meta(module)
     return Deferred(module, recorder.record, made)
 

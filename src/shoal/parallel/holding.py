@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,30 @@ from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.task import Count
 from shoal.world import World
+
+
+class Kept(NamedTuple):
+    """A parameter as it was when the engine was made, and where the module has it."""
+
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    device: torch.device
+    table: dict[str, nn.Parameter | None]
+    key: str
+
+    @property
+    def converted(self) -> bool:
+        """Whether it has another dtype or another place, or what the module has instead is empty."""
+        if self.parameter.dtype is not self.dtype or self.parameter.device != self.device:
+            return True
+        held = self.table.get(self.key)
+        return held is not self.parameter and held is not None and held.is_meta
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the module has another parameter, or none, in its place."""
+        return self.table.get(self.key) is not self.parameter
 
 
 class HoldingEngine(Engine):
@@ -28,6 +53,12 @@ class HoldingEngine(Engine):
                 found="a model without trainable parameters",
                 fix="parameter.requires_grad_(True) for what should learn, before parallelize",
             )
+        self._kept = [
+            Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, part._parameters, key)
+            for prefix, part in module.named_modules()
+            for key, p in part._parameters.items()
+            if p is not None and p.requires_grad
+        ]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._shown: list[tuple[Tensor, Count, float]] = []
         """Loss sum, count and weight of the micro-batches of this batch so far."""
@@ -38,6 +69,8 @@ class HoldingEngine(Engine):
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._refuse_others(thawed)
+        self._check_converted()
+        self._check_replaced()
         norm = self._norm()
         loss_sum, count, value = self._sums(norm)
         self._shown.clear()
@@ -89,6 +122,30 @@ class HoldingEngine(Engine):
             found="parallelize did not see them as such: they were frozen then, or were added since",
             fix="add layers and requires_grad_(True) before parallelize; to let a layer learn later, "
             "leave it out of the optimizer until then (add_param_group)",
+        )
+
+    def _check_converted(self) -> None:
+        """Raise StepError if parameters were moved or given another dtype since."""
+        if any(kept.converted for kept in self._kept):
+            self._refuse_changed([kept for kept in self._kept if kept.converted])
+
+    def _check_replaced(self) -> None:
+        """Raise StepError if the module has others in their place; FSDP puts none there just now."""
+        gone = [kept for kept in self._kept if kept.replaced]
+        if gone:
+            there = {id(p) for p in self.module.parameters()}  # under another name, where pruned
+            gone = [kept for kept in gone if id(kept.parameter) not in there]
+        if gone:
+            self._refuse_changed(gone)
+
+    def _refuse_changed(self, changed: Sequence[Kept]) -> NoReturn:
+        raise StepError(
+            given=f"parameters of a {type(self.module).__name__}: "
+            f"{first([kept.name for kept in changed])}",
+            found="they were moved, converted or replaced after parallelize; the optimizer, the other "
+            "ranks and what sums gradients know them as they were",
+            fix="model.double(), model.to(…) and the like before parallelize; to load values, "
+            "shoal.load(model, state) in place of load_state_dict(state, assign=True)",
         )
 
     def _check_unused(self) -> None:

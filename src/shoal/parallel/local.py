@@ -61,6 +61,7 @@ class LocalEngine(HoldingEngine, OpenEngine):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
         """Run the micro-batches one after the other; see the contract."""
+        self._check_converted()
         last = len(batch.micros) - 1
         clock = time.perf_counter
         forward = backward = 0.0

@@ -90,6 +90,7 @@ class PipelineEngine(MeshEngine):
     ) -> Totals:
         """Run the schedule, then sum gradients over replicas; see the contract."""
         begun = time.perf_counter()
+        self._check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
         self._rows = max(self._rows, *(micro.samples for micro in batch.micros))

@@ -187,6 +187,8 @@ class DDPEngine(LocalEngine):
         try:
             self._reducer._rebuild_buckets()  # done long ago; it still checks that all are reduced
         except RuntimeError:
+            self._check_converted()
+            self._check_replaced()
             names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
             some = f": {first(names)}" if names else ""
             raise StepError(
