@@ -145,11 +145,15 @@ def train(
     precision: str = "fp32",
 ) -> Trained:
     """The training through Shoal, on as many ranks as there are."""
-    model = shoal.parallelize(build(row), world, strategy)
+    given, (inputs, labels) = build(row), dataset(row)
+    if precision != "fp32":  # which here is float64; autocast leaves that as it is
+        given = given.float()
+        inputs = inputs.float() if inputs.is_floating_point() else inputs
+    model = shoal.parallelize(given, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     task = shoal.Task(lambda output, batch: loss(row, output, batch[1]))
     data = shoal.Loader(
-        dataset(row), world, batch_size=BATCH, micro_batches=row.micro_batches, seed=SEED
+        (inputs, labels), world, batch_size=BATCH, micro_batches=row.micro_batches, seed=SEED
     )
     if mutation:
         mutate(mutation, world, engine_of(model))
@@ -199,11 +203,11 @@ def _arrays(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     return {name: whole(p.detach()).numpy().copy() for name, p in model.named_parameters()}
 
 
-def distance(found: Trained, expected: Trained) -> float:
+def distance(found: Trained, expected: Trained, floor: float = LEARNING_RATE) -> float:
     """The design's measure over parameters, and the relative one over norms and losses."""
     worst = 0.0
     for name, value in expected.parameters.items():
-        scale = max(float(np.abs(value).max()), LEARNING_RATE)
+        scale = max(float(np.abs(value).max()), floor)
         worst = max(worst, float(np.abs(found.parameters[name] - value).max()) / scale)
     for ours, theirs in ((found.norms, expected.norms), (found.losses, expected.losses)):
         worst = max(worst, *(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True)))

@@ -21,6 +21,10 @@ STEPS = 10
 HALF = 0.04
 """How far ten steps in bf16, with 8 bits of mantissa, stray from those in fp64 by the same measure."""
 
+SMALL = 0.2
+"""Parameters of less are measured by this: biases begin as zeros, and AdamW moves them by 0.01, in the
+direction of what rounding leaves of their gradients where these are small."""
+
 
 class Way(NamedTuple):
     strategy: Callable[[str], Any]
@@ -280,7 +284,10 @@ def test_every_way_trains_like_one_process(started: Callable[[str, int], Ranks],
     together = {name: value for result in results for name, value in result.parameters.items()}
     for result in results:
         result.parameters = together | result.parameters  # of a pipeline a rank has its stages
-        assert distance(result, expected(one)) < (TOLERANCE if case.precision == "fp32" else HALF)
+        if case.precision == "fp32":
+            assert distance(result, expected(one)) < TOLERANCE
+        else:
+            assert distance(result, expected(one), SMALL) < HALF
 
 
 @pytest.mark.parametrize("mutation", ["no count correction", "stand-in counts", "one rank silent"])

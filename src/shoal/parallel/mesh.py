@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -81,3 +81,19 @@ class MeshEngine(HoldingEngine):
         sums = torch.stack((losses, counts, norm.to(zero).square()))
         loss_sum, count, squares = self.world.all_reduce(sums).tolist()
         return loss_sum, count, math.sqrt(squares)
+
+
+def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:
+    """Sum gradients over `group`, each rank's share with its peers.
+
+    All take part, with zeros where a rank has none: only other ranks' samples may use a parameter.
+    """
+    works = []
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            works.append(dist.all_reduce(share(parameter.grad), group=group, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()

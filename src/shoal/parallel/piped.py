@@ -19,11 +19,10 @@ from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import ShoalError, StepError
 from shoal.layout import AXES
-from shoal.modes import evaluation
 from shoal.parallel.deferred import give_memory
 from shoal.parallel.divided import Division, divide_alike, division_of
 from shoal.parallel.local import mixed
-from shoal.parallel.mesh import MeshEngine
+from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
 from shoal.parallel.proof import prove
 from shoal.parallel.stages import Stage, keep_only, tied
 from shoal.parallel.timetable import SCHEDULES, micro_batches_refused
@@ -78,6 +77,7 @@ class PipelineEngine(MeshEngine):
         self.speaks = last in mine and all(
             world.layout.coordinate(world.rank, axis) == 0 for axis in inner
         )
+        self._summing = summing_group(world)
         self._rows = 0
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
@@ -114,9 +114,9 @@ class PipelineEngine(MeshEngine):
                 if isinstance(error.__cause__, ShoalError):
                     raise error.__cause__ from None
                 raise
-        self._sum_over_replicas()
         if not self._unused_checked:
-            self._check_unused()
+            self._check_unused()  # after the sums all have gradients
+        self._sum_over_replicas()
         return self.totals()._replace(backward=time.perf_counter() - begun)
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
@@ -212,10 +212,22 @@ class PipelineEngine(MeshEngine):
         key = (forms.pop(), autocast, len(inputs))
         if self._built is None or self._built[0] != key:
             if key not in self._forms:
-                with evaluation(self.module), torch.no_grad(), torch.random.fork_rng():
-                    _, self._forms[key] = self._flow(inputs[0])
+                self._forms[key] = self._learned(inputs[0])
             self._built = (key, *self._build(self._forms[key], len(inputs)))
         return self._built[1], self._built[2]
+
+    @torch.no_grad()
+    def _learned(self, inputs: Inputs) -> dict[int, tuple[Form, Form]]:
+        """The forms of what travels, from a forward that leaves nothing behind.
+
+        In the mode that there is: in the other one layers may compute in another dtype.
+        """
+        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        with torch.random.fork_rng():
+            _, forms = self._flow(inputs)
+        for buffer, value in kept:
+            buffer.copy_(value)
+        return forms
 
     def _build(
         self, forms: Mapping[int, tuple[Form, Form]], micro_batches: int
@@ -267,17 +279,8 @@ class PipelineEngine(MeshEngine):
     def _sum_over_replicas(self) -> None:
         for parameter in self.parameters:
             divide_alike(parameter)
-        if self._sharded or self.world.data_size == 1:
-            return
-        for parameter in self.parameters:
-            if parameter.grad is None:  # here, but perhaps not on every replica
-                parameter.grad = torch.zeros_like(parameter)
-        group = self.world.data_group
-        with torch.no_grad():
-            works = [dist.all_reduce(g, group=group, async_op=True) for g in self._gradients()]
-        for work in works:
-            if work is not None:
-                work.wait()
+        if self._summing is not None and not self._sharded:
+            sum_over(self._summing, self.parameters)
 
     def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
         """One forward through all stages, of any shape; the forms of what this rank's ones saw."""

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -16,7 +15,7 @@ from shoal.engine import Totals
 from shoal.errors import StepError
 from shoal.parallel.divided import divide_alike, division_of
 from shoal.parallel.local import LocalEngine
-from shoal.parallel.mesh import MeshEngine, summing_group
+from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
 from shoal.parallel.proof import prove
 from shoal.shares import is_divided, whole
 from shoal.task import Count, Micro, Task
@@ -128,13 +127,9 @@ class TensorEngine(PlannedEngine):
             for parameter in self.parameters:
                 divide_alike(parameter)
         if last and self._summing is not None:
-            with torch.no_grad():
-                works = [
-                    dist.all_reduce(g, group=self._summing, async_op=True) for g in self._gradients()
-                ]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            if not self._unused_checked:
+                self._check_unused()  # after the sums all have gradients
+            sum_over(self._summing, self.parameters)
 
 
 @contextmanager
