@@ -272,6 +272,7 @@ class Training:
 def train(world: shoal.World, names: Names, directory: Path | None = None) -> Trained:
     """On ranks; up to the save, with a directory."""
     torch.compiler.reset()
+    torch.jit._state._clear_class_state()  # which remembers the dtype of autocast
     torch.compile = COMPILED
     if directory is not None:
         return Training(world, names).run(0, SAVED, directory)
