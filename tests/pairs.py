@@ -151,9 +151,9 @@ def page(text: str, found: dict[Pair, str | None]) -> str:
     parts = {title: _table(found, reasons, *table) for title, table in TABLES.items()}
     parts["reasons"] = "\n".join(f"{n}. {_escaped(reason)}" for n, reason in enumerate(reasons, 1))
     for title, part in parts.items():
-        begin, end = f"<!-- {title} -->\n", f"\n<!-- end of {title} -->"
+        begin, end = f"<!-- {title} -->\n", f"<!-- end of {title} -->"
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{part}\n{end}{rest.partition(end)[2]}"
+        text = f"{before}{begin}\n{part}\n\n{end}{rest.partition(end)[2]}"
     return text
 
 
