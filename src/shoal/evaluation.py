@@ -95,15 +95,17 @@ def evaluate(
             for micro in batch.micros:
                 output = step.infer(micro, batch.seed)
                 samples += micro.samples if micro.weight else 0
-                if not step.engine.speaks:
+                if output is None and not step.engine.speaks:
                     continue
-                # A stand-in goes through everything too: what can't work fails on all ranks.
-                sums.add("loss", step.task.reduce(output, micro, batch.seed), micro.weight)
+                # A stand-in goes through everything too, and so does what peers repeat: what can't
+                # work fails on all ranks, and a loss that runs another model is collective.
+                weight = micro.weight if step.engine.speaks else 0.0
+                sums.add("loss", step.task.reduce(output, micro, batch.seed), weight)
                 target = (targets or default_targets)(micro.value) if metrics else None
                 for name, metric in metrics.items():
                     if name not in foreign:
-                        sums.add(name, metric(output, target), micro.weight)
-                    elif micro.weight:
+                        sums.add(name, metric(output, target), weight)
+                    elif weight:
                         foreign[name].update(output, target)
     result: dict[str, Any] = sums.means(world)
     visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))

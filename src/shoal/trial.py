@@ -85,7 +85,7 @@ def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> 
 
 
 class _Trial:
-    """A rank's first micro-batch, whole and in halves; a rank that doesn't speak only takes part."""
+    """A rank's first micro-batch, whole and in halves; a rank without an output only takes part."""
 
     def __init__(self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
         self._engine = engine
@@ -109,8 +109,9 @@ class _Trial:
                 # On all ranks that share samples alike, speaking or not.
                 self._parts = [_part(micro, some) for some in rows]
         output = self._run(micro)
-        if not self._engine.speaks:
+        if output is None and not self._engine.speaks:
             return
+        # Peers that repeat an output take the loss too: it may run another model, which is collective.
         self._loss, _ = self._reduce(micro, output)
         if not self._parts:
             return

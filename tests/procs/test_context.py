@@ -279,6 +279,47 @@ def test_a_run_goes_on_in_one_process_and_back(two: Ranks, tmp_path: Path) -> No
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+class TwoLists(nn.Module):
+    """Sequences that are cut, gathered, and cut again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT()
+        self.further = nn.ModuleList(Layer() for _ in range(2))
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.model(tokens)
+        for block in self.further:
+            hidden = block(hidden)
+        return hidden
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(VOCABULARY, VOCABULARY)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.layer(hidden))
+
+
+def gathered_twice(world: shoal.World) -> list[float]:
+    world.reseed("weights", by_rank=False)
+    model = shoal.parallelize(TwoLists(), world, strategy_of(world))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    batches = shoal.Loader(texts(), world, batch_size=16).epochs(2)
+    return [number for batch in batches for number in step(batch)[:2]]
+
+
+def test_gradients_are_right_where_sequences_are_cut_again(two: Ranks) -> None:
+    with shoal.init(device="cpu") as world:
+        expected = gathered_twice(world)
+    for found in two.call(gathered_twice):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 def llama(world: shoal.World) -> list[tuple[float, float]]:
     transformers = pytest.importorskip("transformers")
     world.reseed("weights", by_rank=False)

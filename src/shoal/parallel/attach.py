@@ -129,6 +129,13 @@ def _check_model(model: object, world: World) -> None:
             found="it is not a torch.nn.Module, nor a function that makes one",
             fix="model = shoal.parallelize(Model(), world)",
         )
+    synced = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if synced and world.size > 1 and world.device.type == "cpu":
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, world) on the CPU, with {synced[0]}",
+            found="torch has SyncBatchNorm for CUDA only",
+            fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
+        )
     if _sharing(model, world):
         gc.collect()  # models that were dropped live on in reference cycles until now
     for other in _sharing(model, world):

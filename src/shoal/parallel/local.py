@@ -14,6 +14,7 @@ from shoal.batch import Batch
 from shoal.engine import OpenEngine, Totals
 from shoal.errors import StepError
 from shoal.parallel.holding import HoldingEngine
+from shoal.parallel.recompute import runs_again
 from shoal.task import Count, Micro, Task
 from shoal.world import World
 
@@ -31,6 +32,12 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def compile(self, how: str) -> None:
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
+        if runs_again(self.module):
+            raise StepError(
+                given=f"compile={how!r} with shoal.Recompute()",
+                found="torch can't compile a whole model of which parts run again in backward",
+                fix="shoal.Recompute() with shoal.FSDP(), which compiles its units; or leave out one",
+            )
         if how == "inductor":
             self.call = torch.compile(self.module)
             return

@@ -123,6 +123,7 @@ class _SlicedForward(_Forward):
             )
         if not _again():
             self._stack.length = length
+            _sum_behind(hidden)
         return length
 
     def _misplaced(self, hidden: Tensor) -> StepError:
@@ -246,12 +247,13 @@ class _Gather(torch.autograd.Function):
     """The whole of what each rank has a slice of, along dimension 1.
 
     All ranks compute the same from it, each a share of the loss, one part in `size`. So the gradient
-    of a slice is `size` times that which this rank has found for it.
+    of a slice is `size` times that which this rank has found for it. Where it is cut again, each rank
+    finds the gradient of its slice alone, and they are summed.
     """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
+        ctx.peers, ctx.cut_again = peers, False
         mine = part.contiguous()
         parts = [torch.empty_like(mine) for _ in range(peers.size)]
         dist.all_gather(parts, mine, group=peers.group)
@@ -261,7 +263,24 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         peers: Peers = ctx.peers
         length = gradient.size(1) // peers.size
-        return gradient.narrow(1, peers.index * length, length) * peers.size, None
+        if ctx.cut_again:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient, group=peers.group)
+        mine = gradient.narrow(1, peers.index * length, length)
+        return mine if ctx.cut_again else mine * peers.size, None
+
+
+def _sum_behind(hidden: Tensor) -> None:
+    """Let gathers, from which sequences come that are cut now, sum their gradients."""
+    waiting, visited = [hidden.grad_fn], set[Any]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if getattr(node, "_forward_cls", None) is _Gather:
+            node.cut_again = True
+        waiting.extend(child for child, _ in node.next_functions)
 
 
 def _again() -> bool:

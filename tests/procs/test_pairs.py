@@ -1,0 +1,50 @@
+"""The table of docs/pairs.md: every pair is tried again and is what the page says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pairs import PAGE, PAIRS, Pair, attempt, layout, page, read, starting
+from ranks import Ranks
+
+QUICK = ("shard=2",)
+"""The layouts that `make test` tries; all of them in `make test-all`."""
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Callable[[str], Ranks]]:
+    with starting() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[Pair, str | None]:
+    return read(PAGE.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_every_pair_and_nothing_else(said: dict[Pair, str | None]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert said.keys() == {*PAIRS}
+    assert page(text, said) == text
+
+
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(
+            pair,
+            id=" x ".join(pair),
+            marks=[] if layout(pair) in QUICK else [pytest.mark.full],
+        )
+        for pair in PAIRS
+    ]
+
+
+@pytest.mark.parametrize("pair", _parameters())
+def test_a_pair_is_what_the_page_says(
+    started: Callable[[str], Ranks], said: dict[Pair, str | None], pair: Pair, tmp_path: Path
+) -> None:
+    assert attempt(started(layout(pair)), pair, tmp_path / "run") == said[pair]
