@@ -28,11 +28,7 @@ SMALL = {
         "",
     ),
 }
-LAYOUTS = (
-    *("shard=2", "tensor=2", "context=2", "pipeline=2"),
-    *("replicate=2,pipeline=2", "shard=2,tensor=2", "shard=2,context=2", "shard=2,pipeline=2"),
-    *("context=2,tensor=2", "tensor=2,pipeline=2"),
-)
+LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")
 STAND_IN = "--training 500 --test 200 --gzip"
 TINY_MODEL = ["--samples", "96", "--longest", "4", "--epochs", "2"]
 FINETUNE = {"given loop": [], "own loop": ["--own-loop"], "lora": ["--lora"]}

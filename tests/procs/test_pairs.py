@@ -47,4 +47,9 @@ def _parameters() -> list[Any]:
 def test_a_pair_is_what_the_page_says(
     started: Callable[[str], Ranks], said: dict[Pair, str | None], pair: Pair, tmp_path: Path
 ) -> None:
-    assert attempt(started(layout(pair)), pair, tmp_path / "run") == said[pair]
+    if {"script", "fp16"} == {*pair}:  # TorchScript keeps to the first dtype of autocast in a process
+        with starting() as ranks:
+            found = attempt(ranks(layout(pair)), pair, tmp_path / "run")
+    else:
+        found = attempt(started(layout(pair)), pair, tmp_path / "run")
+    assert found == said[pair]
