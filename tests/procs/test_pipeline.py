@@ -38,6 +38,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An input that the last stage needs again, a parameter and a buffer of its own, and blocks."""
 
+    scale: Tensor
+
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(4, WIDTH)
@@ -285,6 +287,12 @@ class Counting(nn.Module):
         return {"scores": self.second(hidden) / width}
 
 
+class Again(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        hidden = self.blocks[0](self.first(values) * self.places)
+        return {"scores": self.head(self.blocks[2](self.blocks[1](self.blocks[1](hidden))))}
+
+
 class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -319,6 +327,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (Numbering, one_way(), "keeps what it computes on the model: scale"),
     (Counting, one_way(split=("second",)), "only tensors travel"),
     (Net, [shoal.Recompute(), one_way(split=BLOCKS, schedule="zbv")], "would run the blocks again"),
+    (Again, one_way(split=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
     (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
@@ -440,17 +449,19 @@ class Spectral(Net):
     def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Any]:
         turned = self.transform(self.blocks[0](self.first(values) + self.places))
         hidden = self.back(self.blocks[1](turned.real) + 1j * self.blocks[2](turned.imag))
-        return {"spare": None, "scores": self.head(hidden) * self.scale[:CLASSES].exp()}
+        return {"spare": None, "scores": self.head(hidden) * torch.exp(self.scale)[:CLASSES]}
 
 
 class Transform(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
-        return torch.fft.fft(values)
+        turned: Tensor = torch.fft.fft(values)
+        return turned
 
 
 class Back(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
-        return torch.fft.ifft(values).real
+        back: Tensor = torch.fft.ifft(values).real
+        return back
 
 
 class InPlace(Net):

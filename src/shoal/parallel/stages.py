@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -41,6 +42,15 @@ class Stage:
     """The user's names of its parameters and buffers."""
     modules: frozenset[str]
     """The modules that it calls."""
+
+    def learning_twice(self) -> list[str]:
+        """The modules with parameters that it calls more than once."""
+        calls = Counter(str(n.target) for n in self.body.graph.nodes if n.op == "call_module")
+        return [
+            name
+            for name, times in calls.items()
+            if times > 1 and any(p.requires_grad for p in self.body.get_submodule(name).parameters())
+        ]
 
 
 @dataclass(frozen=True)
