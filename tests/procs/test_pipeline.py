@@ -38,6 +38,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """An input that the last stage needs again, a parameter and a buffer of its own, and blocks."""
 
+    scale: Tensor
+
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(4, WIDTH)
@@ -253,6 +255,24 @@ class Dropping(Net):
         return super().forward(F.dropout(values, 0.1, self.training))
 
 
+class Doubling(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        values = values * 1
+        values.mul_(2)
+        return super().forward(values)
+
+
+class Drawing(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        return super().forward(values + torch.randn(4))
+
+
+class Numbering(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        self.scale += 1
+        return super().forward(values)
+
+
 class Counting(nn.Module):
     """What a later stage needs is no tensor."""
 
@@ -265,6 +285,12 @@ class Counting(nn.Module):
         hidden = self.first(values)
         width = hidden.size(1)
         return {"scores": self.second(hidden) / width}
+
+
+class Again(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        hidden = self.blocks[0](self.first(values) * self.places)
+        return {"scores": self.head(self.blocks[2](self.blocks[1](self.blocks[1](hidden))))}
 
 
 class Unused(Net):
@@ -296,8 +322,12 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (tied, one_way(split=("chain.2",)), "chain.0.weight and chain.4.weight are one parameter of two"),
     (Deciding, one_way(), "it decides by what tensors hold"),
     (Dropping, one_way(), "nn.Dropout in place of F.dropout"),
+    (Doubling, one_way(), "changes mul in place"),
+    (Drawing, one_way(), "makes tensors of nothing"),
+    (Numbering, one_way(), "keeps what it computes on the model: scale"),
     (Counting, one_way(split=("second",)), "only tensors travel"),
     (Net, [shoal.Recompute(), one_way(split=BLOCKS, schedule="zbv")], "would run the blocks again"),
+    (Again, one_way(split=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
     (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
@@ -407,6 +437,126 @@ def test_combinations_of_torchs_that_are_wrong_are_refused(stage: Any) -> None:
     """torch gives no gradients, or wrong ones, for most of them."""
     with pytest.raises(StepError, match=r"wrong|no gradients"):
         one_way(stage=stage)
+
+
+class Spectral(Net):
+    """Frequencies travel from one stage to the next, beside what is no tensor in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform, self.back = Transform(), Back()
+
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Any]:
+        turned = self.transform(self.blocks[0](self.first(values) + self.places))
+        hidden = self.back(self.blocks[1](turned.real) + 1j * self.blocks[2](turned.imag))
+        return {"spare": None, "scores": self.head(hidden) * torch.exp(self.scale)[:CLASSES]}
+
+
+class Transform(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        turned: Tensor = torch.fft.fft(values)
+        return turned
+
+
+class Back(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        back: Tensor = torch.fft.ifft(values).real
+        return back
+
+
+class InPlace(Net):
+    """What is changed in place has other names, under which other stages use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.ReLU(inplace=True)
+
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        hidden = early = self.first(values)
+        hidden += self.places
+        hidden = late = self.blocks[0](hidden * 2)
+        hidden = self.blocks[2](self.blocks[1](self.cut(hidden)))
+        return {"scores": self.head(hidden * self.scale + early + late)}
+
+
+@pytest.mark.parametrize(("make", "split"), [(Spectral, "blocks.1"), (InPlace, "cut")])
+def test_what_travels_is_that_of_one_process(two: Ranks, make: Any, split: str) -> None:
+    with shoal.init() as world:
+        expected = log(world, None, seeded(make))
+    for losses in two.call(log_of, make, split):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def seeded(make: Any) -> Any:
+    def build() -> nn.Module:
+        torch.manual_seed(2)
+        module: nn.Module = make().double()
+        return module
+
+    return build
+
+
+def log_of(world: shoal.World, make: Any, split: str) -> list[float]:
+    return log(world, shoal.Pipeline(split=(split,)), seeded(make))
+
+
+class Noisy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, nn.Dropout(0.3))
+
+
+def with_dropout(world: shoal.World, directory: Path, stops: list[int]) -> list[float]:
+    """The losses of runs one after the other in one directory, each until one of `stops`."""
+    losses = []
+    for number, stop in enumerate(stops):
+        world.reseed(f"run {number}")
+        step, data = parts(world, PIPELINE, lambda: Noisy().double())
+        with shoal.Run(directory, step, data) as run:
+            run.restore()
+            for batch in data.epochs(9):
+                losses.append(step(batch).loss)
+                run.tick()
+                if step.number == stop:
+                    break
+            run.save()
+    return losses
+
+
+def test_a_resumed_run_draws_the_same_noise_in_a_short_batch(two: Ranks, tmp_path: Path) -> None:
+    """The fourth batch is the short one of the epoch, and the first after the restore."""
+    at_once = two.call(with_dropout, tmp_path / "once", [STEPS])
+    assert two.call(with_dropout, tmp_path / "twice", [3, STEPS]) == at_once
+
+
+class Meaning(nn.Module):
+    """It returns its own loss, a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.second(self.first(values)), labels)}
+
+
+def its_own_loss(world: shoal.World, size: int) -> float:
+    model = shoal.parallelize(Meaning(), world, shoal.Pipeline(split=("second",)))
+    task = shoal.Task(
+        lambda output, batch: (output["loss"] * len(batch[1]), len(batch[1])), inputs=lambda b: b
+    )
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    batch = next(shoal.Loader(dataset(), world, batch_size=size, micro_batches=2).epochs(1))
+    return step(batch).loss
+
+
+def test_a_mean_over_samples_that_fill_up_is_refused_on_all_ranks(two: Ranks) -> None:
+    two.call(its_own_loss, 10)
+    for result in two.attempt(its_own_loss, 11):
+        assert isinstance(result, RankError)
+        assert "some only fill a short micro-batch up" in str(result.error)
+    two.call(its_own_loss, 10)
 
 
 class Heads(nn.Module):

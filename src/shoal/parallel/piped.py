@@ -37,6 +37,8 @@ Inputs = dict[str, Any]
 """What the model is called with, by the names of its arguments."""
 Form = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of tensors."""
+_TENSOR = object()
+"""Where a tensor stood among an output's leaves, of which others may be None."""
 
 
 class PipelineEngine(MeshEngine):
@@ -78,9 +80,10 @@ class PipelineEngine(MeshEngine):
             world.layout.coordinate(world.rank, axis) == 0 for axis in inner
         )
         self._summing = summing_group(world)
-        self._rows = 0
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
+        self._sums_up = False
+        """Whether a short micro-batch gave a number that the model itself computed over its samples."""
         self._reduce: Callable[[Any, int], Tensor]
         """What torch differentiates, of an output and the number of its micro-batch."""
         _refuse_calls(module)
@@ -93,16 +96,18 @@ class PipelineEngine(MeshEngine):
         self._check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
-        self._rows = max(self._rows, *(micro.samples for micro in batch.micros))
+        # Of this batch alone: a run that resumes here must not know of the batches before.
+        rows = max(micro.samples for micro in batch.micros)
         for one, micro in zip(inputs, batch.micros, strict=True):
-            one.update(_filled_up(one, micro.samples, self._rows))
+            one.update(_filled_up(one, micro.samples, rows))
         schedule, stages = self._schedule(inputs, autocast)
         for part in self._parts.values():
             part.inputs = inputs
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        self._reduce = partial(self._loss, task, batch, scale)
+        self._sums_up = False
+        self._reduce = partial(self._loss, task, batch, scale, rows)
         with self.others_aside():
             try:
                 # The public `step` would join the micro-batches and cut them anew.
@@ -113,11 +118,22 @@ class PipelineEngine(MeshEngine):
                 self._built = None  # it was left in the middle
                 if isinstance(error.__cause__, ShoalError):
                     raise error.__cause__ from None
+                if self._kind.splits and isinstance(error, RuntimeError):
+                    raise self._not_split(error) from error
                 raise
+        self._refuse_sums(batch)
         if not self._unused_checked:
             self._check_unused()  # after the sums all have gradients
         self._sum_over_replicas()
         return self.totals()._replace(backward=time.perf_counter() - begun)
+
+    def _not_split(self, error: RuntimeError) -> StepError:
+        return StepError(
+            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self.module).__name__}",
+            found="torch failed where backward runs in two parts, which it can't for all models: "
+            f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
+            fix="schedule='interleaved', whose backward is whole",
+        )
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output where the last stage is, None elsewhere. Collective."""
@@ -261,11 +277,16 @@ class PipelineEngine(MeshEngine):
     def _loss_under_way(self, output: Any, number: int) -> Tensor:
         return self._reduce(output, number)
 
-    def _loss(self, task: Task, batch: Batch, scale: float, output: Any, number: int) -> Tensor:
+    def _loss(
+        self, task: Task, batch: Batch, scale: float, rows: int, output: Any, number: int
+    ) -> Tensor:
         micro = batch.micros[number]
         part = self._parts[len(self._owners) - 1]
         with mixed(self.world.device, part.autocast):
-            found = tree_map(lambda leaf: _real(leaf, micro.samples, self._rows), part.whole(output))
+            found = part.whole(output)
+            if micro.samples < rows:
+                self._sums_up = self._sums_up or any(map(_is_sum, tree_flatten(found)[0]))
+                found = tree_map(lambda leaf: _real(leaf, micro.samples, rows), found)
             loss, count = task.reduce(found, micro, batch.seed)
         if not loss.requires_grad:
             raise StepError(
@@ -275,6 +296,18 @@ class PipelineEngine(MeshEngine):
             )
         self._shown.append((loss.detach(), count, micro.weight))
         return loss * (scale * micro.weight / batch.size)
+
+    def _refuse_sums(self, batch: Batch) -> None:
+        """What the model itself sums up over samples is wrong where micro-batches were filled up."""
+        even = batch.size % (self.world.data_size * len(batch.micros)) == 0
+        if even or not any(self.world.gather(self._sums_up)):
+            return
+        raise StepError(
+            given=f"a number among the outputs of a {type(self.module).__name__} in a pipeline",
+            found="it was computed over samples of which some only fill a short micro-batch up",
+            fix="compute it in the loss, from outputs with a row for each sample; or "
+            "shoal.Loader(…, drop_last=True) with equal micro-batches",
+        )
 
     def _sum_over_replicas(self) -> None:
         for parameter in self.parameters:
@@ -289,9 +322,9 @@ class PipelineEngine(MeshEngine):
         result = None
         for number, part in self._parts.items():
             before = self._owners[number - 1] if number else self._place
-            received = handed if before == self._place else self._receive(before)
             part.inputs = [inputs]
             try:
+                received = handed if before == self._place else self._receive(before)
                 output = part(*received, micro=0)
             except Exception as error:
                 if number < len(self._owners) - 1 and self._owners[number + 1] != self._place:
@@ -366,14 +399,14 @@ class Part(nn.Module):
             output = self.body(*received, *(inputs[name] for name in self._needed))
         if self._last:
             leaves, self._spec = tree_flatten(output)
-            self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
         return tuple(_sendable(value, received) for value in output)
 
     def whole(self, tensors: Sequence[Tensor] | Tensor) -> Any:
         """The model's output, of whose tensors the last stage was left with."""
         rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
-        leaves = [next(rest) if other is None else other for other in self._others]
+        leaves = [next(rest) if other is _TENSOR else other for other in self._others]
         return tree_unflatten(leaves, self._spec)
 
 
@@ -385,11 +418,16 @@ def _sendable(value: object, received: Sequence[Tensor]) -> Tensor:
             "tensors travel",
             fix="compute it again where it is needed, or choose other split points",
         )
-    if torch.is_grad_enabled() and value.is_floating_point() and not value.requires_grad:
+    if torch.is_grad_enabled() and _learns(value.dtype) and not value.requires_grad:
         return value.detach().contiguous().requires_grad_()  # of a frozen stage: torch sends gradients
     # torch detaches what is sent in place: no view, and nothing that only passes through.
     shared = value._is_view() or any(value is tensor for tensor in received)
     return value.clone() if shared else value.contiguous()
+
+
+def _learns(dtype: torch.dtype) -> bool:
+    """Whether gradients travel back for what was sent."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _form(tensors: Sequence[Tensor]) -> Form:
@@ -403,7 +441,7 @@ def _form_of(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
 
 def _examples(form: Form) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty(size, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+        torch.empty(size, dtype=dtype, device="meta", requires_grad=_learns(dtype))
         for size, dtype in form
     )
 
@@ -422,7 +460,11 @@ def _filled_up(inputs: Inputs, samples: int, rows: int) -> Inputs:
 def _real(leaf: Any, samples: int, rows: int) -> Any:
     """The rows of an output that belong to samples."""
     full = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
-    return leaf[:samples] if full and samples < rows else leaf
+    return leaf[:samples] if full else leaf
+
+
+def _is_sum(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad
 
 
 def _share(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
@@ -431,7 +473,7 @@ def _share(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
         owner, _, attribute = name.rpartition(".")
         ours, theirs = source.get_submodule(owner), target.get_submodule(owner)
         for kind in ("_parameters", "_buffers"):
-            if attribute in getattr(ours, kind):
+            if attribute in getattr(ours, kind) and attribute in getattr(theirs, kind):
                 getattr(theirs, kind)[attribute] = getattr(ours, kind)[attribute]
 
 

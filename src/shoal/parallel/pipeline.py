@@ -167,6 +167,14 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             found="this schedule runs backward in two parts, of which each would run the blocks again",
             fix="schedule='1f1b' or 'interleaved' with shoal.Recompute(), or no shoal.Recompute()",
         )
+    twice = [name for stage in stages for name in stage.learning_twice()] if splits else []
+    if twice:
+        raise StepError(
+            given=given,
+            found=f"{twice[0]} is called twice in one stage, and this schedule runs backward in two "
+            "parts, which torch can't do for weights that are used twice",
+            fix="schedule='1f1b' or 'interleaved'",
+        )
     held = frozenset[str]().union(*(stage.names for stage in stages))
     loose = [
         name

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -21,6 +23,11 @@ from shoal.errors import StepError
 
 _DRAWING = ("dropout", "rand", "bernoulli", "normal", "multinomial")
 """What functions that draw random numbers are called like: two stages must not draw twice."""
+_IN_PLACE = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift"),
+)
+"""The functions of `operator` for `+=` and its like."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,15 @@ class Stage:
     """The user's names of its parameters and buffers."""
     modules: frozenset[str]
     """The modules that it calls."""
+
+    def learning_twice(self) -> list[str]:
+        """The modules with parameters that it calls more than once."""
+        calls = Counter(str(n.target) for n in self.body.graph.nodes if n.op == "call_module")
+        return [
+            name
+            for name, times in calls.items()
+            if times > 1 and any(p.requires_grad for p in self.body.get_submodule(name).parameters())
+        ]
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,31 @@ class Outer:
             node: sum(number <= index for number in numbers) for index, node in enumerate(nodes)
         }
         local = _local(nodes)
+        self._refuse_changes(local)
         return [_Part(self, stage_of, local, number).stage() for number in range(len(before) + 1)]
+
+    def changes(self, node: fx.Node) -> fx.Node | None:
+        """What this node changes in place, if anything."""
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op == "call_module":
+            there = getattr(self.model.get_submodule(str(node.target)), "inplace", False) is True
+        else:
+            there = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            there = there or node.kwargs.get("inplace") is True
+        changed = node.args[0] if there and node.args else None
+        return changed if isinstance(changed, fx.Node) else None
+
+    def _refuse_changes(self, local: set[fx.Node]) -> None:
+        """Each stage has the inputs of its own: what one of them changes, the others don't see."""
+        for node in self.graph.nodes:
+            changed = self.changes(node)
+            if changed in local or (changed is not None and changed.op == "get_attr"):
+                raise StepError(
+                    given=f"shoal.Pipeline(…) around {type(self.model).__name__}",
+                    found=f"its own forward changes {changed} in place ({node.target})",
+                    fix="x = x * 2 in place of x *= 2 or x.mul_(2); what counts calls, into a module "
+                    "of its own",
+                )
 
     def _number(self, nodes: Sequence[fx.Node], name: str, given: str) -> int:
         for number, node in enumerate(nodes):
@@ -107,19 +147,48 @@ def trace(model: nn.Module, opened: Iterable[str]) -> Outer:
     return Outer(model, graphs[1], inspect.Signature(required))
 
 
+class _Value(fx.Proxy):
+    """What the forward is traced with: torch's own takes `h += x` for `h = h + x`."""
+
+
+def _changing(name: str) -> Callable[[_Value, object], Any]:
+    def change(self: _Value, other: object) -> Any:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return change
+
+
+for _name in _IN_PLACE:
+    setattr(_Value, f"__{_name}__", _changing(_name))
+
+
 def _traced(
     model: nn.Module, opened: set[str], optional: Mapping[str, Any], training: bool
 ) -> fx.Graph:
     class Tracer(fx.Tracer):
+        proxy_buffer_attributes = True  # else what is computed of buffers now would be for ever
+
         def is_leaf_module(self, module: nn.Module, name: str) -> bool:
             return name not in opened
 
+        def proxy(self, node: fx.Node) -> fx.Proxy:
+            return _Value(node, self)
+
     parts = [model, *(model.get_submodule(name) for name in opened)]
     modes = [part.training for part in parts]
+    kept: set[str] = set()
     try:
         for part in parts:
             part.training = training
-        graph = Tracer().trace(model, concrete_args=dict(optional))
+        held: list[dict[str, Any]] = [h for part in parts for h in (vars(part), part._buffers)]
+        before = [dict(attributes) for attributes in held]
+        try:
+            graph = Tracer().trace(model, concrete_args=dict(optional))
+        finally:
+            for now, was in zip(held, before, strict=True):
+                kept |= {name for name, value in now.items() if was.get(name, was) is not value}
+                now.clear()
+                now.update(was)
     except Exception as error:
         raise StepError(
             given=f"shoal.Pipeline(…) around {type(model).__name__}",
@@ -131,6 +200,13 @@ def _traced(
     finally:
         for part, mode in zip(parts, modes, strict=True):
             part.training = mode
+    if kept:
+        raise StepError(
+            given=f"shoal.Pipeline(…) around {type(model).__name__}",
+            found="its own forward makes tensors of nothing (torch.arange, torch.randn), or keeps what "
+            f"it computes on the model: {', '.join(sorted(kept))}",
+            fix="put that into a module of its own, or make such a tensor a buffer",
+        )
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node in placeholders[len(placeholders) - len(optional) :]:
         _erase(graph, node)  # the default was used; only a check that nothing else is given is left
@@ -176,9 +252,13 @@ class _Part:
         for node in received:
             self._copies[node] = self._graph.placeholder(node.name)
         mine = [node for node, stage in self._stage_of.items() if stage == self._number]
+        changed = {self._outer.changes(node) for node in mine}
         sent = [] if self._last else self._crossing(self._number + 1)
         used = {i for node in mine for i in node.all_input_nodes} & self._local
         self._place_inputs([*used, *(node for node in mine if node in self._local)])
+        for node in received:
+            if node in changed:  # autograd refuses it for what arrives
+                self._copies[node] = self._graph.call_method("clone", (self._copies[node],))
         for node in mine:
             if node.op == "output":
                 self._graph.output(fx.node.map_arg(node.args[0], self._copy))
