@@ -233,6 +233,7 @@ def copied(world: shoal.World, directory: Path) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
 
+@pytest.mark.full
 def test_copies_need_no_other_rank(two: Ranks, tmp_path: Path) -> None:
     names = [name for name, _ in GPT().named_parameters()]
     assert two.call(copied, tmp_path) == [names, names]
@@ -269,6 +270,7 @@ def resumed(world: shoal.World, directory: Path, steps: int) -> tuple[float, int
             return shoal.evaluate(step, texts())["loss"], step.number
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_one_process_and_back(two: Ranks, tmp_path: Path) -> None:
     with shoal.init() as world:
         expected = resumed(world, tmp_path / "whole", 6)

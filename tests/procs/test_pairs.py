@@ -11,8 +11,8 @@ import pytest
 from pairs import PAGE, PAIRS, Pair, attempt, layout, page, read, starting
 from ranks import Ranks
 
-QUICK = ("shard=2",)
-"""The layouts that `make test` tries; all of them in `make test-all`."""
+QUICK = {"EMA", "factory", "own loop", "tied"}
+"""The features that `make test` tries, with FSDP; all pairs in `make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def _parameters() -> list[Any]:
         pytest.param(
             pair,
             id=" x ".join(pair),
-            marks=[] if layout(pair) in QUICK else [pytest.mark.full],
+            marks=[] if "FSDP" in pair and QUICK & {*pair} else [pytest.mark.full],
         )
         for pair in PAIRS
     ]

@@ -241,8 +241,8 @@ CASES = [
 
 
 def _parameters() -> list[Any]:
-    """All cases; without `make test-all` a cover of those on up to three processes."""
-    small = [case for case in CASES if case.size <= 3]
+    """All cases; without `make test-all` a cover of those on two processes."""
+    small = [case for case in CASES if case.size <= 2]
     covered = cover(small, lambda case: ((case.way, case.layout), *case[2:]))
     return [
         pytest.param(

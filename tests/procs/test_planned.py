@@ -25,6 +25,7 @@ PLAN = {
     "tokens": "vocabulary",
     "head": "head",
 }
+FULL = pytest.mark.full
 SEQUENCE = PLAN | dict.fromkeys(("positions", "norm", "blocks.*.norm[12]"), "sequence")
 LOGITS = PLAN | {"head": "logits"}
 
@@ -105,7 +106,7 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     "plan", [SEQUENCE, LOGITS, SEQUENCE | LOGITS], ids=["sequence", "logits", "both"]
 )
-@pytest.mark.parametrize("length", [1, 5, 6])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=FULL), 5, pytest.param(6, marks=FULL)])
 def test_a_gpt_trains_like_one_process_at_any_length(
     two: Ranks, plan: dict[str, str], length: int
 ) -> None:
@@ -148,6 +149,7 @@ def cost(world: shoal.World, plan: Any, loss: Any) -> tuple[float, int]:
     return sent.elements, sum(kept.values())
 
 
+@pytest.mark.full
 def test_divided_sequences_and_logits_take_less_memory_and_no_more_bytes(two: Ranks) -> None:
     plain, sequence, logits = (
         two.call(cost, plan, cross_entropy)[0] for plan in (PLAN, SEQUENCE, LOGITS)
@@ -281,7 +283,7 @@ def test_positions_that_meet_a_divided_sequence_are_named(two: Ranks) -> None:
         assert "an nn.Embedding for positions" in str(found.error)
 
 
-@pytest.mark.parametrize("raw", [False, True], ids=["step", "loop"])
+@pytest.mark.parametrize("raw", [False, pytest.param(True, marks=FULL)], ids=["step", "loop"])
 def test_a_derived_plan_trains(two: Ranks, raw: bool) -> None:
     model = Between("relu")
     model.drop.p = 0.0

@@ -68,7 +68,7 @@ def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [
-        ("tensor=2", {}),
+        pytest.param("tensor=2", {}, marks=pytest.mark.full),
         pytest.param("replicate=2,tensor=2", {}, marks=pytest.mark.full),
         pytest.param("shard=2,tensor=2", {}, marks=pytest.mark.full),
         pytest.param("tensor=2", SEQUENCE, marks=pytest.mark.full),

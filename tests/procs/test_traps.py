@@ -177,7 +177,10 @@ def changed(world: shoal.World, way: str, change: Callable[[Net], None], after: 
 # Quick ones for every way; the rest in `make test-all`.
 CHANGES = [
     pytest.param(
-        way, change, after, marks=[] if after and change is not elsewhere else pytest.mark.full
+        way,
+        change,
+        after,
+        marks=[] if after and change is not elsewhere and way != "DDP" else pytest.mark.full,
     )
     for way in ("DDP", "FSDP", "Tensor", "Pipeline")
     for change in (converted, elsewhere, assigned)
@@ -206,6 +209,7 @@ def test_in_a_loop_of_ones_own_too(started: Callable[[str], Ranks], way: str, ch
         assert "moved, converted or replaced after parallelize" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [converted, partly_converted, assigned])
 def test_in_one_process_too(change: Any) -> None:
     with pytest.raises(StepError, match="moved, converted or replaced"):
@@ -223,6 +227,7 @@ def harmless(world: shoal.World, way: str) -> list[float]:
     return log(model, world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["DDP", "FSDP", "Pipeline"])
 def test_what_changes_no_parameter_is_allowed(started: Callable[[str], Ranks], way: str) -> None:
     expected = in_one_process(harmless, "one")
@@ -252,6 +257,7 @@ def factory_of_old(world: shoal.World, way: str) -> list[float]:
     return log(shoal.parallelize(lambda: model, world, WAYS.get(way)), world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["FSDP", "Pipeline"])
 def test_a_factory_may_use_what_was_made_before(started: Callable[[str], Ranks], way: str) -> None:
     expected = in_one_process(factory_of_old, "one")
@@ -351,7 +357,8 @@ def used_in_part(world: shoal.World, way: str) -> tuple[list[float], str]:
     return trained(world, WAYS.get(way), Spare)
 
 
-@pytest.mark.parametrize("way", ["FSDP", pytest.param("Tensor", marks=FULL)])
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["FSDP", "Tensor"])
 def test_unused_parameters_are_named_and_stay_as_they_are(
     started: Callable[[str], Ranks], way: str
 ) -> None:
@@ -379,6 +386,7 @@ def clipped(world: shoal.World, way: str) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["DDP", "FSDP"])
 def test_torchs_clipping_in_a_loop_of_ones_own_is_that_of_one_process(
     started: Callable[[str], Ranks], way: str
@@ -388,6 +396,7 @@ def test_torchs_clipping_in_a_loop_of_ones_own_is_that_of_one_process(
         assert found == [pytest.approx(pair, rel=1e-12) for pair in expected]
 
 
+@pytest.mark.full
 def test_torchs_clipping_of_some_divided_parameters_fails_aloud(
     started: Callable[[str], Ranks],
 ) -> None:
@@ -413,6 +422,7 @@ def compiled(world: shoal.World, compile: str | None) -> tuple[list[float], int]
 
 
 @FULL
+@pytest.mark.full
 def test_a_bare_sequential_is_compiled_in_buckets_of_any_size(started: Callable[[str], Ranks]) -> None:
     """torch asserts on buckets below one MiB, and compiles nothing of a Sequential in its DDP."""
     expected, none = in_one_process(compiled, None)
