@@ -15,15 +15,25 @@ import pytest
 import shoal
 from cover import cover
 from ranks import Ranks
-from specification import BATCH, SEED, TOLERANCE, Row, Trained, distance, specification, train
+from specification import (
+    BATCH,
+    LEARNING_RATE,
+    SEED,
+    TOLERANCE,
+    Row,
+    Trained,
+    distance,
+    specification,
+    train,
+)
 
 STEPS = 10
 HALF = 0.04
 """How far ten steps in bf16, with 8 bits of mantissa, stray from those in fp64 by the same measure."""
 
-SMALL = 0.2
-"""Parameters of less are measured by this: biases begin as zeros, and AdamW moves them by 0.01, in the
-direction of what rounding leaves of their gradients where these are small."""
+SMALL = STEPS * LEARNING_RATE / HALF
+"""Parameters of less are measured by this, so that they may differ by what ten steps of AdamW move:
+biases begin as zeros, and where their gradients are small it follows what rounding leaves of these."""
 
 
 class Way(NamedTuple):
