@@ -16,7 +16,10 @@ from shoal.data.order import Order
 from shoal.errors import DataError
 
 
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (2**64 + 1, 10**9)])
+@pytest.mark.parametrize(
+    ("seed", "epoch"),
+    [(0, 0), *(pytest.param(*at, marks=pytest.mark.full) for at in ((0, 1), (2**64 + 1, 10**9)))],
+)
 def test_permutation_of_every_size_to_2000(seed: int, epoch: int) -> None:
     for size in range(1, 2001):
         found = Order(size, seed=seed, epoch=epoch).indices(0, size)

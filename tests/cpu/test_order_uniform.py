@@ -16,7 +16,10 @@ from shoal.data.order import Order
 
 Table = npt.NDArray[np.int64]
 
-SIZES = [5, 6, 7, 8, 9, 10, 17, 100, 1000, 10**4, 10**6]
+SIZES = [
+    *(7, 100, 10**6),
+    *(pytest.param(size, marks=pytest.mark.full) for size in (5, 6, 8, 9, 10, 17, 1000, 10**4)),
+]
 ENTIRE = {10**4: 200, 10**6: 8}  # how many whole orders to look at; elsewhere 2,000
 SEEDS = range(2_000)
 # About 60 p-values: a uniform shuffle would fail one of them with probability 0.006.

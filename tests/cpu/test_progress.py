@@ -180,6 +180,7 @@ def test_a_terminal_has_one_line_below_all_else(tmp_path: Path, columns: int) ->
     assert line.startswith("━") == (columns >= 80)
 
 
+@pytest.mark.full
 def test_without_color_the_bar_is_as_long_as_the_way_gone(tmp_path: Path) -> None:
     plain = terminal(tmp_path, 160, variables={"NO_COLOR": "1"})
     color = re.compile(rb"\x1b\[[\d;]*[34]\d")
@@ -198,7 +199,9 @@ def test_a_terminal_that_can_not_rewrite_gets_lines(tmp_path: Path) -> None:
     assert "100 % · step 40" in "".join(shown.last)
 
 
-@pytest.mark.parametrize("mode", ["raises", "forever", "unclosed"])
+@pytest.mark.parametrize(
+    "mode", ["raises", *(pytest.param(m, marks=pytest.mark.full) for m in ("forever", "unclosed"))]
+)
 def test_whatever_ends_it_leaves_the_terminal_whole(tmp_path: Path, mode: str) -> None:
     interrupted = False
 
@@ -246,6 +249,7 @@ def test_rank_0_alone_shows_it(tmp_path: Path) -> None:
     assert end.startswith("100 % · step 10 · epoch 1.00/1 · loss ")
 
 
+@pytest.mark.full
 def test_a_terminal_that_only_a_launcher_made_gets_lines(tmp_path: Path) -> None:
     """mpirun gives rank 0 one, whose output may go into a file."""
     names = {"RANK": 0, "SIZE": 1, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}

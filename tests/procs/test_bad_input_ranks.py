@@ -289,10 +289,11 @@ def members(mark: str) -> list[int]:
     ("layout", "line", "lines"),
     [
         ("-1", "step(batch)", ["given: the loss function loss (", "found: ", "fix:   reduction='sum'"]),
-        (
+        pytest.param(
             "5",
             "with shoal.init",
             ["given: layout='replicate=5' on 2 ", "found: ", "fix:   shoal.init("],
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -99,7 +99,7 @@ def crowded_beginning(directory: Path) -> None:
     (directory / "step-2.partial" / "manifest.json").unlink()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("begin", "keep", "before"),
     [
@@ -170,7 +170,7 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
     ("code", "text", "fix"),
     [
         (errno.ENOSPC, "No space left", "free space"),
-        (errno.EACCES, "Permission denied", "writable"),
+        pytest.param(errno.EACCES, "Permission denied", "writable", marks=pytest.mark.full),
     ],
 )
 def test_refused_at_every_operation(code: int, text: str, fix: str, tmp_path: Path) -> None:

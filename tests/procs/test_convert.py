@@ -87,7 +87,7 @@ def same_order(plain: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[fl
 @pytest.mark.parametrize(
     ("converted", "command"),
     [
-        ("with_shoal.py", TWO),
+        pytest.param("with_shoal.py", TWO, marks=pytest.mark.full),
         pytest.param("with_own_loop.py", TWO, marks=pytest.mark.full),
         pytest.param("with_shoal.py", ALONE, marks=pytest.mark.full),
         pytest.param("with_own_loop.py", ALONE, marks=pytest.mark.full),

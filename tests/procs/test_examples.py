@@ -146,6 +146,7 @@ def test_a_transformers_model_ends_the_same_in_both_loops(repository: Path, tmp_
     assert given == own
 
 
+@pytest.mark.full
 def test_the_stand_in_is_mnist_in_form(repository: Path, digits: Path) -> None:
     mnist = runpy.run_path(str(repository / "examples/mnist.py"))
     for part, count in (("train", 500), ("t10k", 200)):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ranks import free_port
 
 SCRIPT = """
@@ -29,6 +31,7 @@ with shoal.init(device="cpu") as world:
 """
 
 
+@pytest.mark.full
 def test_only_global_rank_0_is_first(tmp_path: Path) -> None:
     """FAILURES 26: two tasks that see one GPU each, both of local rank 0."""
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -128,7 +128,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_gan_trains_like_one_process(
     ranks: tuple[Ranks, list[shoal.DDP | shoal.FSDP]],
     specification: list[Tensor],

@@ -37,6 +37,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command.clean_up()
 
 
+@pytest.mark.full
 def test_a_script_without_a_guard_launches_again_and_again(start: Start) -> None:
     script = """
         import json, os, sys
@@ -139,8 +140,12 @@ except shoal.LaunchError as error:
     [
         ("raise ValueError('boom')", "ValueError: boom"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL (signal 9)"),
-        ("sys.exit(3)", "ended with exit code 3"),
-        ("raise shoal.DataError(given='a', found='bad data', fix='c')", "bad data"),
+        pytest.param("sys.exit(3)", "ended with exit code 3", marks=pytest.mark.full),
+        pytest.param(
+            "raise shoal.DataError(given='a', found='bad data', fix='c')",
+            "bad data",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_rank_that_fails(start: Start, line: str, told: str) -> None:

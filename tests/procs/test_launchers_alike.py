@@ -160,6 +160,7 @@ CPUS = os.sched_getaffinity(0)
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two cores")
 @pytest.mark.parametrize("command", [SHOAL, TORCHRUN], ids=["shoal run", "torchrun"])
+@pytest.mark.full
 def test_no_two_ranks_share_a_core_while_others_idle(command: list[str], tmp_path: Path) -> None:
     """FAILURES 27."""
     said, messages = run([*command, "2", "train.py"], tmp_path, CORES)

@@ -57,6 +57,7 @@ def test_the_shoal_form_is_the_shorter(scripts: list[str]) -> None:
     assert len(ours) < len(plain)
 
 
+@pytest.mark.full
 def test_the_script_gives_the_same_alone_on_two_processes_and_again(
     scripts: list[str], tmp_path: Path
 ) -> None:

@@ -183,7 +183,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(value) or "default",
 )
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_every_option_trains_like_one_process(
     ranks: Ranks, world: shoal.World, kind: type[nn.Module], options: dict[str, Any], micro_batches: int
 ) -> None:

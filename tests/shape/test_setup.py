@@ -84,6 +84,7 @@ def test_skips_fail_in_ci_only(repository: Path, tmp_path: Path) -> None:
     assert skips(repository, tmp_path, "needs CUDA", ci=True) == pytest.ExitCode.OK
 
 
+@pytest.mark.full
 def test_a_module_that_skips_fails_in_ci(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "test_import.py").write_text("import pytest\npytest.importorskip('no_such')\n")
     assert skips(repository, tmp_path, "needs CUDA", ci=False) == pytest.ExitCode.OK
