@@ -116,7 +116,10 @@ class Checkpoints:
         def write(chunks: dict[str, torch.Tensor]) -> Written:
             name = f"rank-{rank}.safetensors"
             outcome = self._agreement.attempt(
-                given, lambda: self._store.write(step, name, serialize(chunks))
+                given,
+                lambda: self._store.write(
+                    step, name, serialize(chunks), size=sum(chunk.nbytes for chunk in chunks.values())
+                ),
             )
             return Written(name, (outcome, own_parts.json, parts.json if join else None))
 
@@ -188,7 +191,10 @@ class Checkpoints:
                 fix="put it into the state",
             )
         if self._world.rank == 0:
-            self._store.begin(step)
+            tensors = [*parts.tensors.values(), *own_parts.tensors.values()]
+            self._store.begin(
+                step, sum(t.numel() * t.element_size() for t in tensors), self._world.size
+            )
         return parts, own_parts, described.json
 
     def _commit(
