@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -60,12 +60,11 @@ class Staging:
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def blocks(self) -> Iterator[bytes | memoryview]:
+    def blocks(self) -> list[bytes | memoryview]:
         """The content of the file, in order."""
-        yield self._header
         data = self._buffer.numpy().data
-        for start in range(0, self._bytes, BLOCK):
-            yield data[start : min(start + BLOCK, self._bytes)]
+        starts = range(0, self._bytes, BLOCK)
+        return [self._header, *(data[start : min(start + BLOCK, self._bytes)] for start in starts)]
 
 
 def _header(described: Mapping[str, object]) -> bytes:
