@@ -16,13 +16,13 @@ import torch
 from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
 from shoal.checkpoint.aside import Aside, Job
 from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
-from shoal.checkpoint.store import DamageError, Files, Manifest, Record, Store, step_of
+from shoal.checkpoint.store import DamageError, Files, Manifest, Record, Store, open_file, step_of
+from shoal.checkpoint.table import STATE, read
 from shoal.errors import CheckpointError
+from shoal.texts import masked
 
 if TYPE_CHECKING:
     from shoal.checkpoint.tensors import Plan
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Checkpoints:
     ) -> tuple[Parts, Parts, Any]:
         parts = take_apart(state, "state")
         own_parts = take_apart(rank_state, "rank", str(self._world.rank))
-        described = take_apart(dict(info), "info")
+        described = take_apart(masked(dict(info)), "info")
         if described.tensors:
             raise CheckpointError(
                 given=f"the info of a checkpoint, at {next(iter(described.tensors))}",
@@ -375,7 +375,8 @@ class Checkpoints:
         from shoal.checkpoint.tensors import allocate
 
         template, elsewhere = wanted
-        content = json.loads((path / STATE).read_bytes())
+        with open_file(path / STATE) as file:
+            content = read(file.read(), manifest)
         offered = {} if template is None else take_apart(template, "state").tensors
         targets: dict[str, torch.Tensor] = {}
         for name in names_in([content["state"], self._own(content, manifest)]):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from shoal.checkpoint.state import DTYPES
+from shoal.checkpoint.store import DamageError
 
 Table = dict[str, Any]
 
@@ -189,6 +190,7 @@ class _Reader(StorageReader):
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             parts = tuple(slice(offset, offset + length) for offset, length in spans)
             value = file.get_slice(chunk["key"])[parts]
+        check_piece(value, item.lengths, self._table[item.storage_index.fqn]["dtype"])
         if _DTYPE_NAMES[self._table[item.storage_index.fqn]["dtype"]].is_complex:
             value = torch.view_as_complex(value)
         target = planner.resolve_tensor(item).detach()
@@ -205,6 +207,19 @@ class _Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False
+
+
+def check_piece(value: torch.Tensor, sizes: Sequence[int], dtype: str) -> None:
+    """Raise DamageError where a file holds another piece than the table says: copying would convert
+    or repeat its values."""
+    wanted = _DTYPE_NAMES[dtype]
+    pair = (2,) if wanted.is_complex else ()
+    if tuple(value.shape) != (*sizes, *pair) or value.dtype != wanted.to_real():
+        raise DamageError(f"a file holds {_form(value)} in the place of {dtype} {list(sizes)}")
+
+
+def _form(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _key(item: WriteItem) -> str:
