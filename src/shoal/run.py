@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from shoal.progress import Progress
 from shoal.sameness import check_same_data
 from shoal.shares import divided, is_divided
 from shoal.step import Step
+from shoal.stopping import Reason, Stopped, Stopping
 from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
@@ -53,6 +54,9 @@ class Run:
     else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
     the rank. The newest `keep` checkpoints are kept. `trackers` take what `world.log` is given:
     TensorBoard if it is installed, unless others are chosen; () is none.
+
+    As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
+    tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
 
     Raises CheckpointError, on all ranks, when the directory can't be written.
     """
@@ -98,6 +102,8 @@ class Run:
         self._free = False
         self._recorded = self._numbers()
         self._saved: tuple[dict[str, int], int, Path] | None = None
+        self._stopping = Stopping(self.world)
+        self._stopping.start()
 
     @property
     def step(self) -> int:
@@ -150,7 +156,9 @@ class Run:
 
     def tick(self, *, every: int | None = None) -> None:
         """After each batch: record the steps taken on it, show progress, and save at every `every`-th
-        step of the first Step. Collective."""
+        step of the first Step. Collective.
+
+        Raises SystemExit, after a save, when a signal on any rank has asked to stop."""
         self._check_open()
         if not self._begun:
             self._begin()
@@ -186,6 +194,9 @@ class Run:
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
         taken, self._recorded = self._recorded, self._numbers()
+        reason = self._stopping.due()
+        if reason is not None:
+            self._leave(reason)
         moved = self.step != next(iter(taken.values()))
         if every is not None and self.step % check_interval(every) == 0 and moved:
             self.save()
@@ -228,6 +239,15 @@ class Run:
         numbers = {name: float(value) for name, value in values.items()}
         self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
         self._curves.write(numbers, self.step)
+
+    def _leave(self, reason: Reason) -> NoReturn:
+        """Save, and end this process with the code that tells its launcher why."""
+        path = self.save()
+        self.note(reason.kind, {"by": reason.what, "on": reason.rank, "path": path})
+        self.world.say(
+            f"{reason}: saved step {self.step:,} in {path}; the same command goes on from there"
+        )
+        raise Stopped(reason)
 
     def _commit(self, checkpoints: Checkpoints, position: int) -> Path:
         begun = time.perf_counter()
@@ -278,8 +298,9 @@ class Run:
         return models | {f"state/state/{each}" for each in others}
 
     def close(self) -> None:
-        """Write what is left of the events and end the progress line."""
+        """Write what is left of the events, end the progress line, leave signals as they were."""
         self._closed = True
+        self._stopping.stop()
         self.events.close()
         self._curves.close()
         self.world.recorder = None
