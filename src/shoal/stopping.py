@@ -258,7 +258,7 @@ class Stopping:
 
     def _fail(self, error: RuntimeError) -> None:
         self._error = LaunchError(
-            given="a request to stop, on which all ranks agree through the store of rank 0 or its launcher",
+            given="a request to stop, on which ranks agree through the store of rank 0 or its launcher",
             found=f"it can't be reached any more: {str(error).splitlines()[0]}",
             fix="see rank 0's own error; the same command goes on from the newest checkpoint",
         )

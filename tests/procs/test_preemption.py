@@ -180,7 +180,8 @@ def assert_all_stopped_and_go_on(
     assert {each.code for each in ended} == {REQUEUE}
     (step,) = {each.step for each in ended}
     assert AT <= step <= AT + 2
-    assert sorted(path.name for path in (directory / "checkpoints").glob("step-*"))[-1] == f"step-{step}"
+    saved = (path.name for path in (directory / "checkpoints").glob("step-*"))
+    assert max(saved, key=lambda name: int(name.removeprefix("step-"))) == f"step-{step}"
     for rank in range(len(ended)):
         written = list(events.read(directory / "events" / f"rank-{rank}.jsonl"))
         assert [event["step"] for event in written if event["event"] == "preempted"] == [step]
@@ -282,14 +283,16 @@ def test_workers_leave_the_end_to_their_rank(
 
 def group_told(world: shoal.World, directory: Path) -> Ended:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    assert os.getpgrp() == os.getpid()
+    next_group = world.gather(os.getpgrp())[world.rank - 1]
     whole = Told(moment="group", ranks=tuple(range(RANKS)), signals=())
     original = Signals.at
 
     def at(self: Signals, moment: str) -> None:
         if moment == "group" and not self.sent and self.step is not None and self.step.number == AT:
             assert len(psutil.Process().children()) == 2
-            for signum in (signal.SIGTERM, signal.SIGUSR1):
-                os.killpg(os.getpgrp(), signum)
+            for signum in (signal.SIGTERM, signal.SIGUSR1):  # by another rank: a worker heeds its own
+                os.killpg(next_group, signum)
         original(self, moment)
 
     Signals.at = at  # type: ignore[method-assign]

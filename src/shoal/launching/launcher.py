@@ -150,8 +150,9 @@ class Launcher:
         failure = culprit(failures)
         again = self._preempted < self._preemptions and not self._told
         try:
-            # Nobody can save any more when one has failed, and those who wait for it need not be waited for.
-            self._workers.stop(signal.SIGTERM, GRACE if self._grace is None else min(GRACE, self._grace))
+            # When one has failed nobody can save any more, and GRACE is enough for all else.
+            grace = GRACE if self._grace is None else min(GRACE, self._grace)
+            self._workers.stop(signal.SIGTERM, grace)
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
             if preempted(failures):

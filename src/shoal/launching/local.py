@@ -105,9 +105,7 @@ def _open_standard_files() -> None:
     os.close(file)
 
 
-def _check(
-    script: str, *, processes: int, restarts: int, preemptions: int, port: int | None
-) -> None:
+def _check(script: str, *, processes: int, restarts: int, preemptions: int, port: int | None) -> None:
     if processes < 1:
         raise LaunchError(
             given=f"-n {processes}",
