@@ -84,8 +84,8 @@ class Saving:
 class Saves:
     """The saves of a run: one is under way at a time, and what became of it is told.
 
-    Where `must` is set, one that failed ends the run: at the next one, when all ranks know, or when
-    the run is closed.
+    Where `must` is set, one that failed ends the run: at a tick on which all ranks agree, at the next
+    save, or when the run is closed.
     """
 
     def __init__(self, world: World, events: Events, *, must: bool) -> None:
@@ -169,6 +169,11 @@ class Saves:
             if job.failed:
                 self._saving = None
             self.hear()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has heard of a save that failed and had not to."""
+        return self._must and self._failure is not None
 
     def check(self) -> None:
         """Raise the error of a save that failed and had not to."""

@@ -157,7 +157,7 @@ def test_whoever_closes_waits_for_it(world: shoal.World, two: Ranks, tmp_path: P
 
 
 def failing(world: shoal.World, directory: Path, code: int, must: bool) -> list[str]:
-    """The save of step 2 fails on the last rank; steps 1 and 3 are saved."""
+    """The save of step 2 fails on the last rank; steps 1 and, unless it must not, 3 are saved."""
     barrier = directory / "open"
     barrier.mkdir(parents=True, exist_ok=True)
     with begin(world, directory, must_save=must) as run:
@@ -167,7 +167,7 @@ def failing(world: shoal.World, directory: Path, code: int, must: bool) -> list[
             run.steps["step"](batch)
             if last and run.step == 2:
                 (barrier / "refuse").touch()
-            run.tick(every=1 if run.step <= 3 else None)
+            run.tick(every=1 if run.step <= (2 if must else 3) else None)
             run.checkpoints.aside.wait()
             if last and run.step == 2:
                 (barrier / "refuse").unlink()
@@ -197,6 +197,8 @@ def test_a_save_that_must_not_fail_ends_the_run_on_all_ranks(two: Ranks, tmp_pat
         assert isinstance(result.error, CheckpointError)
         assert "rank 1: [Errno 28] No space left on device" in result.error.found
     assert saved(tmp_path) == [1]
+    steps = [line["step"] for line in events.read(tmp_path / "events/rank-0.jsonl") if "loss" in line]
+    assert 3 <= max(steps) < STEPS  # at once, and not when the next save comes
 
 
 def test_one_that_is_waited_for_raises_and_is_not_told_again(
