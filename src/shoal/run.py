@@ -93,6 +93,7 @@ class Run:
         chosen = default_trackers() if trackers is None else trackers
         self._curves = Curves(self.directory, chosen, first=self.world.first)
         self.world.recorder = self.log
+        self.world.directory = self.directory
         self._begun = False
         self._closed = False
         self._free = False
@@ -203,10 +204,12 @@ class Run:
         self._catch_up()
         at = (self._numbers(), self._position())
         if to is not None:
-            return self._commit(Checkpoints(self.directory / to, self.world, keep=1), at[1])
+            with self.world.preparing():
+                return self._commit(Checkpoints(self.directory / to, self.world, keep=1), at[1])
         if self._saved is not None and self._saved[:2] == at and not self.state:
             return self._saved[2]
-        path = self._commit(self.checkpoints, at[1])
+        with self.world.preparing():  # one rank may take long to write, and the others wait for it
+            path = self._commit(self.checkpoints, at[1])
         self._saved = (*at, path)
         return path
 
@@ -282,7 +285,7 @@ class Run:
         self._closed = True
         self.events.close()
         self._curves.close()
-        self.world.recorder = None
+        self.world.recorder = self.world.directory = None
         if self._lock is not None:
             self._lock.release()
         if self._progress is not None:
