@@ -338,7 +338,7 @@ class World:
         if self._steps == 1:
             self._set_limit(self._watch)
             self._let_torch_wait()
-        elif self._steps > CHECKED_STEPS:
+        elif self._steps > CHECKED_STEPS and not self._matching.found:
             self._matching.stop()
 
     def _set_limit(self, watch: Watch) -> None:
@@ -348,7 +348,7 @@ class World:
     def _let_torch_wait(self) -> None:
         """Give all process groups a limit of torch's own that is not reached before the watch's."""
         longest = timedelta(seconds=max(self.limits.step, self.limits.prepare) + MARGIN_SECONDS)
-        for group in list(dist.distributed_c10d._world.pg_names):  # type: ignore[attr-defined]
+        for group in list(dist.distributed_c10d._world.pg_names):
             dist.distributed_c10d._set_pg_timeout(longest, group)
 
     @contextlib.contextmanager

@@ -53,8 +53,8 @@ _CALLS = {
     "barrier": _Call("barrier", None),
 }
 _KEY = "BackendSelect"
-"""Where calls are held up: below autograd and all modes, above the kernels of the devices. Those release
-Python's lock only when they are called by redispatching; Gloo's threads need it."""
+"""Where calls are held up: below autograd and all modes, above the kernels of the devices. Called by
+redispatching, those run without Python's lock, which Gloo's threads need."""
 _BYTES = 768
 _LONGEST = 300
 
@@ -62,13 +62,14 @@ _LONGEST = 300
 class Matching:
     """Compares each collective of CPU tensors with those of the other ranks, until `stop`.
 
-    Threads beside the main one are left alone: their calls have no fixed order with those of the main thread, nor
-    with the end of the check. A mismatch is an AgreementError on all ranks of the group, before
-    anything is sent. `current` is the collective whose check is under way.
+    Threads beside the main one are left alone: their calls have no fixed order with its calls, nor with
+    the end of the check. A mismatch is an AgreementError on all ranks of the group, before anything is
+    sent. `current` is the collective whose check is under way, `found` whether any did not match.
     """
 
     def __init__(self, rank: int) -> None:
         self.current: Collective | None = None
+        self.found = False
         self._rank = rank
         self._library: Any = torch.library.Library("c10d", "IMPL")
         for name, call in _CALLS.items():
@@ -113,6 +114,7 @@ class Matching:
             self.current = None
         usual, times = Counter(text.split("\n")[0] for text in everyone).most_common(1)[0]
         if times < len(everyone):
+            self.found = True
             raise _error([text.split("\n") for text in everyone], usual)
 
 

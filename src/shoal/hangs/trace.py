@@ -68,14 +68,14 @@ def outstanding(after: int, threads: Collection[str]) -> Collective | None:
 
 def groups() -> dict[str, list[int]]:
     """The process groups of this process by name, with their ranks in the world."""
-    world = dist.distributed_c10d._world  # type: ignore[attr-defined]
+    world = dist.distributed_c10d._world
     return {world.pg_names[group]: list(world.pg_group_ranks[group]) for group in list(world.pg_names)}
 
 
 def counts() -> list[int]:
     """How many operations each process group has begun, sending and receiving included."""
-    world = dist.distributed_c10d._world  # type: ignore[attr-defined]
-    return [group._get_sequence_number_for_group() for group in list(world.pg_names)]
+    known: list[Any] = list(dist.distributed_c10d._world.pg_names)
+    return [group._get_sequence_number_for_group() for group in known]
 
 
 def describe(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:

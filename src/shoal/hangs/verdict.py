@@ -105,7 +105,7 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict:
         line = f"{_who(silent[0], size)} does not answer{_more(silent)}: process {silent[0].pid} is "
         line += f"stopped, or in a call that keeps Python's lock; {tail}"
         where = f"{silent[0].host}, pid {silent[0].pid}"
-        return Verdict(rank=silent[0].rank, where=where, line=line, patience=CONFIRM)
+        return Verdict(rank=silent[0].rank, where=where, line=line)
     return _each_other(waiting, size, seconds)
 
 
@@ -165,8 +165,8 @@ def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
 
 
 def _each_other(waiting: Sequence[Seen], size: int, seconds: float) -> Verdict:
-    places = Counter(str(one.waits) + one.place for one in waiting)
-    one = min(waiting, key=lambda one: (places[str(one.waits) + one.place], one.rank))
+    places = Counter((one.waits, one.place) for one in waiting)
+    one = min(waiting, key=lambda one: (places[one.waits, one.place], one.rank))
     where = f"{one.host}, {one.place}"
     rest = [other for other in waiting if (other.waits, other.place) != (one.waits, one.place)]
     if len(places) == 1:
@@ -223,7 +223,7 @@ def _more(ranks: Sequence[Seen | Absent]) -> str:
 
 
 def _waits(waiting: Sequence[Seen], seconds: float) -> str:
-    """"ranks 0 and 2 have waited 5 s in all_reduce of float32[4] at train.py:7"."""
+    """ "ranks 0 and 2 have waited 5 s in all_reduce of float32[4] at train.py:7"."""
     first = min(waiting, key=lambda one: one.rank)
     same = [one.rank for one in waiting if (one.waits, one.place) == (first.waits, first.place)]
     has = "has" if len(same) == 1 else "have"

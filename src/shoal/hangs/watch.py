@@ -8,6 +8,7 @@ counted in the training itself, and whatever takes long without making others wa
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
@@ -32,8 +33,15 @@ from shoal.hangs.verdict import Absent, Seen, Verdict
 
 _INTERVAL = 0.5
 """Seconds between two looks, at most."""
-_ANSWER_SECONDS = 1.5
-_TOGETHER_SECONDS = 0.1
+_ANSWER_SECONDS = 2.0
+_LATER_SECONDS, _LATEST_RANK = 0.05, 20
+"""By so much each rank, up to that one, begins to judge later than the rank before it, so that of
+thousands that wait few ask all the others. Whom a lower rank has asked leaves it the judgement."""
+_LEFT_SECONDS = 2 * _ANSWER_SECONDS
+_AGAIN_SECONDS = 1.0
+_LONGEST_LOOK = _INTERVAL + _ANSWER_SECONDS + _AGAIN_SECONDS
+"""Seconds between two looks, at most, while this process runs."""
+_TOGETHER_SECONDS = 0.25
 """All wait so long before they end, or the first to end would look like the cause."""
 _WRITE_SECONDS = 1.0
 _RECENT = 20
@@ -83,7 +91,8 @@ class Watch:
         self._peers: list[Peer] = [peer for peer, _ in everyone]
         self._token: str = everyone[0][1]
         self._before = trace.newest()
-        self._judging = False
+        self._left = -math.inf
+        self._decided = False
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
@@ -104,39 +113,37 @@ class Watch:
 
     async def _watch(self) -> None:
         async with await asyncio.start_server(self._answer, sock=self._socket):
+            later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
             counts, waited, looked = trace.counts(), 0.0, time.monotonic()
-            while not await _within(self._stopped.wait(), interval := min(_INTERVAL, self.limit / 10)):
+            while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
                 # Time in which this process was stopped, or its machine asleep, is nobody's fault.
-                passed = min(time.monotonic() - looked, 2 * interval)
+                passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
                 looked = time.monotonic()
                 now = trace.counts()
                 waited, counts = waited + passed if now == counts else 0.0, now
-                if waited >= self.limit and self._waits(stacks.main_stack()) is not None:
+                if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
                     await self._judge(waited)
+                    await _within(self._stopped.wait(), _AGAIN_SECONDS)
 
     async def _judge(self, seconds: float) -> None:
-        """Ask all ranks, decide, and end all if that is to be believed.
-
-        Several ranks may begin to judge at once; the lowest goes on.
-        """
-        self._judging = True
-        answers = await self._ask(range(self._size), {"judge": self._rank})
-        lower = answers[: self._rank]
-        if any(isinstance(answer, dict) and answer["judging"] for answer in lower):
-            self._judging = False
-        if not self._judging:
+        """Ask all ranks, decide, and end all if that is to be believed; the lowest judge goes on."""
+        if time.monotonic() < self._left + _LEFT_SECONDS:
             return
-        self._judging = False
+        answers = await self._ask(range(self._size), {"judge": self._rank})
         found = [self._understand(rank, answer) for rank, answer in enumerate(answers)]
         decided = verdict.decide(found, seconds=seconds)
         if seconds < min(self.limit + decided.patience, max(self.limit, self._limits.prepare)):
             return
         report = self._put_into_words(decided, found)
-        if not end.tell_launcher(report):
-            end.tell_people(report)
+        self._decided = True
         there = [one.rank for one in found if isinstance(one, Seen) and one.rank != self._rank]
         silent = [one.rank for one in found if isinstance(one, Absent) and not one.ended]
-        await self._ask(there, {"end": asdict(report), "silent": silent})
+        ends = await self._ask(there, {"judge": self._rank, "end": asdict(report), "silent": silent})
+        if self._ending is not None or {"refused": True} in ends:
+            self._decided = False
+            return
+        if not end.tell_launcher(report):
+            end.tell_people(report)
         await self._end(silent)
 
     async def _ask(
@@ -155,7 +162,7 @@ class Watch:
 
     def _understand(self, rank: int, answer: dict[str, Any] | OSError | TimeoutError) -> Seen | Absent:
         if isinstance(answer, dict):
-            return verdict.from_plain(answer["seen"])
+            return verdict.from_plain(answer)
         peer = self._peers[rank]
         ended = isinstance(answer, ConnectionError)
         return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended)
@@ -164,14 +171,15 @@ class Watch:
         await channel.answer(reader, writer, token=self._token, reply=self._reply)
 
     def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
-        if "end" in question:
-            end.tell_launcher(Report(**question["end"]))
-            self._ending = asyncio.create_task(self._end(question["silent"]))
-            return {}
-        answer = {"seen": verdict.to_plain(self._see()), "judging": self._judging}
-        if question["judge"] < self._rank:
-            self._judging = False
-        return answer
+        lower = question["judge"] < self._rank
+        if "end" not in question:
+            self._left = time.monotonic() if lower else self._left
+            return verdict.to_plain(self._see())
+        if self._decided and not lower:
+            return {"refused": True}
+        end.tell_launcher(Report(**question["end"]))
+        self._ending = asyncio.create_task(self._end(question["silent"]))
+        return {}
 
     async def _end(self, silent: Sequence[int]) -> None:
         await asyncio.sleep(_TOGETHER_SECONDS)

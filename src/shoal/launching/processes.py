@@ -102,6 +102,7 @@ class Workers:
             running = [rank for rank in self._ranks if not rank.ended]
             for rank in running:
                 rank.send(signum)
+                rank.send(signal.SIGCONT)  # one that was stopped could not end
             deadline = time.monotonic() + grace
             while running and time.monotonic() < deadline:
                 _poll(running, deadline)
