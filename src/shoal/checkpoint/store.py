@@ -119,7 +119,7 @@ class Manifest:
             raise DamageError(f"{MANIFEST} is not one of a Shoal checkpoint")
         if content.get("version") != VERSION:
             found = content.get("version")
-            raise DamageError(f"it has format version {found!r}, this Shoal reads {VERSION}")
+            raise DamageError(f"{MANIFEST} has format version {found!r}, this Shoal reads {VERSION}")
         try:
             body = content["manifest"]
             files = {name: Record(**record) for name, record in body["files"].items()}
