@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .errors import LaunchError, ShoalError
+from .errors import CheckpointError, LaunchError, ShoalError
 
 app = typer.Typer(
     name="shoal",
@@ -17,6 +20,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+checkpoints = typer.Typer(
+    name="checkpoint",
+    help="Look at checkpoints: list, show, verify, compare, export.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(checkpoints)
 
 
 def _print_version(wanted: bool) -> None:
@@ -51,13 +62,21 @@ def run(
         str,
         typer.Option(metavar="N", help="How often to start all again after a failure."),
     ] = "0",
+    preemptions: Annotated[
+        str,
+        typer.Option(metavar="N", help="How often to start all again when ranks left to save (75)."),
+    ] = "0",
     port: Annotated[
         str | None, typer.Option(metavar="PORT", help="Where the processes meet; else a free one.")
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(min=0.0, metavar="SECONDS", help="From asking processes to end to SIGKILL."),
-    ] = 3.0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="From asking processes to end to SIGKILL; else 600 where they save, 3 elsewhere.",
+        ),
+    ] = None,
     logs: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
@@ -83,6 +102,7 @@ def run(
             given[1:] if given[:1] == ["--"] else given,
             processes=_whole(processes, "-n"),
             restarts=_whole(restarts, "--restarts"),
+            preemptions=_whole(preemptions, "--preemptions"),
             port=None if port is None else _whole(port, "--port"),
             grace=grace,
             logs=logs,
@@ -96,12 +116,126 @@ def info() -> None:
 
     Started by srun, mpirun or torchrun it joins their world and tells of every rank.
     """
-    from rich.console import Console
-
     from .info import show
+    from .tables import plain_console
 
-    # Without styles: a launcher may give a rank a terminal of its own and write into a file.
-    show(Console(color_system=None, highlight=False))
+    show(plain_console())
+
+
+Directory = Annotated[
+    str, typer.Argument(metavar="PATH", help="A run directory, its checkpoints, or one of them.")
+]
+
+
+@checkpoints.command("ls")
+def list_checkpoints(
+    path: Directory,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files, not only sizes.")] = False,
+) -> None:
+    """List the checkpoints of a run, and what it left behind."""
+    from .inspection import page, places, summary
+    from .tables import plain_console
+
+    with _readable(path):
+        if places.is_checkpoint(Path(path)):
+            one = [summary.entry(Path(path), verify=verify)]
+            page.listing(plain_console(), Path(path).parent, one, [], verified=verify)
+            return
+        for folder in places.folders(Path(path)):
+            found = list(summary.entries(folder, verify=verify))
+            left = summary.leftovers(folder)
+            page.listing(plain_console(), folder, found, left, verified=verify)
+
+
+@checkpoints.command("show")
+def show_checkpoint(path: Directory) -> None:
+    """Show what a checkpoint holds: its origin, tensors and state.
+
+    Of a run it is the newest that has all its files.
+    """
+    from .inspection import contents, page, places
+    from .tables import plain_console
+
+    with _readable(path):
+        page.contents(plain_console(), contents.look(places.newest(Path(path))))
+
+
+@checkpoints.command("verify")
+def verify_checkpoints(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Runs or checkpoints.")],
+) -> None:
+    """Read every byte; exit with 1 if one is damaged."""
+    from .inspection import page, places, soundness
+    from .tables import plain_console
+
+    damaged = False
+    for path in paths:
+        with _readable(path):
+            for found in places.checkpoints(Path(path)):
+                problems = soundness.problems(found, read=True)
+                step = None if problems else soundness.manifest(found).step
+                page.verdict(plain_console(), found, problems, step=step)
+                damaged = damaged or bool(problems)
+    raise typer.Exit(int(damaged))
+
+
+@checkpoints.command("diff")
+def compare_checkpoints(
+    first: Annotated[str, typer.Argument(metavar="A", help="A run directory or a checkpoint.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+) -> None:
+    """Compare two; exit with 0 if they are the same, else 1.
+
+    Of runs the newest are compared. Circumstances, such as the time, may differ.
+    """
+    from .inspection import comparison, contents, page, places
+    from .tables import plain_console
+
+    with _readable(first):
+        one = contents.look(places.newest(Path(first)))
+    with _readable(second):
+        other = contents.look(places.newest(Path(second)))
+    found = comparison.compare(one, other)
+    page.differences(plain_console(), one.path, other.path, found)
+    raise typer.Exit(int(not found.same))
+
+
+@checkpoints.command("export")
+def export_checkpoint(
+    path: Directory,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.safetensors or OUT.pt.")],
+    step: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The model of this Step; else of the first.")
+    ] = None,
+    ema: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With the averages of this EMA.")
+    ] = None,
+) -> None:
+    """Write the model of a checkpoint for use without Shoal.
+
+    Neither the model's code nor the processes that saved it are needed.
+    """
+    from .inspection import contents, extraction, page, places
+    from .tables import plain_console
+
+    with _readable(path):
+        found = contents.look(places.newest(Path(path)))
+    with _readable(out):
+        done = extraction.extract(found, Path(out), step=step, ema=ema)
+    page.extracted(plain_console(), found.path, done)
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """What the file system refuses, told like any other error."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            given=path,
+            found=str(error),
+            fix="see whether you may read and write there (ls -ld), and whether there is room (df -h)",
+        ) from None
 
 
 def _whole(text: str, option: str) -> int:

@@ -32,6 +32,9 @@ class EMA:
         self.decay = decay
         self.updates = 0
         self._parameters = dict(model.named_parameters())
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        self._names = {name: first[id(parameter)] for name, parameter in every}
         self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
 
     @torch.no_grad()
@@ -52,14 +55,18 @@ class EMA:
             self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name, and how many updates they have seen."""
-        return {"updates": self.updates, "averages": dict(self._averages)}
+        """The averages by parameter name, and how many updates they have seen.
+
+        As in a model's own state_dict, a tied parameter is there by each of its names.
+        """
+        averages = {name: self._averages[first] for name, first in self._names.items()}
+        return {"updates": self.updates, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; CheckpointError if it is of another model."""
         averages: Mapping[str, Tensor] = state["averages"]
-        here = {name: tuple(tensor.shape) for name, tensor in self._averages.items()}
+        here = {name: tuple(self._averages[first].shape) for name, first in self._names.items()}
         there = {name: tuple(tensor.shape) for name, tensor in averages.items()}
         if here != there:
             odd = sorted(name for name in here.keys() | there if here.get(name) != there.get(name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shoal.texts import printable
+
 
 class ShoalError(Exception):
     """An error that a user can act on.
@@ -23,7 +25,9 @@ class ShoalError(Exception):
         if self.where is not None:
             lines.append(f"where: {self.where}")
         # The first line of a traceback carries the class name; start below it so that columns align.
-        return "\n" + "\n".join(lines)
+        # What was found may be text of a file that somebody else wrote.
+        shown = (printable(line) for text in lines for line in text.split("\n"))
+        return "\n" + "\n".join(shown)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default reduction, and errors cross processes.

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from shoal.texts import masked
+
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """What JSON holds."""
 
@@ -79,9 +81,9 @@ class Events:
             self.flush()
 
     def write(self, kind: str, fields: Mapping[str, Plain]) -> None:
-        """Record a rare event at once, after the steps that came before it."""
+        """Record a rare event at once, after the steps that came before it; secrets are masked."""
         self.flush()
-        event = {"event": kind, "t": round(time.time(), 6), **fields}
+        event = {"event": kind, "t": round(time.time(), 6), **masked(fields)}
         self._hand_over(json.dumps(_finite(event)) + "\n")
 
     def flush(self) -> None:
@@ -122,7 +124,7 @@ def read(path: str | Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict) and "event" in event:
                 yield event
@@ -139,17 +141,31 @@ def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, An
     directory = Path(directory)
     inside = directory / "events"
     for path in (inside if inside.is_dir() else directory).glob("rank-*.jsonl"):
-        rank, attempt = int(path.stem.removeprefix("rank-")), None
+        number, attempt = path.stem.removeprefix("rank-"), None
+        if not number.isdecimal():
+            continue
+        rank = int(number)
         for event in read(path):
             if event["event"] == "start":
-                attempt = event["began"]
-            elif event["event"] == "step":
+                attempt = event.get("began")
+            elif event["event"] == "step" and _is_step(event):
                 found.setdefault((event["name"], event["step"]), {})[rank] = attempt, event
     return {
         key: {rank: event for rank, (attempt, event) in ranks.items() if attempt == ranks[0][0]}
         for key, ranks in found.items()
         if 0 in ranks
     }
+
+
+def _is_step(event: Mapping[str, Any]) -> bool:
+    """Whether it says what every step says; a line of somebody else's may not."""
+    share = event.get("share")
+    return (
+        isinstance(event.get("name"), str)
+        and type(event.get("step")) is int
+        and isinstance(share, list)
+        and [type(each) for each in share] == [int, int]
+    )
 
 
 def _number(value: float) -> str:

@@ -6,7 +6,8 @@ import copy
 import io
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,20 +60,26 @@ def export(
     def save() -> None:
         if not world.first:
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-        try:
-            with evaluation(model), torch.no_grad():
-                if path.suffix in _STATES:
-                    _STATES[path.suffix](state, partial)
-                else:
-                    _PROGRAMS[path.suffix](model, example, partial)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with appearing(path) as partial, evaluation(model), torch.no_grad():
+            if path.suffix in _STATES:
+                _STATES[path.suffix](state, partial)
+            else:
+                _PROGRAMS[path.suffix](model, example, partial)
 
     Agreement(world).together(f"shoal.export(…, {str(path)!r})", save)
     return path
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to; it takes that name at the end of the block, or is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
@@ -138,7 +145,8 @@ def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> N
     path.write_bytes(memory.getbuffer())
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
+def save_pickled(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a `.pt` file; raises OSError where that can't be."""
     try:
         with path.open("wb") as file:
             torch.save(tensors, file)
@@ -161,7 +169,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 _STATES: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
     ".safetensors": _save_file,
-    ".pt": _save,
+    ".pt": save_pickled,
 }
 _PROGRAMS: dict[str, Callable[[nn.Module, tuple[Any, ...] | None, Path], None]] = {
     ".ts": _script,

@@ -102,6 +102,7 @@ class World:
         self.compared = False
         self.recorder: Callable[[Mapping[str, Any]], None] | None = None
         self._sections = 0
+        self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._stepping = False
         self._closed = False
         self._deterministic_mode = torch.get_deterministic_debug_mode()
@@ -221,7 +222,7 @@ class World:
         if self._alone:
             yield True
             return
-        store = self._store("shoal/first")
+        store = self.store("shoal/first")
         key = f"{self._sections}"
         if self.first:
             try:
@@ -243,12 +244,18 @@ class World:
             )
         yield False
 
-    def _store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
-        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    def store(self, prefix: str, *, own: bool = False) -> dist.PrefixStore:  # type: ignore[name-defined]
+        """The keys under `prefix` in the store that several ranks share.
+
+        With `own` by a connection of its own: whoever waits in a connection keeps all others waiting
+        who want to use it.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(prefix, store.clone() if own else store)  # type: ignore[attr-defined]
 
     def _await_hearers(self) -> None:
         """Rank 0 may host the store: it stays until all have heard how its last section ended."""
-        store, until = self._store("shoal/first"), time.monotonic() + HEAR_SECONDS
+        store, until = self.store("shoal/first"), time.monotonic() + HEAR_SECONDS
         while store.add(f"{self._sections}/heard", 0) < self.size - 1 and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
 
@@ -311,11 +318,23 @@ class World:
             dist.distributed_c10d._set_pg_timeout(limit, self.group)
         self._stepping = True
 
+    def before_closing(self, method: Callable[[], None]) -> None:
+        """Call this method of an object, if that is still alive, before the group is left."""
+        self._before_closing.append(weakref.WeakMethod(method))
+
     def close(self) -> None:
         """Leave the group and restore what `init` changed; closing twice is fine."""
         if self._closed:
             return
         self._closed = True
+        try:
+            for reference in self._before_closing:
+                if (method := reference()) is not None:
+                    method()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         atexit.unregister(self.close)
         self._engines.clear()
         self._mesh = self._data_group = None

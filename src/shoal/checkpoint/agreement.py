@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from shoal.checkpoint.store import DamageError
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, OSError):
         fix = _FIXES.get(error.errno or 0, "see whether the file system of this path is in order")
+        return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
+    if isinstance(error, DamageError):
+        fix = "remove this checkpoint to go on from the one before it, or use the Shoal that wrote it"
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     return CheckpointError(
         given=given,

@@ -12,17 +12,24 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint"
 VERSION = 1
 
-_DIRECTORY = re.compile(r"step-(0|[1-9]\d*)(\.partial|\.trash)?")
+_DIRECTORY = re.compile(r"step-(0|[1-9]\d*)(\.partial|\.trash)?", re.ASCII)
+# Names that lie in a checkpoint's own directory, on every file system, and that any terminal shows.
+_FILE = re.compile(r"\w[\w.+-]*", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LARGEST_MANIFEST = 1 << 28
 # Some network file systems refuse to sync a directory; they have nothing to sync there.
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
@@ -82,9 +89,28 @@ class Record:
     bytes: int
     sha256: str
 
+    def difference(self, path: Path, *, read: bool = True) -> str | None:
+        """Why the file at `path` is not this one; None if it is. Only its size, unless `read`."""
+        try:
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != self.bytes:
+                    return f"has {size:,} bytes, should have {self.bytes:,}"
+                if read and hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
+                    return "is altered (its SHA-256 differs)"
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"can't be read: {error}"
+        return None
+
 
 class DamageError(Exception):
     """A directory that is no whole checkpoint; its text is the reason."""
+
+
+class NewerError(DamageError):
+    """A checkpoint in a format that this version of Shoal does not know."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +144,48 @@ class Manifest:
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise DamageError(f"{MANIFEST} is not one of a Shoal checkpoint")
         if content.get("version") != VERSION:
-            found = content.get("version")
-            raise DamageError(f"{MANIFEST} has format version {found!r}, this Shoal reads {VERSION}")
+            found = repr(content.get("version"))[:20]
+            raise NewerError(f"{MANIFEST} has format version {found}, this Shoal reads {VERSION}")
         try:
             body = content["manifest"]
             files = {name: Record(**record) for name, record in body["files"].items()}
             manifest = Manifest(body["step"], body["world_size"], body["info"], files)
-            whole = manifest.render() == raw and all(Path(name).name == name for name in files)
-        except (KeyError, TypeError, ValueError, AttributeError):
+            whole = manifest.render() == raw
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             whole = False
         if not whole:
             raise DamageError(f"{MANIFEST} is altered (its own SHA-256 differs)")
+        if not manifest.is_possible():
+            raise DamageError(f"{MANIFEST} says what no checkpoint can be")
         return manifest
+
+    def is_possible(self) -> bool:
+        """Whether its values are of the types and in the ranges that a reader relies on.
+
+        Anybody can write a manifest with the right SHA-256, so this is no matter of damage alone.
+        """
+        records = self.files.values()
+        numbers = [self.step, self.world_size, *(record.bytes for record in records)]
+        return (
+            all(type(number) is int and number >= 0 for number in numbers)
+            and self.world_size > 0
+            and all(name != MANIFEST and _FILE.fullmatch(name) for name in self.files)
+            and all(isinstance(r.sha256, str) and _DIGEST.fullmatch(r.sha256) for r in records)
+        )
+
+
+class _Digest(Thread):
+    """Hashes on a core of its own what is written meanwhile: one takes as long as the other."""
+
+    def __init__(self, blocks: Sequence[bytes | memoryview]) -> None:
+        super().__init__(name="shoal digest", daemon=True)
+        self.sha256 = hashlib.sha256()
+        self._blocks = blocks
+        self.start()
+
+    def run(self) -> None:
+        for block in self._blocks:
+            self.sha256.update(block)
 
 
 class Store:
@@ -159,7 +215,7 @@ class Store:
     def manifest(self, path: Path) -> Manifest:
         """The manifest of a candidate; raises DamageError."""
         try:
-            manifest = Manifest.parse((path / MANIFEST).read_bytes())
+            manifest = read_manifest(path)
         except FileNotFoundError:
             raise DamageError(f"{MANIFEST} is missing") from None
         except OSError as error:
@@ -171,18 +227,18 @@ class Store:
     def damage(self, path: Path, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:
         """Why the files of a checkpoint are not what its manifest says; None if they are.
 
-        Looks at every `of`-th file, beginning with number `share`, so that ranks divide the work.
+        Reads every `of`-th file, beginning with number `share`, so that ranks divide the work.
         """
         for name in sorted(manifest.files)[share::of]:
-            try:
-                reason = _difference(path / name, manifest.files[name])
-            except FileNotFoundError:
-                reason = "is missing"
-            except OSError as error:
-                reason = f"can't be read: {error}"
+            reason = manifest.files[name].difference(path / name)
             if reason is not None:
                 return f"{name} {reason}"
         return None
+
+    def leftovers(self) -> list[Path]:
+        """What is named like a checkpoint under way or being removed and is none, in order of steps."""
+        whole = set(self.candidates())
+        return [path for _, suffix, path in sorted(self._directories()) if suffix and path not in whole]
 
     def tidy(self) -> None:
         """Finish what a killed save or removal began, without losing a checkpoint."""
@@ -191,7 +247,7 @@ class Store:
             if suffix == ".partial":
                 self._settle(step, path)
         for _, suffix, path in leftovers:
-            if suffix == ".trash" and path.exists():
+            if suffix == ".trash" and os.path.lexists(path):
                 self._remove_tree(path)
 
     def begin(self, step: int) -> None:
@@ -203,8 +259,8 @@ class Store:
                 errno.EEXIST, "a whole checkpoint that can't be renamed is there", str(partial)
             )
 
-    def write(self, step: int, name: str, blocks: Iterable[bytes | memoryview]) -> Record:
-        """Write and sync one file of a checkpoint under way; hashed on the way, read by nobody."""
+    def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> Record:
+        """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody."""
         partial = self._partial(step)
         self._files.make_directory(partial)
         return self._write(partial / name, blocks)
@@ -259,30 +315,33 @@ class Store:
 
     def _to_trash(self, path: Path) -> Path:
         trash = self.directory / f"step-{step_of(path)}.trash"
-        if trash.exists():
+        if os.path.lexists(trash):
             self._remove_tree(trash)
         self._files.rename(path, trash)
         return trash
 
-    def _write(self, path: Path, blocks: Iterable[bytes | memoryview]) -> Record:
-        digest, size = hashlib.sha256(), 0
+    def _write(self, path: Path, blocks: Sequence[bytes | memoryview]) -> Record:
+        digest = _Digest(blocks)
         try:
             with self._files.create(path) as file:
                 for block in blocks:
                     self._files.write(file, block)
-                    digest.update(block)
-                    size += len(block)
                 self._files.sync(file)
         except OSError as error:
             # Errors of write and fsync name no file.
             error.filename = error.filename or str(path)
             raise
-        return Record(size, digest.hexdigest())
+        finally:
+            digest.join()  # else it would read what may be overwritten
+        return Record(sum(map(len, blocks)), digest.sha256.hexdigest())
 
     def _remove_tree(self, path: Path) -> None:
+        if path.is_symlink():
+            self._files.unlink(path)  # what it leads to is somebody else's
+            return
         # The manifest goes first: what is half removed is visibly no checkpoint.
         for child in sorted(path.iterdir(), key=lambda child: child.name != MANIFEST):
-            if child.is_dir() and not child.is_symlink():
+            if child.is_dir() or child.is_symlink():
                 self._remove_tree(child)
             else:
                 self._files.unlink(child)
@@ -291,7 +350,7 @@ class Store:
     def _is_committed(self, path: Path) -> bool:
         # A manifest that can't be read just now may be a valid one: that raises, and is no "no".
         try:
-            return Manifest.parse((path / MANIFEST).read_bytes()).step == step_of(path)
+            return read_manifest(path).step == step_of(path)
         except (FileNotFoundError, DamageError):
             return False
 
@@ -308,6 +367,11 @@ class Store:
         return self.directory / f"step-{step}"
 
 
+def is_named(path: Path) -> bool:
+    """Whether a path has the name of a checkpoint, or of what a save or a removal left."""
+    return _DIRECTORY.fullmatch(path.name) is not None
+
+
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint's directory."""
     match = _DIRECTORY.fullmatch(path.name)
@@ -316,11 +380,19 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def _difference(path: Path, record: Record) -> str | None:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != record.bytes:
-            return f"has {size:,} bytes, should have {record.bytes:,}"
-        if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-            return "is altered (its SHA-256 differs)"
-    return None
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a directory, whatever its name; raises OSError or DamageError."""
+    with open_file(path / MANIFEST) as file:
+        return Manifest.parse(file.read(_LARGEST_MANIFEST))
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a regular file to read. Raises OSError for what is none: a pipe would make readers wait
+    for ever, and a link may lead anywhere."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, f"{os.strerror(code)}: it is no regular file", str(path))
+    return open(descriptor, "rb")

@@ -1,0 +1,137 @@
+"""One checkpoint as plain values: its manifest, its tensors' table, its state without the tensors."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import table
+from shoal.checkpoint.store import DamageError, Manifest, NewerError, open_file, read_manifest
+from shoal.checkpoint.table import Row
+from shoal.errors import CheckpointError
+
+Keys = tuple[str, ...]
+"""Keys and positions that lead to a value in a tree."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where a tree has a "tensor", an "array" or a "scalar" of NumPy's: its name in the table."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint, but for the values of its tensors."""
+
+    path: Path
+    manifest: Manifest
+    info: dict[str, Any]
+    state: Any
+    rank_state: list[Any]
+    tensors: dict[str, Row]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files that the manifest names."""
+        return sum(record.bytes for record in self.manifest.files.values())
+
+
+def look(path: Path) -> Contents:
+    """Read a checkpoint's JSON; its files have to be there in their sizes, whatever they hold.
+
+    Raises CheckpointError for what is damaged, or is no checkpoint.
+    """
+    try:
+        manifest = read_manifest(path)
+        for name, record in manifest.files.items():
+            if reason := record.difference(path / name, read=False):
+                raise DamageError(f"{name} {reason}")
+        with open_file(path / table.STATE) as file:
+            content = table.read(file.read(), manifest)
+        info, state = simplify(manifest.info), simplify(content["state"])
+        ranks = [simplify(each) for each in content["rank_state"]]
+        rows = table.rows(content, manifest.files)
+        if not isinstance(info, dict):
+            raise DamageError("its manifest's info has no names")
+        for at, leaf in leaves([info, state, ranks]):
+            if isinstance(leaf, Reference) and leaf.name not in rows:
+                raise DamageError(f"{'/'.join(at)} is a tensor that {table.STATE} does not describe")
+        return Contents(path, manifest, info, state, ranks, rows)
+    except (DamageError, OSError, ValueError, TypeError, RecursionError) as error:
+        found = str(error)
+        if isinstance(error, FileNotFoundError):
+            found = f"{Path(error.filename).name} is missing"
+        newer = isinstance(error, NewerError)
+        raise CheckpointError(
+            given=f"the checkpoint {path}",
+            found=found,
+            fix="pip install --upgrade shoal"
+            if newer
+            else f"shoal checkpoint ls {path.absolute().parent} names others",
+        ) from None
+
+
+def simplify(node: Any) -> Any:
+    """An encoded tree (see `shoal.checkpoint.state`) as dicts, lists, tuples, values and References.
+
+    Raises ValueError for what is no such tree.
+    """
+    if isinstance(node, list):
+        return [simplify(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node) != 1:
+        raise ValueError("a state with an object of several tags")
+    [(tag, content)] = node.items()
+    if tag in ("dict", "ordered", "counter"):
+        items = content.items() if isinstance(content, dict) else content
+        return {key if isinstance(key, str) else simplify(key): simplify(item) for key, item in items}
+    if tag == "tuple":
+        return tuple(simplify(item) for item in content)
+    if tag in ("tensor", "array", "scalar") and isinstance(content, str):
+        return Reference(tag, content)
+    if tag in _SIMPLE and isinstance(content, str):
+        return _SIMPLE[tag](content)
+    raise ValueError(f"a state with a value of kind {tag!r}")
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"a state with bytes that are none: {error}") from None
+
+
+_SIMPLE: Mapping[str, Any] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "bytes": _bytes,
+}
+
+
+def leaves(tree: Any, *at: str) -> Iterator[tuple[Keys, Any]]:
+    """The values of a tree with their paths: References, and all else that holds none.
+
+    Lists and tuples that hold plain values alone are one value.
+    """
+    if isinstance(tree, dict) and tree:
+        for key, item in tree.items():
+            yield from leaves(item, *at, str(key))
+    elif isinstance(tree, list | tuple) and not _is_plain(tree):
+        for index, item in enumerate(tree):
+            yield from leaves(item, *at, str(index))
+    else:
+        yield at, tree
+
+
+def _is_plain(tree: Any) -> bool:
+    if isinstance(tree, list | tuple):
+        return all(_is_plain(item) for item in tree)
+    return not isinstance(tree, Reference | dict)

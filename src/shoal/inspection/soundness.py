@@ -1,0 +1,45 @@
+"""Whether a checkpoint is whole: by the sizes of its files, or by every byte of them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from shoal.checkpoint import table
+from shoal.checkpoint.store import DamageError, Files, Manifest, Store, is_named, read_manifest
+
+THREADS = 8
+"""More readers of one file system than this gain little, and take it from others."""
+
+
+def manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint; of one that is named for a step, of that step. DamageError."""
+    if is_named(path):
+        return Store(path.parent, Files()).manifest(path)
+    try:
+        return read_manifest(path)
+    except OSError as error:
+        raise DamageError(str(error)) from None
+
+
+def problems(path: Path, *, read: bool) -> list[str]:
+    """What is wrong with a checkpoint; nothing if it is whole. Its files are read if `read`."""
+    try:
+        said = manifest(path)
+    except DamageError as damage:
+        return [str(damage)]
+    names = sorted(said.files)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        # Hashing and reading let go of the interpreter.
+        found = list(
+            threads.map(lambda name: said.files[name].difference(path / name, read=read), names)
+        )
+    listed = [f"{name} {reason}" for name, reason in zip(names, found, strict=True) if reason]
+    if listed or not read:
+        return listed
+    try:
+        table.read((path / table.STATE).read_bytes(), said)
+    except (DamageError, OSError) as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,104 @@
+"""What there is in a directory of checkpoints, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.store import MANIFEST, DamageError, Files, Store
+from shoal.inspection.contents import simplify
+from shoal.inspection.soundness import manifest, problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A checkpoint; `saved` is in seconds since the epoch, the rest of a damaged one may be unknown."""
+
+    path: Path
+    info: dict[str, Any]
+    saved: float | None
+    ranks: int | None
+    files: int
+    bytes: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """What is no checkpoint and takes room all the same."""
+
+    path: Path
+    bytes: int
+    what: str
+
+
+def entries(folder: Path, *, verify: bool) -> Iterator[Entry]:
+    """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
+    for path in reversed(Store(folder, Files()).candidates()):
+        yield entry(path, verify=verify)
+
+
+def leftovers(folder: Path) -> list[Leftover]:
+    """What saves and removals have left there, or are at this moment working on."""
+    whats = {
+        ".partial": "a save that was interrupted, or is under way; the next one removes it",
+        ".trash": "a removal that was interrupted, or is under way; the next save finishes it",
+    }
+    found = [
+        Leftover(path=path, bytes=_size(path), what=whats[path.suffix])
+        for path in Store(folder, Files()).leftovers()
+    ]
+    probes = [path for path in sorted(folder.glob(".probe-*")) if path.is_file()]
+    return found + [
+        Leftover(path=path, bytes=_size(path), what="a killed start, which tried whether it may write")
+        for path in probes
+    ]
+
+
+def entry(path: Path, *, verify: bool) -> Entry:
+    """One checkpoint; `verify` reads all of its files."""
+    found = tuple(problems(path, read=verify))
+    try:
+        said = manifest(path)
+    except DamageError:
+        files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+        return Entry(
+            path=path,
+            info={},
+            saved=None,
+            ranks=None,
+            files=len(files),
+            bytes=_size(path),
+            problems=found,
+        )
+    info = _info(said.info)
+    return Entry(
+        path=path,
+        info=info,
+        saved=moment(path, info),
+        ranks=said.world_size,
+        files=len(said.files),
+        bytes=sum(record.bytes for record in said.files.values()),
+        problems=found,
+    )
+
+
+def moment(path: Path, info: dict[str, Any]) -> float:
+    """When a checkpoint was saved, as it says itself, else as its manifest's file does."""
+    said = info.get("time")
+    return float(said) if isinstance(said, int | float) else (path / MANIFEST).stat().st_mtime
+
+
+def _info(encoded: Any) -> dict[str, Any]:
+    try:
+        info = simplify(encoded)
+    except (ValueError, TypeError, RecursionError):
+        info = None  # of a manifest that somebody else wrote
+    return info if isinstance(info, dict) else {}
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())

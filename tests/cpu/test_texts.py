@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import urllib.parse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from processes import Alone
+from shoal.checkpoint import Checkpoints
+from shoal.errors import ShoalError
+from shoal.events import Events
+from shoal.texts import MASK, is_secret, masked, printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, [bold]brackets[/] and ünïcödé 鱼\t.", "plain, [bold]brackets[/] and ünïcödé 鱼\t."),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("two\nlines\r", "two\\nlines\\r"),
+        ("\x9b31m\u2028\u202egpj.exe", "\\x9b31m\\u2028\\u202egpj.exe"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_terminals_show_and_do_not_obey(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_errors_keep_their_lines_and_nothing_else() -> None:
+    error = ShoalError(given="\x1b[31mred", found="one\ntwo\x07", fix="type\x00")
+    assert str(error) == "\ngiven: \\x1b[31mred\nfound: one\ntwo\\x07\nfix:   type\\x00"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("token", "HF_TOKEN", "WANDB_API_KEY", "apiKey", "apikey", "api-key", "AWS_SECRET_ACCESS_KEY"),
+        *("password", "dbPassword", "PGPASSWORD", "passwd", "passphrase", "credentials", "auth.bearer"),
+    ],
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer", "keep", "keyboard", "author", "secretary", "monkey", "lr", "", "hockey", 3, None],
+)
+def test_names_of_no_secrets(name: object) -> None:
+    assert not is_secret(name)
+
+
+def test_masking_goes_to_any_depth_and_takes_texts_alone() -> None:
+    given: dict[str, Any] = {
+        "tokens": 5,
+        "lr": 0.1,
+        "nested": [{"api_key": "abc", "name": "x"}, ("https://me:pw@host/x", "ssh://host")],
+        "secrets": {"a": "b", "deep": ["c", 1]},
+        "token": "",
+    }
+    assert masked(given) == {
+        "tokens": 5,
+        "lr": 0.1,
+        "nested": [{"api_key": MASK, "name": "x"}, (f"https://{MASK}@host/x", "ssh://host")],
+        "secrets": {"a": MASK, "deep": [MASK, 1]},
+        "token": "",
+    }
+    assert given["secrets"]["a"] == "b"
+
+
+def test_neither_events_nor_checkpoints_keep_secrets(tmp_path: Path) -> None:
+    settings = {"hf_token": "s3cret", "remote": "https://user:s3cret@host", "lr": 0.1}
+    events = Events(tmp_path / "rank-0.jsonl")
+    events.write("start", {"settings": settings})  # type: ignore[dict-item]
+    events.close()
+    path = Checkpoints(tmp_path, Alone()).save(1, {"weight": torch.ones(2)}, {}, {"config": settings})
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(written) == 4
+    assert not any(b"s3cret" in content for content in written)
+    assert json.loads((tmp_path / "rank-0.jsonl").read_text())["settings"]["lr"] == 0.1
+    loaded = Checkpoints(tmp_path, Alone()).restore()
+    assert loaded is not None
+    assert loaded.path == path
+    assert urllib.parse.urlsplit(loaded.info["config"]["remote"]).hostname == "host"
