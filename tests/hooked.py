@@ -31,6 +31,10 @@ class HookedFiles(Files):
         self._count("create", path)
         return super().create(path)
 
+    def reserve(self, file: BinaryIO, size: int) -> None:
+        self._count("reserve")
+        super().reserve(file, size)
+
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         half = len(data) // 2
         super().write(file, data[:half])

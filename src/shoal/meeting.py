@@ -13,12 +13,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shoal.errors import LaunchError
 from shoal.launchers import DIRECTORY, PORTS, Meeting
@@ -42,7 +42,7 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
         store = _store(host, port, size, limit)
         store.set(f"shoal/rank/{rank}", "here")
         return store
-    server = _listen(meeting)
+    server = _listen(meeting, meeting.ports)
     with server:
         store = _open_store(meeting, server, size, limit)
         line = f"{meeting.job} {store.port}\n".encode()
@@ -86,9 +86,12 @@ def _await_all(store: TCPStore, size: int, deadline: float) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _listen(meeting: Meeting) -> socket.socket:
-    """A socket at the first free port: of this machine alone where nobody else has ranks."""
-    for port in meeting.ports:
+def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:
+    """A socket at the first free port: of this machine alone where nobody else has ranks.
+
+    Elsewhere of all its interfaces: nobody knows by which one the others will come.
+    """
+    for port in ports:
         try:
             if meeting.hosts == ("127.0.0.1",):
                 return socket.create_server(("127.0.0.1", port), backlog=_CALLERS)
@@ -105,12 +108,10 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
     # From the end of the list: callers try its start, and a store keeps them waiting.
-    for port in (*reversed(meeting.ports), 0):
-        if port == server.getsockname()[1]:
-            continue
-        with suppress(DistError):
-            return _store("127.0.0.1", port, size, limit, opens=True)
-    raise _no_port(meeting)
+    taken = server.getsockname()[1]
+    own = _listen(meeting, [port for port in (*reversed(meeting.ports), 0) if port != taken])
+    # Left to itself, torch's store would listen on all interfaces always.
+    return _store("127.0.0.1", own.getsockname()[1], size, limit, listens=own.detach())
 
 
 def _no_port(meeting: Meeting) -> LaunchError:
@@ -122,14 +123,15 @@ def _no_port(meeting: Meeting) -> LaunchError:
     )
 
 
-def _store(host: str, port: int, size: int, limit: float, *, opens: bool = False) -> TCPStore:
+def _store(host: str, port: int, size: int, limit: float, *, listens: int | None = None) -> TCPStore:
     return TCPStore(
         host,
         port,
         size,
-        is_master=opens,
+        is_master=listens is not None,
         timeout=timedelta(seconds=limit),
         wait_for_workers=False,
+        master_listen_fd=listens,
     )
 
 

@@ -374,8 +374,6 @@ def test_dtypes_are_known_by_their_names() -> None:
     assert named == BYTES
 
 
-# Where pickles cross between processes of one run: what SECURITY.md says, and nowhere else.
-OVER_THE_GROUP = {"world.py", "joining.py", "parallel/piped.py", "checkpoint/aside.py"}
 OBJECTS = {"all_gather_object", "broadcast_object_list", "send_object_list", "recv_object_list"}
 OBJECTS |= {"gather_object", "scatter_object_list"}
 LOADERS = {"torch", "np", "numpy", "joblib", "pickle", "cloudpickle", "serialization", "jit", "package"}
@@ -399,6 +397,7 @@ def test_nothing_in_the_library_unpickles_files(repository: Path) -> None:
                 if called in OBJECTS:
                     objects.add(inside)
     assert loads == ["launching/crossing.py: pickle.loads"]
-    assert objects == OVER_THE_GROUP
+    # Between the ranks of one run pickles do cross; SECURITY.md says where.
     security = (repository / "SECURITY.md").read_text()
-    assert all(name in security for name in OVER_THE_GROUP)
+    assert "world.py" in objects
+    assert [name for name in sorted(objects) if f"`{name}`" not in security] == []

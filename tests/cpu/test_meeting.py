@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ranks import free_port
@@ -54,6 +55,18 @@ def check_one_store(stores: list[Future[Any]], text: str) -> None:
 
 def test_all_ranks_get_one_store(join: Join) -> None:
     check_one_store(join(job("a", *free_ports(2)), 3), "hello")
+
+
+def test_no_other_machine_can_connect_where_all_ranks_are_on_this_one(join: Join) -> None:
+    ports = free_ports(2)
+    stores = join(job("a", *ports), 2)
+    check_one_store(stores, "hello")
+    listening = [
+        found.laddr.ip
+        for found in psutil.Process().net_connections("inet")
+        if found.status == psutil.CONN_LISTEN and found.laddr.port in ports
+    ]
+    assert listening == ["127.0.0.1"]  # of the store; the meeting is over
 
 
 def test_two_jobs_with_the_same_ports_do_not_clash(join: Join) -> None:

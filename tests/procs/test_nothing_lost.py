@@ -108,7 +108,7 @@ def test_killed_at_every_operation_of_a_save(
     operations = [ended.operations for ended in undisturbed.ended]
     kinds = {operation.split()[0] for operation in operations[0]}
     assert kinds == {
-        *("make_directory", "create", "write", "sync", "sync_directory"),
+        *("make_directory", "create", "reserve", "write", "sync", "sync_directory"),
         *("rename", "unlink", "remove_directory"),
     }
     points = [

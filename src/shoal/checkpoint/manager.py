@@ -55,7 +55,8 @@ Wanted = tuple[Tree | None, Collection[str]]
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a save writes besides the tensors, encoded; and why this rank's could not be taken over."""
+    """What a save writes besides the tensors, encoded; the `size` of those, in bytes, on all ranks; and
+    why this rank's could not be taken over."""
 
     given: str
     step: int
@@ -64,6 +65,7 @@ class _Contents:
     info: Any
     table: dict[str, Any]
     join: bool
+    size: int
     failure: CheckpointError | None
 
 
@@ -176,8 +178,9 @@ class Checkpoints:
         plan = self._planned(given, tensors)
         staging = self.aside.staging
         taken = self._agreement.attempt(given, lambda: staging.fill(chunks_of(plan, tensors)))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         contents = _Contents(
-            given, step, parts.json, own_parts.json, info_json, plan.table, join, taken
+            given, step, parts.json, own_parts.json, info_json, plan.table, join, size, taken
         )
         return self.aside.start(lambda: self._write(contents))
 
@@ -264,7 +267,9 @@ class Checkpoints:
         rank, step, given = self._world.rank, contents.step, contents.given
         begun = None
         if rank == 0:
-            begun = self._agreement.attempt(given, lambda: self._store.begin(step))
+            begun = self._agreement.attempt(
+                given, lambda: self._store.begin(step, contents.size, self._world.size)
+            )
         begun = self.aside.tell(begun)
         if begun is not None:
             return begun  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ process dies at, each directory is a whole checkpoint, or visibly none.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint"
@@ -34,10 +35,22 @@ _LARGEST_MANIFEST = 1 << 28
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
+# What the system says of file systems that can't reserve, and the C library where it would emulate.
+_NO_RESERVATION = (errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Room(NamedTuple):
+    """How many bytes and how many files more a file system takes; None where it doesn't say."""
+
+    bytes: int | None
+    files: int | None
+
+
 class Files:
     """Every operation by which a checkpoint changes the disk.
 
     Nothing else in this package does, so that a subclass can count, refuse or cut short each one.
+    `room` only looks; it is here so that a subclass can pretend.
     """
 
     def make_directory(self, path: Path) -> None:
@@ -47,6 +60,35 @@ class Files:
     def create(self, path: Path) -> BinaryIO:
         """Open a new file; one that exists belongs to another writer and is an error."""
         return path.open("xb", buffering=1 << 20)
+
+    def reserve(self, file: BinaryIO, size: int) -> None:
+        """Take `size` bytes of the disk for a new file, so that a full one or a quota shows at once.
+
+        Nothing happens on file systems that can't do it themselves. For those the C library would
+        write into each block, but not to a file that is open to append (posix_fallocate(3)).
+        """
+        descriptor = file.fileno()
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _NO_RESERVATION:
+                raise
+        finally:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+    def room(self, path: Path) -> Room:
+        """What is free for this user on the file system of a path, which need not exist yet."""
+        while not path.exists():
+            path = path.parent
+        found = os.statvfs(path)
+        root = os.geteuid() == 0  # may use what is kept for it
+        blocks, files = (found.f_bfree, found.f_ffree) if root else (found.f_bavail, found.f_favail)
+        # Some file systems count neither, and say that they have none.
+        return Room(
+            blocks * found.f_frsize if found.f_blocks else None, files if found.f_files else None
+        )
 
     def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
         """Append to an open file."""
@@ -250,9 +292,13 @@ class Store:
             if suffix == ".trash" and os.path.lexists(path):
                 self._remove_tree(path)
 
-    def begin(self, step: int) -> None:
-        """Make room for a checkpoint; before any rank writes to it."""
+    def begin(self, step: int, size: int = 0, files: int = 0) -> None:
+        """Make room for a checkpoint; before any rank writes to it.
+
+        Raises OSError (ENOSPC) where `size` bytes in `files` files are more than the disk takes.
+        """
         self.tidy()
+        self._check_room(size, files)
         partial = self._partial(step)
         if partial.exists():
             raise FileExistsError(
@@ -260,10 +306,13 @@ class Store:
             )
 
     def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> Record:
-        """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody."""
+        """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody.
+
+        Its bytes are reserved first, where that tells at once that they do not fit.
+        """
         partial = self._partial(step)
         self._files.make_directory(partial)
-        return self._write(partial / name, blocks)
+        return self._write(partial / name, blocks, sum(map(len, blocks)))
 
     def seal(self, step: int, manifest: Manifest) -> None:
         """Commit: from the moment the manifest is on the disk the checkpoint exists."""
@@ -320,10 +369,32 @@ class Store:
         self._files.rename(path, trash)
         return trash
 
-    def _write(self, path: Path, blocks: Sequence[bytes | memoryview]) -> Record:
+    def _check_room(self, size: int, files: int) -> None:
+        room = self._files.room(self.directory)
+        for needed, free, what, show in (
+            (size, room.bytes, "bytes", "df -h"),
+            # The directory, the state and the manifest.
+            (files + 3 if files else 0, room.files, "files", "df -i"),
+        ):
+            if free is not None and needed > free:
+                said = f"{os.strerror(errno.ENOSPC)}: {needed:,} {what} are needed, {free:,} are free"
+                raise OSError(errno.ENOSPC, f"{said} ({show})", str(self.directory))
+
+    def _reserve(self, file: BinaryIO, path: Path, size: int) -> None:
+        try:
+            self._files.reserve(file, size)
+        except OSError as error:
+            free = self._files.room(path).bytes
+            known = "" if free is None else f", {free:,} are free on the disk"
+            said = f"{os.strerror(error.errno or 0)}: {size:,} bytes are needed{known}"
+            raise OSError(error.errno, said, str(path)) from None
+
+    def _write(self, path: Path, blocks: Sequence[bytes | memoryview], reserved: int = 0) -> Record:
         digest = _Digest(blocks)
         try:
             with self._files.create(path) as file:
+                if reserved:
+                    self._reserve(file, path, reserved)
                 for block in blocks:
                     self._files.write(file, block)
                 self._files.sync(file)
