@@ -187,7 +187,7 @@ class Manifest:
             raise DamageError(f"{MANIFEST} is not one of a Shoal checkpoint")
         if content.get("version") != VERSION:
             found = repr(content.get("version"))[:20]
-            raise NewerError(f"it has format version {found}, this Shoal reads {VERSION}")
+            raise NewerError(f"{MANIFEST} has format version {found}, this Shoal reads {VERSION}")
         try:
             body = content["manifest"]
             files = {name: Record(**record) for name, record in body["files"].items()}
