@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,20 +43,26 @@ class Ranks:
         self.size = size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = free_port()
+        division = _Division(layout, free_port())
         self._pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, size, port, layout, seed, timeout, prepare_timeout),
+                args=(theirs, rank, size, division, seed, timeout, prepare_timeout),
                 daemon=True,
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self.processes.append(process)
+
+    def divide(self, layout: str) -> None:
+        """From now on the same processes are a world of another layout, which they join anew."""
+        division = _Division(layout, free_port())
+        for pipe in self._pipes:
+            pipe.send(division)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results in rank order; an exception of any rank is raised here with its traceback."""
@@ -140,12 +146,18 @@ def _unless_raised(results: list[Any]) -> list[Any]:
     return results
 
 
+class _Division(NamedTuple):
+    """How the ranks are divided, and where they meet: never again where a world before has met."""
+
+    layout: str
+    port: int
+
+
 def _serve(
     pipe: Connection,
     rank: int,
     size: int,
-    port: int,
-    layout: str,
+    division: _Division | None,
     seed: int,
     timeout: float,
     prepare_timeout: float,
@@ -158,20 +170,29 @@ def _serve(
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    with shoal.init(
-        layout=layout, seed=seed, timeout=timeout, prepare_timeout=prepare_timeout
-    ) as world:
-        while True:
-            try:
-                function, arguments = pipe.recv()
-            except EOFError:
-                return
-            try:
-                result = function(world, *arguments)
-            except BaseException as error:
-                known = error if isinstance(error, shoal.ShoalError) else None
-                result = RankError(known, traceback.format_exc())
-            pipe.send(result)
+    while division is not None:
+        os.environ["MASTER_PORT"] = str(division.port)
+        with shoal.init(
+            layout=division.layout, seed=seed, timeout=timeout, prepare_timeout=prepare_timeout
+        ) as world:
+            division = _answer(pipe, world)
+
+
+def _answer(pipe: Connection, world: shoal.World) -> _Division | None:
+    """Do what is asked for, until another division is, or the asking ends."""
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            return None
+        if isinstance(asked, _Division):
+            return asked
+        function, arguments = asked
+        try:
+            result = function(world, *arguments)
+        except BaseException as error:
+            known = error if isinstance(error, shoal.ShoalError) else None
+            result = RankError(known, traceback.format_exc())
+        pipe.send(result)

@@ -24,6 +24,14 @@ IGNORE = -100
 TOLERANCE = 1e-9
 SMALL_BUCKETS = shoal.DDP(bucket_mb=0.001)
 
+# How the models are divided: units of FSDP, layers of Tensor, stages of a pipeline.
+UNITS = {"convolutional": ("features",), "transformer": ("block",)}
+PLAN = {"block.linear1": "column", "block.linear2": "row", "embedding": "vocabulary", "head": "head"}
+CUT = {
+    "convolutional": ("features.1", "features.2", "head"),
+    "transformer": ("block", "norm", "head"),  # the last on the rank of the first, tied to it
+}
+
 
 class Convolutional(nn.Module):
     def __init__(self) -> None:

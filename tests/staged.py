@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import shoal
 
 WIDTH, CLASSES, SAMPLES, STEPS = 8, 3, 53, 6
+INNER = 12  # which 2, 3 and 4 divide
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
 
     def forward(self, values: Tensor) -> Tensor:
         added: Tensor = self.narrow(F.relu(self.wide(values)))
@@ -57,9 +58,9 @@ def loss(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(output["scores"], batch[1], reduction="sum"), len(batch[1])
 
 
-def build() -> Net:
+def build(blocks: int = 3) -> Net:
     torch.manual_seed(2)
-    return Net().double()
+    return Net(blocks).double()
 
 
 def parts(world: shoal.World, strategy: Any, make: Any = build) -> tuple[shoal.Step, shoal.Loader]:

@@ -17,9 +17,12 @@ from cover import cover
 from ranks import Ranks
 from specification import (
     BATCH,
+    CUT,
     LEARNING_RATE,
+    PLAN,
     SEED,
     TOLERANCE,
+    UNITS,
     Row,
     Trained,
     distance,
@@ -43,25 +46,11 @@ class Way(NamedTuple):
     micro_batches: tuple[int, ...] = (1, 4)
 
 
-UNITS = {"convolutional": ("features",), "transformer": ("block",)}
-
-PLAN = {
-    "block.linear1": "column",
-    "block.linear2": "row",
-    "embedding": "vocabulary",
-    "head": "head",
-}
-
 NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
 LOGITS = PLAN | {"head": "logits"}
 KEEPING = {
     model: shoal.Recompute(units=units, keep=("products", "attention"))
     for model, units in UNITS.items()
-}
-
-CUT = {
-    "convolutional": ("features.1", "features.2", "head"),
-    "transformer": ("block", "norm", "head"),  # the last on the rank of the first, tied to it
 }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.checkpoint.agreement import Agreement
+    from shoal.checkpoint.aside import Job
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
     from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "agreement": ("Agreement",),
+    "aside": ("Job",),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
     "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some"),
@@ -27,6 +29,7 @@ __all__ = [
     "Agreement",
     "Checkpoints",
     "Files",
+    "Job",
     "Loaded",
     "Lock",
     "Skipped",

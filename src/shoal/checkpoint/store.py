@@ -14,11 +14,12 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO, NamedTuple
 
 MANIFEST = "manifest.json"
@@ -186,7 +187,7 @@ class Manifest:
             raise DamageError(f"{MANIFEST} is not one of a Shoal checkpoint")
         if content.get("version") != VERSION:
             found = repr(content.get("version"))[:20]
-            raise NewerError(f"it has format version {found}, this Shoal reads {VERSION}")
+            raise NewerError(f"{MANIFEST} has format version {found}, this Shoal reads {VERSION}")
         try:
             body = content["manifest"]
             files = {name: Record(**record) for name, record in body["files"].items()}
@@ -213,6 +214,20 @@ class Manifest:
             and all(name != MANIFEST and _FILE.fullmatch(name) for name in self.files)
             and all(isinstance(r.sha256, str) and _DIGEST.fullmatch(r.sha256) for r in records)
         )
+
+
+class _Digest(Thread):
+    """Hashes on a core of its own what is written meanwhile: one takes as long as the other."""
+
+    def __init__(self, blocks: Sequence[bytes | memoryview]) -> None:
+        super().__init__(name="shoal digest", daemon=True)
+        self.sha256 = hashlib.sha256()
+        self._blocks = blocks
+        self.start()
+
+    def run(self) -> None:
+        for block in self._blocks:
+            self.sha256.update(block)
 
 
 class Store:
@@ -290,16 +305,14 @@ class Store:
                 errno.EEXIST, "a whole checkpoint that can't be renamed is there", str(partial)
             )
 
-    def write(
-        self, step: int, name: str, blocks: Iterable[bytes | memoryview], *, size: int = 0
-    ) -> Record:
-        """Write and sync one file of a checkpoint under way; hashed on the way, read by nobody.
+    def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> Record:
+        """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody.
 
-        Of what is written, `size` bytes are reserved first; it will not be less.
+        Its bytes are reserved first, where that tells at once that they do not fit.
         """
         partial = self._partial(step)
         self._files.make_directory(partial)
-        return self._write(partial / name, blocks, size)
+        return self._write(partial / name, blocks, sum(map(len, blocks)))
 
     def seal(self, step: int, manifest: Manifest) -> None:
         """Commit: from the moment the manifest is on the disk the checkpoint exists."""
@@ -376,22 +389,22 @@ class Store:
             said = f"{os.strerror(error.errno or 0)}: {size:,} bytes are needed{known}"
             raise OSError(error.errno, said, str(path)) from None
 
-    def _write(self, path: Path, blocks: Iterable[bytes | memoryview], reserved: int = 0) -> Record:
-        digest, size = hashlib.sha256(), 0
+    def _write(self, path: Path, blocks: Sequence[bytes | memoryview], reserved: int = 0) -> Record:
+        digest = _Digest(blocks)
         try:
             with self._files.create(path) as file:
                 if reserved:
                     self._reserve(file, path, reserved)
                 for block in blocks:
                     self._files.write(file, block)
-                    digest.update(block)
-                    size += len(block)
                 self._files.sync(file)
         except OSError as error:
             # Errors of write and fsync name no file.
             error.filename = error.filename or str(path)
             raise
-        return Record(size, digest.hexdigest())
+        finally:
+            digest.join()  # else it would read what may be overwritten
+        return Record(sum(map(len, blocks)), digest.sha256.hexdigest())
 
     def _remove_tree(self, path: Path) -> None:
         if path.is_symlink():

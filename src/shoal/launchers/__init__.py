@@ -14,10 +14,15 @@ from .placement import DIRECTORY, PORTS, Meeting, Placement, require, spell
 from .slurm import is_task, srun
 from .torchrun import RUN_ID, torchrun
 
+REQUEUE = 75
+"""The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
+of sysexits.h, a failure that another try mends."""
+
 __all__ = [
     "DIRECTORY",
     "LAUNCHERS",
     "PORTS",
+    "REQUEUE",
     "RUN_ID",
     "Commands",
     "Launcher",

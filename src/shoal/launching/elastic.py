@@ -95,6 +95,7 @@ class Agent(SimpleElasticAgent):
     def __init__(self, spec: WorkerSpec, orders: Connection) -> None:
         super().__init__(spec)
         self._orders = orders
+        self._preemptions = 0
 
     def _ask(self, order: list[dict[str, str]] | None) -> Any:
         self._orders.send_bytes(json.dumps(order).encode())
@@ -110,7 +111,7 @@ class Agent(SimpleElasticAgent):
                 local_size=spec.local_world_size,
                 address=cast(str, worker_group.master_addr),
                 port=cast(int, worker_group.master_port),
-                attempt=spec.max_restarts - self._remaining_restarts,
+                attempt=spec.max_restarts - self._remaining_restarts + self._preemptions,
                 restarts=spec.max_restarts,
             )
             for worker in worker_group.workers
@@ -118,7 +119,12 @@ class Agent(SimpleElasticAgent):
         return dict(enumerate(self._ask(variables)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._ask(None):
+        ended = self._ask(None)
+        if ended == "preempted":
+            # The launcher counts these; elastic is about to take one from those of failures.
+            self._preemptions += 1
+            self._remaining_restarts += 1
+        if ended != "over":
             return RunResult(state=WorkerState.FAILED)
         values = {worker.global_rank: None for worker in worker_group.workers}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sysconfig
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import ShoalError
+from ..launchers import REQUEUE
+from ..places import is_library
 
 # How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore).
 _BY_PEER = re.compile(
@@ -61,16 +62,23 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     """Decide which of the failures (at least one) caused the others.
 
     A rank killed from outside beats all errors, since the others may have noticed its death and
-    recorded theirs before the launcher did. Then come the ranks' own errors, before those that
-    read as the death of a peer; among equals the earliest.
+    recorded theirs before the launcher did. Then come the ranks' own errors, before ranks that left
+    to be started again, and those whose error reads as the death of a peer; among equals the earliest.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
         if failure.killed:
             return 0, failure.when
-        return 2 if failure.by_peer else 1, failure.when
+        if failure.by_peer:
+            return 3, failure.when
+        return 2 if failure.code == REQUEUE else 1, failure.when
 
     return min(failures, key=order)
+
+
+def preempted(failures: Sequence[Failure]) -> bool:
+    """Whether ranks have not failed, but left because they were told to, to be started again."""
+    return bool(failures) and all(failure.code == REQUEUE for failure in failures)
 
 
 def report(failure: Failure, *, size: int) -> str:
@@ -96,7 +104,8 @@ def _text(failure: Failure) -> str:
         if failure.signal == signal.SIGKILL:
             text += ", which is often the system running out of memory"
         return text
-    return failure.text.rstrip("\n") or f"ended with exit code {failure.code}"
+    again = ", to be started again" if failure.code == REQUEUE else ""
+    return failure.text.rstrip("\n") or f"ended with exit code {failure.code}{again}"
 
 
 def _signal_name(number: int) -> str:
@@ -139,7 +148,7 @@ def _spell(error: BaseException) -> str:
     trace = _skip_launcher(error)
     if not isinstance(error, ShoalError):
         return "".join(traceback.format_exception(type(error), error, trace))
-    own = [frame for frame in traceback.extract_tb(trace) if not _is_library(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(trace) if not is_library(frame.filename)]
     head = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
     # The report ends with the place, once.
     where, error.where = error.where, None
@@ -162,20 +171,10 @@ def locate(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(_skip_launcher(error))
-    own = [frame for frame in frames if not _is_library(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename)]
     # Where Shoal noticed a user's mistake is no place to look for it.
     chosen = own or ([] if isinstance(error, ShoalError) else list(frames))
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    return (
-        filename.startswith("<")
-        or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        or path.is_relative_to(sysconfig.get_path("stdlib"))
-        or path.is_relative_to(Path(__file__).parents[1])
-    )
 
 
 def _is_by_peer(error: BaseException) -> bool:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from ..errors import LaunchError
-from .failure import Failure, culprit, report
+from ..launchers import REQUEUE
+from .failure import Failure, culprit, preempted, report
 from .job import Job
 from .logs import Logs
-from .processes import Workers, start_server, without_main
+from .processes import GRACE, Workers, start_server, without_main
 from .signals import Interrupted
 from .worker import bind_to_launcher
 
@@ -46,14 +47,18 @@ class Launcher:
         *,
         processes: int,
         restarts: int,
+        preemptions: int,
         port: int,
-        grace: float,
+        grace: float | None,
         logs: Logs | None,
         undisturbed: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._job = job
         self._processes = processes
         self._restarts = restarts
+        self._preemptions = preemptions
+        self._failed = self._preempted = 0
+        self._told = False
         self._grace = grace
         self._logs = logs
         self._undisturbed = undisturbed
@@ -71,13 +76,19 @@ class Launcher:
             self._start_agent()
             return self._obey()
         except Interrupted as interrupted:
-            self._workers.stop(interrupted.passed_on, self._grace)
+            if self._workers.stop(interrupted.passed_on, self._grace):
+                return End(code=REQUEUE)
             raise
         finally:
             self._workers.stop(signal.SIGKILL, 0.0)
             if self._agent.pid is not None:
                 self._agent.kill()
                 self._agent.join()
+
+    def forward(self, signum: int) -> bool:
+        """Pass a signal on to the ranks, which may end because of it; whether there are any."""
+        self._told = True
+        return self._workers.send(signum)
 
     def _start_agent(self) -> None:
         with self._undisturbed():
@@ -96,9 +107,9 @@ class Launcher:
                 variables = json.loads(self._orders.recv_bytes())
             except (EOFError, ConnectionError):
                 break
+            answer: object
             if variables is None:
-                end = self._watch()
-                answer: object = end.failure is not None
+                end, answer = self._watch()
             else:
                 answer = self._start_workers(variables)
             with suppress(ConnectionError):
@@ -114,7 +125,8 @@ class Launcher:
             self._attempts += 1
             files = None
             if self._logs is not None:
-                self._logs.begin(self._attempts, self._restarts + 1, self._job.name)
+                attempts = self._restarts + self._preemptions + 1
+                self._logs.begin(self._attempts, attempts, self._job.name)
                 files = self._logs.files
             self._workers = Workers(self._job, variables, files)
             return self._workers.start()
@@ -126,23 +138,38 @@ class Launcher:
             fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
         )
 
-    def _watch(self) -> End:
-        """Wait for the end of an attempt; stops what is left of it and tells why."""
-        failures = self._workers.wait()
+    def _watch(self) -> tuple[End, str]:
+        """Wait for the end of an attempt; stops what is left of it and tells why.
+
+        With what the agent has to know: "over", "failed", or "preempted" where that is to be followed
+        by another attempt.
+        """
+        failures = self._workers.wait(self._grace)
         if not failures:
-            return End(values=tuple(self._workers.values()))
+            return End(values=tuple(self._workers.values())), "over"
         failure = culprit(failures)
+        again = self._preempted < self._preemptions and not self._told
         try:
-            self._workers.stop(signal.SIGTERM, self._grace)
+            # When one has failed nobody can save any more, and GRACE is enough for all else.
+            grace = GRACE if self._grace is None else min(GRACE, self._grace)
+            self._workers.stop(signal.SIGTERM, grace)
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            text = report(failure, size=self._processes)
-            if self._attempts <= self._restarts:
-                text += f"restart {self._attempts} of {self._restarts}\n"
+            if preempted(failures):
+                self._preempted += 1
+                text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
+            else:
+                self._failed += 1
+                text = report(failure, size=self._processes)
+                if self._failed <= self._restarts:
+                    text += f"restart {self._failed} of {self._restarts}\n"
             if self._logs is not None:
                 self._logs.append(failure.rank, text)
             _tell(text)
-        return End(code=failure.code, failure=failure)
+        end = End(code=failure.code, failure=failure)
+        if preempted(failures):
+            return end, "preempted" if again else "over"
+        return end, "failed"
 
 
 def _tell(text: str) -> None:

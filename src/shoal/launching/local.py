@@ -20,9 +20,6 @@ from .signals import Interrupted, Interrupts
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Of temporary files, in bytes: Linux cuts the path of a socket at 107."""
 
-GRACE = 3.0
-"""Seconds between asking ranks to end and killing them."""
-
 
 def run(
     script: str,
@@ -30,25 +27,37 @@ def run(
     *,
     processes: int,
     restarts: int = 0,
+    preemptions: int = 0,
     port: int | None = None,
-    grace: float = GRACE,
+    grace: float | None = None,
     logs: str | None = None,
 ) -> int:
     """Run `script` in `processes` processes and return the exit code of the whole.
 
     The processes find each other by torchrun's variables. When one fails the others are stopped,
-    and the first failure is reported on stderr; up to `restarts` times all are started again.
-    `port` is where they meet (default: a free one). `grace` is how many seconds ranks have between
-    the signal that ends them and SIGKILL. With `logs`, a directory, what rank R writes is appended
-    to `rank-R.log` there, and only rank 0's is shown. The code is 0, that of the first rank that
-    failed, or 128 + n for a rank or launcher ended by signal n. Whatever ranks leave running is
-    ended too. Call it once per process, in the main thread.
+    and the first failure is reported on stderr; up to `restarts` times all are started again, and up
+    to `preemptions` times when they have left with code REQUEUE although the launcher itself was not
+    told to end. `port` is where they meet (default: a free one). `grace` is how many seconds ranks
+    have between the signal that ends them and SIGKILL (default: SAVING_GRACE where one handles
+    SIGTERM, else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
+    writes is appended to `rank-R.log` there, and only rank 0's is shown. The code is 0, that of the
+    first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or launcher ended
+    by signal n. Whatever ranks leave running is ended too. Call it once per process, in the main
+    thread.
     Raises LaunchError before anything is started where the arguments can't work.
     """
-    _check(script, processes=processes, restarts=restarts, port=port)
+    _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     job = Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path)
     files = None if logs is None else Logs(logs, processes)
-    return run_job(job, processes=processes, restarts=restarts, port=port, grace=grace, logs=files).code
+    return run_job(
+        job,
+        processes=processes,
+        restarts=restarts,
+        preemptions=preemptions,
+        port=port,
+        grace=grace,
+        logs=files,
+    ).code
 
 
 def run_job(
@@ -56,8 +65,9 @@ def run_job(
     *,
     processes: int,
     restarts: int = 0,
+    preemptions: int = 0,
     port: int | None = None,
-    grace: float = GRACE,
+    grace: float | None = None,
     logs: Logs | None = None,
 ) -> End:
     """Do what `run` does for a script, for any job."""
@@ -68,6 +78,7 @@ def run_job(
         job,
         processes=processes,
         restarts=restarts,
+        preemptions=preemptions,
         port=port or 0,
         grace=grace,
         logs=logs,
@@ -76,7 +87,7 @@ def run_job(
     # The threads' variable must be there when the fork server loads torch.
     variables = set_variables(worker_threads(processes))
     try:
-        with interrupts.handled(), variables, logs or nullcontext():
+        with interrupts.handled(launcher.forward), variables, logs or nullcontext():
             return launcher.run()
     except Interrupted as interrupted:
         return End(code=128 + interrupted.signum)
@@ -94,19 +105,20 @@ def _open_standard_files() -> None:
     os.close(file)
 
 
-def _check(script: str, *, processes: int, restarts: int, port: int | None) -> None:
+def _check(script: str, *, processes: int, restarts: int, preemptions: int, port: int | None) -> None:
     if processes < 1:
         raise LaunchError(
             given=f"-n {processes}",
             found="a run has at least one process",
             fix=f"shoal run -n 1 {script}",
         )
-    if restarts < 0:
-        raise LaunchError(
-            given=f"--restarts {restarts}",
-            found="the number of restarts is 0 (none) or more",
-            fix=f"shoal run -n {processes} --restarts 0 {script}",
-        )
+    for name, value in (("restarts", restarts), ("preemptions", preemptions)):
+        if value < 0:
+            raise LaunchError(
+                given=f"--{name} {value}",
+                found=f"the number of {name} is 0 (none) or more",
+                fix=f"shoal run -n {processes} --{name} 0 {script}",
+            )
     if not os.path.isfile(script):
         is_directory = os.path.isdir(script)
         raise LaunchError(
