@@ -83,7 +83,7 @@ class Events:
     def write(self, kind: str, fields: Mapping[str, Plain]) -> None:
         """Record a rare event at once, after the steps that came before it; secrets are masked."""
         self.flush()
-        event = {"event": kind, "t": round(time.time(), 6), **masked(fields)}
+        event = {"event": kind, "t": round(time.time(), 6), **masked(dict(fields))}
         self._hand_over(json.dumps(_finite(event)) + "\n")
 
     def flush(self) -> None:

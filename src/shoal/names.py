@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.errors import CheckpointError, StepError
 
+_PARTS = {"model", "optimizer", "number", "engine"}
 _EXTRA = "_extra_state"
 """How torch's names of what `get_extra_state` returns end; it may be anything."""
 
@@ -122,6 +123,22 @@ def numbered(
             for saved, group in zip(state["groups"], groups, strict=True)
         ],
     }
+
+
+def check_parts(saved: Any, given: str) -> None:
+    """Raise CheckpointError unless `saved` has the parts of a state that a Run saves."""
+    parts = saved if isinstance(saved, dict) else {}
+    steps = parts.get("steps")
+    if not (
+        isinstance(steps, dict)
+        and all(isinstance(step, dict) and step.keys() >= _PARTS for step in steps.values())
+        and all(isinstance(parts.get(part), dict) for part in ("state", "loader"))
+    ):
+        raise CheckpointError(
+            given=given,
+            found="a checkpoint that no Run has saved",
+            fix="choose another directory: shoal.Run('runs/b', …)",
+        )
 
 
 def check_model(

@@ -16,6 +16,7 @@ from shoal.checkpoint import Agreement, Checkpoints, Job, Lock, path_of, present
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
+from shoal.names import check_parts
 from shoal.progress import Progress
 from shoal.sameness import check_same_data, versions
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
@@ -453,6 +454,7 @@ class Run:
         }
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
+        check_parts(saved, f"a Run in {self.directory}")
         for what, here in (("steps", self.steps), ("state", self.state)):
             if set(saved[what]) != set(here):
                 raise CheckpointError(

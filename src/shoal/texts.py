@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
 from typing import Any
 
 # Controls of C0 and C1, line separators, marks that reorder text, and halves of surrogate pairs.
@@ -27,13 +27,13 @@ def masked(tree: Any, *, secret: bool = False) -> Any:
     """Settings without what people keep to themselves.
 
     In dicts, lists and tuples, texts below a name like `api_key`, `TOKEN` or `dbPassword` become
-    `***`, and so do names and passwords in URLs. Numbers stay: `tokens` may be counted.
+    `***`, and so do names and passwords in URLs. Numbers stay: `tokens` may be counted. Types stay too.
     """
-    if isinstance(tree, str):
-        shown = MASK if secret and tree else _LOGIN.sub(f"{MASK}@", tree)
-        return tree if shown == tree else shown
-    if isinstance(tree, Mapping):
-        return {name: masked(item, secret=secret or is_secret(name)) for name, item in tree.items()}
+    if type(tree) is str:
+        return MASK if secret and tree else _LOGIN.sub(f"{MASK}@", tree)
+    if type(tree) in (dict, OrderedDict, Counter):
+        pairs = ((name, masked(item, secret=secret or is_secret(name))) for name, item in tree.items())
+        return type(tree)(dict(pairs))
     if type(tree) in (list, tuple):
         return type(tree)(masked(item, secret=secret) for item in tree)
     return tree

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal.checkpoint import Checkpoints
 from shoal.errors import CheckpointError, DataError, ShoalError
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -265,3 +266,14 @@ def test_a_run_without_a_step_or_without_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="keep=0") as caught:
             shoal.Run(tmp_path, step, run.loader, keep=0)
         assert "keep=1" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"weight": 1}, {"steps": {}, "state": {}}, {"steps": {"step": {}}, "state": {}, "loader": {}}],
+)
+def test_a_checkpoint_that_no_run_has_saved(tmp_path: Path, state: dict[str, Any]) -> None:
+    with build(tmp_path) as run:
+        Checkpoints(tmp_path / "checkpoints", run.world).save(1, state, {}, {})
+        with pytest.raises(CheckpointError, match="that no Run has saved"):
+            run.restore()

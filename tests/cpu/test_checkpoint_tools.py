@@ -149,7 +149,7 @@ def test_all_that_is_there_is_listed(run: Path, monkeypatch: pytest.MonkeyPatch)
     usual, best = out.split(f"{run}/best")
     rows = {line.split()[0]: line.rstrip() for line in usual.splitlines() if " kB  " in line}
     assert rows["step-2"].endswith("damaged")
-    assert re.search(r"^step-3 +24 +1 +\d+ s +1 +\S+ +[\d.]+ kB +whole$", rows["step-3"])
+    assert re.search(r"^step-3 +24 +1 +\d+ (s|min) +1 +\S+ +[\d.]+ kB +whole$", rows["step-3"])
     assert "step-2 state.json is missing" in out
     assert re.search(r"step-4\.partial, [\d.]+ kB: a save that was interrupted", words(out))
     assert re.search(r"step-1\.trash, [\d.]+ kB: a removal that was interrupted", words(out))

@@ -227,6 +227,12 @@ def entry(dtype: str = "F32", shape: tuple[int, ...] = (2, 3), start: int = 0, e
 GOOD = {"state/weight": entry(), "state/other": entry(shape=(2,), start=24, end=32)}
 
 
+# One name for two places; readers don't agree which of them counts.
+TWICE = (
+    json.dumps(GOOD)[:-1] + ", " + json.dumps({"state/weight": entry(start=8, end=32)})[1:]
+).encode()
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -251,6 +257,7 @@ GOOD = {"state/weight": entry(), "state/other": entry(shape=(2,), start=24, end=
         header(GOOD | {"state/weight": entry(shape=(6,))}),
         header(GOOD | {"state/weight": entry(shape=(2**62, 8))}),
         header({"state/other": entry(shape=(8,), end=32)}),
+        header(TWICE),
         header({"state/weight": entry(shape=(8,), end=32)}),
         pickle.dumps({"weight": 1}) + b"\0" * 100,
     ],

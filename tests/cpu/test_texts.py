@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,9 @@ def test_masking_goes_to_any_depth_and_takes_texts_alone() -> None:
         "token": "",
     }
     assert given["secrets"]["a"] == "b"
+    ordered = OrderedDict(key="x", n=1)
+    assert masked(ordered) == OrderedDict(key=MASK, n=1)
+    assert type(masked(ordered)) is OrderedDict
 
 
 def test_neither_events_nor_checkpoints_keep_secrets(tmp_path: Path) -> None:

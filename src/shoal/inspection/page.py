@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.inspection.comparison import Comparison
     from shoal.inspection.extraction import Extracted
 
-_WIDE = 100
+_USUAL, _WIDE = 80, 100
 _LONGEST = 200
 
 
@@ -35,7 +35,7 @@ def listing(
     console: Console, folder: Path, found: Sequence[Entry], left: Sequence[Leftover], *, verified: bool
 ) -> None:
     """The checkpoints in one directory, what is wrong with them, and what else takes room there."""
-    columns = _columns(found, wide=console.width >= _WIDE, verified=verified)
+    columns = _columns(found, width=console.width, verified=verified)
     table = make_table(*columns, right=("position", "epoch", "ranks", "files", "size"))
     for entry in found:
         add_row(table, *(cell(entry) for cell in columns.values()))
@@ -49,18 +49,19 @@ def listing(
         console.print()
 
 
-def _columns(found: Sequence[Entry], *, wide: bool, verified: bool) -> dict[str, Any]:
+def _columns(found: Sequence[Entry], *, width: int, verified: bool) -> dict[str, Any]:
     """Of each column its text for an entry. On a narrow screen only what most people look for."""
-    now = time.time()
+    now, wide = time.time(), width >= _WIDE
+    said = {name for entry in found for name in entry.info} if width >= _USUAL else set()
     good = "verified" if verified else "whole"
     columns: dict[str, tuple[bool, Any]] = {
         "checkpoint": (True, lambda entry: entry.path.name),
         "position": (True, lambda entry: _number(entry.info.get("position"))),
-        "epoch": (any("epoch" in one.info for one in found), lambda e: _number(e.info.get("epoch"))),
+        "epoch": ("epoch" in said, lambda entry: _number(entry.info.get("epoch"))),
         "saved": (wide, lambda entry: _when(entry.saved)),
         "age": (True, lambda entry: "" if entry.saved is None else span(now - entry.saved)),
         "ranks": (True, lambda entry: _number(entry.ranks)),
-        "layout": (any("layout" in one.info for one in found), lambda e: str(e.info.get("layout", ""))),
+        "layout": ("layout" in said, lambda entry: str(entry.info.get("layout", ""))),
         "files": (wide, lambda entry: _number(entry.files)),
         "size": (True, lambda entry: size(entry.bytes)),
         "state": (True, lambda entry: "damaged" if entry.problems else good),
@@ -72,7 +73,8 @@ def contents(console: Console, found: Contents) -> None:
     """One checkpoint: where it comes from, and all that it holds."""
     saved = moment(found.path, found.info)
     records = found.manifest.files
-    said = [(_joined(at), _value(value)) for at, value in leaves(found.info) if at]
+    rest = {name: value for name, value in found.info.items() if name != "time"}
+    said = [(_joined(at), _value(value)) for at, value in leaves(rest) if at and value != {}]
     print_pairs(
         console,
         str(found.path),
