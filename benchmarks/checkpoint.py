@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_leaves
 
 import shoal
 from shoal.checkpoint import Checkpoints
+from shoal.checkpoint.aside import Aside
 from shoal.shares import share
 from spread import Spread, quartiles
 
@@ -134,10 +135,11 @@ def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
 def through_shoal(world: shoal.World, training: Training) -> Save:
     """What a Run does, without its events."""
 
+    aside = Aside(world)
+
     def begin(directory: Path) -> Wait:
-        checkpoints = Checkpoints(directory, world)
-        checkpoints.save(1, {"step": training.step.state_dict()}, {}, {})
-        return nothing
+        checkpoints = Checkpoints(directory, world, aside=aside)
+        return checkpoints.start(1, {"step": training.step.state_dict()}, {}, {}).wait
 
     return begin
 

@@ -14,6 +14,9 @@ SAFE_PATH = "PYTHONSAFEPATH"
 THREADS = "OMP_NUM_THREADS"
 """How many threads torch and the libraries beneath it start with."""
 
+REPORTS = "SHOAL_REPORTS"
+"""The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
+
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -109,6 +112,12 @@ def worker_variables(
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     return {name: str(value) for name, value in values.items()}
+
+
+def reports() -> int | None:
+    """The pipe to the launcher of this very process, and not of one that started it; None without."""
+    process, _, descriptor = os.environ.get(REPORTS, "").partition(":")
+    return int(descriptor) if process == str(os.getpid()) else None
 
 
 @contextmanager

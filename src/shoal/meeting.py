@@ -190,7 +190,7 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write("".join(f"{host} {port}\n" for host in _own_addresses()))
+            file.write("".join(f"{host} {port}\n" for host in own_addresses()))
         partial.rename(path)
     except OSError as error:
         raise LaunchError(
@@ -214,7 +214,7 @@ def _read(meeting: Meeting) -> list[tuple[str, int]]:
         return []
 
 
-def _own_addresses() -> list[str]:
+def own_addresses() -> list[str]:
     """How other machines may call this one: by the address of its way out, and by name."""
     addresses = [socket.gethostname()]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

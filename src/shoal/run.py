@@ -107,6 +107,7 @@ class Run:
         chosen = default_trackers() if trackers is None else trackers
         self._curves = Curves(self.directory, chosen, first=self.world.first)
         self.world.recorder = self.log
+        self.world.directory = self.directory
         self._folders: dict[str, Checkpoints] = {}
         self._begun = False
         self._closed = False
@@ -248,18 +249,19 @@ class Run:
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         self._curves.flush()
         position = at[1]
-        job = self._saves.start(
-            checkpoints, self.step, lambda: self._parts(position), join=self._in_parts
-        )
-        path = checkpoints.directory / f"step-{self.step}"
-        if to is None:
-            self._saved = (at, path, job)
-        if not wait:
-            return path
-        try:
-            return job.wait()
-        finally:
-            self._saves.forget(job)
+        with self.world.preparing():  # one rank may take long to write, and the others wait for it
+            job = self._saves.start(
+                checkpoints, self.step, lambda: self._parts(position), join=self._in_parts
+            )
+            path = checkpoints.directory / f"step-{self.step}"
+            if to is None:
+                self._saved = (at, path, job)
+            if not wait:
+                return path
+            try:
+                return job.wait()
+            finally:
+                self._saves.forget(job)
 
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record an event of your own: its kind, the step, and numbers or texts by name."""
@@ -364,7 +366,7 @@ class Run:
         self._stopping.stop()
         self.events.close()
         self._curves.close()
-        self.world.recorder = None
+        self.world.recorder = self.world.directory = None
         if self._lock is not None:
             self._lock.release()
         if self._progress is not None:

@@ -133,6 +133,7 @@ class Step:
         Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
         step is skipped and the scale lowered instead); the parameters are untouched then.
         """
+        self.engine.world.stepping()
         self.catch_up()
         if not self._prepared:
             self._prepare(batch)
@@ -258,7 +259,6 @@ class Step:
         return self.last
 
     def _prepare(self, batch: Batch) -> None:
-        self.engine.world.stepping()
         check_same_environment(self.engine.world)
         check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
         if self._compile is not None:

@@ -74,14 +74,12 @@ def as_text(text: str) -> Text:
 
 def size(count: int) -> str:
     """Bytes as people say them, in powers of ten."""
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return (
-                f"{count / factor:.3g} {unit}"
-                if count < 1000 * factor
-                else f"{count / factor:,.0f} {unit}"
-            )
-    return f"{count} B"
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.0f} PB"
 
 
 def span(seconds: float) -> str:

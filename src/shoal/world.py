@@ -12,6 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,8 @@ from shoal import environ
 from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
+from shoal.hangs.matching import Matching
+from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
 from shoal.streams import derive_seed
@@ -33,6 +36,10 @@ HEAR_SECONDS = 5.0
 """How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
 LET_GO_SECONDS = 0.05
 """How long a rank that has left its group lets the group's threads finish."""
+MARGIN_SECONDS = 60.0
+"""How much later than the watch torch itself gives up: by then every rank has been asked."""
+CHECKED_STEPS = 3
+"""For so many steps ranks compare each collective before they begin it."""
 
 
 def init(
@@ -49,8 +56,9 @@ def init(
 
     `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
     CPU unless given), `device` where this rank computes (by local rank unless given). `seed` is the
-    root of every random stream. `timeout` is how long a collective may wait, in seconds, from the
-    first optimizer step on; before it, `prepare_timeout` holds. `deterministic` asks torch for
+    root of every random stream. `timeout` is how long a rank may wait for others, in seconds, from the
+    first optimizer step on; before it, and within `World.preparing`, `prepare_timeout` holds. Then the
+    rank that did not arrive is named, and all ranks end. `deterministic` asks torch for
     deterministic algorithms. Use it as a context manager, so that nothing is left behind.
 
     With several ranks, torch gets as many threads as this rank has cores for itself, unless
@@ -71,7 +79,8 @@ def init(
     )
     if joined.told:
         print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
-    return World(joined, seed, timeout, deterministic=deterministic)
+    limits = Limits(step=timeout, prepare=prepare_timeout)
+    return World(joined, seed, limits, deterministic=deterministic)
 
 
 class World:
@@ -81,7 +90,7 @@ class World:
         self,
         joined: Joined,
         seed: int,
-        timeout: float,
+        limits: Limits,
         *,
         deterministic: bool = False,
     ) -> None:
@@ -91,7 +100,7 @@ class World:
         self.device = joined.device
         self.group = joined.group
         self.seed = seed
-        self.timeout = timeout
+        self.limits = limits
         self.rank = placement.rank
         self.size = placement.size
         self.data_rank = layout.data_rank(placement.rank)
@@ -101,9 +110,11 @@ class World:
         self._data_group: dist.ProcessGroup | None = None
         self.compared = False
         self.recorder: Callable[[Mapping[str, Any]], None] | None = None
+        self.directory: Path | None = None
+        """Where a report of a hang is kept: that of the Run which is open."""
         self._sections = 0
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._stepping = False
+        self._steps = self._preparing = 0
         self._closed = False
         self._deterministic_mode = torch.get_deterministic_debug_mode()
         if deterministic:
@@ -117,7 +128,22 @@ class World:
         )
         self.choices = (*joined.choices, mode)
         self.reseed("weights", by_rank=False)
+        self._matching: Matching | None = None
+        self._watch: Watch | None = None
+        if self.group is not None:
+            self._matching = Matching(self.rank)
+            self._watch = self._watched(self.group, self._matching)
+            self._let_torch_wait()
         atexit.register(self.close)
+
+    def _watched(self, group: dist.ProcessGroup, matching: Matching) -> Watch:
+        return Watch(
+            group,
+            limits=self.limits,
+            one_machine=self.placement.nodes == 1,
+            directory=lambda: self.directory,
+            checked=lambda: matching.current,
+        )
 
     @property
     def first(self) -> bool:
@@ -312,11 +338,47 @@ class World:
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
     def stepping(self) -> None:
-        """From now on collectives get the time limit for steps; called before the first step."""
-        if not self._stepping and self.group is not None:
-            limit = timedelta(seconds=self.timeout)
-            dist.distributed_c10d._set_pg_timeout(limit, self.group)
-        self._stepping = True
+        """A step begins: from the first one on, a wait has the time limit of steps."""
+        if self._watch is None or self._matching is None:
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._set_limit(self._watch)
+            self._let_torch_wait()
+        elif self._steps > CHECKED_STEPS and not self._matching.found:
+            self._matching.stop()
+
+    def _set_limit(self, watch: Watch) -> None:
+        preparing = self._preparing or not self._steps
+        watch.limit = self.limits.prepare if preparing else self.limits.step
+
+    def _let_torch_wait(self) -> None:
+        """Give all process groups a limit of torch's own that is not reached before the watch's."""
+        longest = timedelta(seconds=max(self.limits.step, self.limits.prepare) + MARGIN_SECONDS)
+        for group in list(dist.distributed_c10d._world.pg_names):
+            dist.distributed_c10d._set_pg_timeout(longest, group)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Let one rank take its time while the others wait for it: `prepare_timeout` holds inside.
+
+            with world.preparing():
+                if world.first:
+                    build_index("cache/")
+                world.barrier()
+
+        All ranks enter it. See `first_rank_first` where the others need no collective.
+        """
+        if self._watch is None:
+            yield
+            return
+        self._preparing += 1
+        self._set_limit(self._watch)
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            self._set_limit(self._watch)
 
     def before_closing(self, method: Callable[[], None]) -> None:
         """Call this method of an object, if that is still alive, before the group is left."""
@@ -340,6 +402,9 @@ class World:
         self._mesh = self._data_group = None
         if self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic_mode)
+        if self._watch is not None and self._matching is not None:
+            self._watch.stop()
+            self._matching.stop()
         if self.group is not None and dist.is_initialized():
             if self.first and self._sections:
                 self._await_hearers()

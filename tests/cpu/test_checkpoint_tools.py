@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import shoal
 from processes import Alone
-from shoal import cli
+from shoal import cli, tables
 from shoal.checkpoint import Checkpoints
 from shoal.errors import CheckpointError
 from shoal.inspection import comparison, contents, extraction
@@ -269,6 +269,29 @@ def test_a_copy_by_another_name_is_the_same(run: Path, tmp_path: Path) -> None:
     assert (code, out) == (0, "The same state: 36 tensors, all equal.\n")
     assert checkpoint("verify", copy)[0] == 0
     assert "[two]: model" in checkpoint("show", copy)[1]
+
+
+@pytest.mark.parametrize(
+    "value", [1e300, -1, float("nan"), float("inf"), True, "now", 10**400, {"a": 1}]
+)
+def test_circumstances_that_somebody_made_up(value: Any, tmp_path: Path) -> None:
+    info = dict.fromkeys(("time", "position", "epoch", "layout"), value)
+    Checkpoints(tmp_path, Alone()).save(3, {"n": 1}, {}, info)
+    for command in ("ls", "show"):
+        code, out = checkpoint(command, tmp_path)
+        assert code == 0
+        assert "step-3" in out
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1234, "1.23 kB"), (999_499, "999 kB")),
+        *((999_600, "1 MB"), (123_456_789, "123 MB"), (10**12, "1 TB"), (10**18, "1,000 PB")),
+    ],
+)
+def test_sizes_as_people_say_them(count: int, said: str) -> None:
+    assert tables.size(count) == said
 
 
 def save(directory: Path, state: dict[str, Any], **info: Any) -> contents.Contents:

@@ -162,6 +162,15 @@ def test_a_state_that_is_none(raw: bytes, step: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "state", [b'{"int": "0x' + b"f" * 5000 + b'"}', b"[" * 300 + b"]" * 300], ids=len
+)
+def test_a_state_that_nobody_can_show(state: bytes, step: Path) -> None:
+    forge(step, "state.json", b'{"state": ' + state + b', "rank_state": [{"dict": {}}], "tensors": {}}')
+    with pytest.raises(CheckpointError, match=r"digits|deeply"):
+        contents.look(step)
+
+
+@pytest.mark.parametrize(
     "row",
     [
         {"dtype": "object"},

@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.tensors import Plan
 
 T = TypeVar("T")
 
@@ -68,6 +71,8 @@ class Aside:
 
     def __init__(self, world: Ranks) -> None:
         self.staging = Staging()
+        self.plan: Plan | None = None
+        """Who writes what, of the save before."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._job: Job[Any] | None = None

@@ -116,7 +116,6 @@ class Checkpoints:
         self._keep_every = keep_every
         self._store = Store(directory, files or Files())
         self.aside = aside or Aside(world)
-        self._plan: Plan | None = None
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
 
@@ -189,14 +188,14 @@ class Checkpoints:
         from shoal.checkpoint.tensors import form_of, global_plan, local_plan
 
         form = form_of(tensors)
-        last = self._plan
+        last = self.aside.plan
         same = last is not None and last.form == form
         if last is None or not all(self._world.gather(same)):
             rank = self._world.rank
             mine = self._agreement.together(given, lambda: local_plan(tensors, first=rank == 0))
             all_plans = self._world.gather(mine)
             last = self._agreement.together(given, lambda: global_plan(form, all_plans, rank, _file_of))
-            self._plan = last
+            self.aside.plan = last
         return last
 
     def restore(self, template: Tree | None = None, elsewhere: Collection[str] = ()) -> Loaded | None:

@@ -14,6 +14,9 @@ from shoal.checkpoint.store import DamageError, Manifest, NewerError, open_file,
 from shoal.checkpoint.table import Row
 from shoal.errors import CheckpointError
 
+_DEEPEST = 200
+_LONGEST_INT = 3000
+
 Keys = tuple[str, ...]
 """Keys and positions that lead to a value in a tree."""
 
@@ -78,13 +81,15 @@ def look(path: Path) -> Contents:
         ) from None
 
 
-def simplify(node: Any) -> Any:
+def simplify(node: Any, depth: int = 0) -> Any:
     """An encoded tree (see `shoal.checkpoint.state`) as dicts, lists, tuples, values and References.
 
     Raises ValueError for what is no such tree.
     """
+    if depth > _DEEPEST:
+        raise ValueError("a state that is nested too deeply")
     if isinstance(node, list):
-        return [simplify(item) for item in node]
+        return [simplify(item, depth + 1) for item in node]
     if not isinstance(node, dict):
         return node
     if len(node) != 1:
@@ -92,14 +97,20 @@ def simplify(node: Any) -> Any:
     [(tag, content)] = node.items()
     if tag in ("dict", "ordered", "counter"):
         items = content.items() if isinstance(content, dict) else content
-        return {key if isinstance(key, str) else simplify(key): simplify(item) for key, item in items}
+        return {simplify(key): simplify(item, depth + 1) for key, item in items}
     if tag == "tuple":
-        return tuple(simplify(item) for item in content)
+        return tuple(simplify(item, depth + 1) for item in content)
     if tag in ("tensor", "array", "scalar") and isinstance(content, str):
         return Reference(tag, content)
     if tag in _SIMPLE and isinstance(content, str):
         return _SIMPLE[tag](content)
     raise ValueError(f"a state with a value of kind {tag!r}")
+
+
+def _int(text: str) -> int:
+    if len(text) > _LONGEST_INT:  # Python shows no longer ones
+        raise ValueError(f"a state with a number of {len(text):,} digits")
+    return int(text, 16)
 
 
 def _bytes(text: str) -> bytes:
@@ -110,7 +121,7 @@ def _bytes(text: str) -> bytes:
 
 
 _SIMPLE: Mapping[str, Any] = {
-    "int": lambda text: int(text, 16),
+    "int": _int,
     "float": float,
     "bytes": _bytes,
 }

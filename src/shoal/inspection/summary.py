@@ -11,6 +11,8 @@ from shoal.checkpoint.store import MANIFEST, DamageError, Files, Store
 from shoal.inspection.contents import simplify
 from shoal.inspection.soundness import manifest, problems
 
+_LAST = 2.0**36  # in the year 4147; beyond it not every clock can say what time it is
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -88,7 +90,9 @@ def entry(path: Path, *, verify: bool) -> Entry:
 def moment(path: Path, info: dict[str, Any]) -> float:
     """When a checkpoint was saved, as it says itself, else as its manifest's file does."""
     said = info.get("time")
-    return float(said) if isinstance(said, int | float) else (path / MANIFEST).stat().st_mtime
+    if isinstance(said, int | float) and 0 <= said < _LAST:
+        return float(said)
+    return (path / MANIFEST).stat().st_mtime
 
 
 def _info(encoded: Any) -> dict[str, Any]:

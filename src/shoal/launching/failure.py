@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sysconfig
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from types import TracebackType
 
 from ..errors import ShoalError
 from ..launchers import REQUEUE
+from ..places import is_library
 
 # How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore).
 _BY_PEER = re.compile(
@@ -148,7 +148,7 @@ def _spell(error: BaseException) -> str:
     trace = _skip_launcher(error)
     if not isinstance(error, ShoalError):
         return "".join(traceback.format_exception(type(error), error, trace))
-    own = [frame for frame in traceback.extract_tb(trace) if not _is_library(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(trace) if not is_library(frame.filename)]
     head = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
     # The report ends with the place, once.
     where, error.where = error.where, None
@@ -171,20 +171,10 @@ def locate(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(_skip_launcher(error))
-    own = [frame for frame in frames if not _is_library(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename)]
     # Where Shoal noticed a user's mistake is no place to look for it.
     chosen = own or ([] if isinstance(error, ShoalError) else list(frames))
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    return (
-        filename.startswith("<")
-        or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        or path.is_relative_to(sysconfig.get_path("stdlib"))
-        or path.is_relative_to(Path(__file__).parents[1])
-    )
 
 
 def _is_by_peer(error: BaseException) -> bool:

@@ -124,6 +124,7 @@ class Workers:
                 saving = any(rank.handles_signal(signal.SIGTERM) for rank in running)
                 grace = SAVING_GRACE if saving else GRACE
             self.send(signum)
+            self.send(signal.SIGCONT)  # one that was stopped could not end
             deadline = time.monotonic() + grace
             while running and time.monotonic() < deadline:
                 _poll(running, deadline)

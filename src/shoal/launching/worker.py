@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ..cores import divide
-from ..environ import SAFE_PATH, threads_variable, write_variables
+from ..environ import REPORTS, SAFE_PATH, threads_variable, write_variables
 from .failure import encode, exit_status, from_exception
 from .job import Job
 from .signals import FORWARDED, signal_when_broken
@@ -45,6 +45,7 @@ def main(
     _become_main()
     _be_called(f"{os.path.basename(job.name.split()[0])[:11]} {rank}")
     write_variables({**variables, SAFE_PATH: "1" if job.safe_path else None})
+    write_variables({REPORTS: f"{os.getpid()}:{reports.fileno()}"})
     _take_cores(int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))
     try:
         value = job.run()

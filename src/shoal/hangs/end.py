@@ -1,0 +1,99 @@
+"""The end of all ranks after a hang: the report reaches whoever shows it, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import psutil
+
+from shoal import environ
+
+EXIT_CODE = 124
+"""Of all ranks after a hang; timeout(1) has the same."""
+
+_FLUSH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is to be shown: `text`, about `rank` at `where` (host and place), of `size` ranks.
+
+    `when` is in seconds of `time.monotonic` on the machine of whoever wrote it.
+    """
+
+    rank: int
+    size: int
+    where: str
+    text: str
+    when: float
+
+    def __str__(self) -> str:
+        return f"{self.text}\nwhere: rank {self.rank} of {self.size} on {self.where}\n"
+
+
+def launched() -> bool:
+    """Whether a `shoal run` started this process, which shows the report and ends what is left."""
+    return environ.reports() is not None
+
+
+def tell_launcher(report: Report) -> bool:
+    """Hand a report to the `shoal run` that started this process; False if none did."""
+    pipe = environ.reports()
+    if pipe is None:
+        return False
+    failure = {
+        "rank": report.rank,
+        "code": EXIT_CODE,
+        "when": report.when,
+        "where": report.where,
+        "text": report.text,
+    }
+    with suppress(OSError), Connection(os.dup(pipe), readable=False) as launcher:
+        launcher.send_bytes(json.dumps(failure).encode())
+    return True
+
+
+def tell_people(report: Report) -> None:
+    """Write a report to stderr."""
+    within(_FLUSH_SECONDS, lambda: _write(report))
+
+
+def _write(report: Report) -> None:
+    sys.stderr.write(str(report))
+    sys.stderr.flush()
+
+
+def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
+    """End this process, its children, and processes that can't end themselves: (id, birth) of each."""
+    within(_FLUSH_SECONDS, sys.stdout.flush)
+    doomed = psutil.Process().children(recursive=True)
+    for pid, born in strangers:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() == born:
+                doomed.append(process)
+    for process in doomed:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+    os._exit(EXIT_CODE)
+
+
+def within(seconds: float, action: Callable[[], object]) -> None:
+    """Try something that the disk or a lock of the main thread may keep from ever returning."""
+
+    def attempt() -> None:
+        with suppress(OSError, ValueError):
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)

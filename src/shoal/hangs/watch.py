@@ -1,0 +1,247 @@
+"""The thread of each rank that notices a wait without end, finds out who is to blame, and ends all.
+
+A rank waits without end if no process group has begun anything new for as long as a wait may last,
+and it is inside a collective, or inside torch.distributed sending or receiving. So nothing has to be
+counted in the training itself, and whatever takes long without making others wait is no hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from shoal.errors import ShoalError
+from shoal.hangs import channel, end, stacks, trace, verdict
+from shoal.hangs.channel import Peer
+from shoal.hangs.end import Report
+from shoal.hangs.trace import Collective
+from shoal.hangs.verdict import Absent, Seen, Verdict
+
+_INTERVAL = 0.5
+"""Seconds between two looks, at most."""
+_ANSWER_SECONDS = 2.0
+_LATER_SECONDS, _LATEST_RANK = 0.05, 20
+"""By so much each rank, up to that one, begins to judge later than the rank before it, so that of
+thousands that wait few ask all the others. Whom a lower rank has asked leaves it the judgement."""
+_LEFT_SECONDS = 2 * _ANSWER_SECONDS
+_AGAIN_SECONDS = 1.0
+_LONGEST_LOOK = _INTERVAL + _ANSWER_SECONDS + _AGAIN_SECONDS
+"""Seconds between two looks, at most, while this process runs."""
+_TOGETHER_SECONDS = 0.25
+"""All wait so long before they end, or the first to end would look like the cause."""
+_WRITE_SECONDS = 1.0
+_RECENT = 20
+_LONGEST_STACKS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many seconds a wait may last: in a step, and where one rank may take its time."""
+
+    step: float
+    prepare: float
+
+
+class Watch:
+    """Watches over this rank's waits from a thread of its own, and answers for it.
+
+    `limit` is how many seconds a wait may last now; it begins with that of preparation. `directory`
+    gives where a report is kept, None being the directory for temporary files. `checked` gives the
+    collective that waits for a check of its own, if one does. Making one is collective.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        limits: Limits,
+        one_machine: bool,
+        directory: Callable[[], Path | None],
+        checked: Callable[[], Collective | None],
+    ) -> None:
+        self.limit = limits.prepare
+        self._limits = limits
+        self._directory = directory
+        self._checked = checked
+        self._rank, self._size = group.rank(), group.size()
+        self._socket, addresses = channel.listen(one_machine=one_machine)
+        mine = Peer(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            born=psutil.Process().create_time(),
+            addresses=addresses,
+            port=self._socket.getsockname()[1],
+        )
+        everyone: list[Any] = [None] * self._size
+        dist.all_gather_object(everyone, (mine, secrets.token_hex(16)), group=group)
+        self._peers: list[Peer] = [peer for peer, _ in everyone]
+        self._token: str = everyone[0][1]
+        self._before = trace.newest()
+        self._left = -math.inf
+        self._decided = False
+        self._ending: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the socket; other ranks then find that this one has left."""
+        if self._thread.is_alive():  # not in a process that was forked from this one
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._watch())
+
+    async def _watch(self) -> None:
+        async with await asyncio.start_server(self._answer, sock=self._socket):
+            later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
+            counts, waited, looked = trace.counts(), 0.0, time.monotonic()
+            while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
+                # Time in which this process was stopped, or its machine asleep, is nobody's fault.
+                passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
+                looked = time.monotonic()
+                now = trace.counts()
+                waited, counts = waited + passed if now == counts else 0.0, now
+                if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
+                    await self._judge(waited)
+                    await _within(self._stopped.wait(), _AGAIN_SECONDS)
+
+    async def _judge(self, seconds: float) -> None:
+        """Ask all ranks, decide, and end all if that is to be believed; the lowest judge goes on."""
+        if time.monotonic() < self._left + _LEFT_SECONDS:
+            return
+        answers = await self._ask(range(self._size), {"judge": self._rank})
+        found = [self._understand(rank, answer) for rank, answer in enumerate(answers)]
+        decided = verdict.decide(found, seconds=seconds)
+        if seconds < min(self.limit + decided.patience, max(self.limit, self._limits.prepare)):
+            return
+        report = self._put_into_words(decided, found)
+        self._decided = True
+        there = [one.rank for one in found if isinstance(one, Seen) and one.rank != self._rank]
+        silent = [one.rank for one in found if isinstance(one, Absent) and not one.ended]
+        ends = await self._ask(there, {"judge": self._rank, "end": asdict(report), "silent": silent})
+        if self._ending is not None or {"refused": True} in ends:
+            self._decided = False
+            return
+        if not end.tell_launcher(report):
+            end.tell_people(report)
+        await self._end(silent)
+
+    async def _ask(
+        self, ranks: Sequence[int], question: dict[str, Any]
+    ) -> list[dict[str, Any] | OSError | TimeoutError]:
+        """What each of the ranks answers, or why it does not."""
+
+        async def ask(rank: int) -> dict[str, Any] | OSError | TimeoutError:
+            asked = channel.ask(self._peers[rank], {"token": self._token, **question})
+            try:
+                return await asyncio.wait_for(asked, _ANSWER_SECONDS)
+            except (OSError, TimeoutError) as error:
+                return error
+
+        return await asyncio.gather(*map(ask, ranks))
+
+    def _understand(self, rank: int, answer: dict[str, Any] | OSError | TimeoutError) -> Seen | Absent:
+        if isinstance(answer, dict):
+            return verdict.from_plain(answer)
+        peer = self._peers[rank]
+        ended = isinstance(answer, ConnectionError)
+        return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await channel.answer(reader, writer, token=self._token, reply=self._reply)
+
+    def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        lower = question["judge"] < self._rank
+        if "end" not in question:
+            self._left = time.monotonic() if lower else self._left
+            return verdict.to_plain(self._see())
+        if self._decided and not lower:
+            return {"refused": True}
+        end.tell_launcher(Report(**question["end"]))
+        self._ending = asyncio.create_task(self._end(question["silent"]))
+        return {}
+
+    async def _end(self, silent: Sequence[int]) -> None:
+        await asyncio.sleep(_TOGETHER_SECONDS)
+        host = self._peers[self._rank].host
+        here = [peer for rank in silent if (peer := self._peers[rank]).host == host]
+        # `shoal run` ends what is left by itself, and would take one that is killed for the cause.
+        end.exit_process([] if end.launched() else [(peer.pid, peer.born) for peer in here])
+
+    def _see(self) -> Seen:
+        lines = stacks.main_stack()
+        own = stacks.own_line(lines)
+        return Seen(
+            rank=self._rank,
+            host=self._peers[self._rank].host,
+            place=str(own),
+            function=own.function,
+            waits=self._waits(lines),
+            busy=stacks.busy(lines),
+            recent=tuple(trace.collectives(self._before)[-_RECENT:]),
+            groups=trace.groups(),
+            stacks=stacks.all_stacks()[:_LONGEST_STACKS],
+        )
+
+    def _waits(self, lines: Sequence[stacks.Line]) -> Collective | None:
+        """What this rank waits in. Threads beside the main one wait for themselves."""
+        main = threading.main_thread()
+        aside = {str(thread.ident) for thread in threading.enumerate() if thread is not main}
+        recorded = self._checked() or trace.outstanding(self._before, aside)
+        called = stacks.communication(lines)
+        if recorded is not None or not called:
+            return recorded
+        return Collective(group="", number=0, operation=called, tensors="", done=False)
+
+    def _put_into_words(self, decided: Verdict, found: Sequence[Seen | Absent]) -> Report:
+        kept = self._keep(f"{decided.line}\n\n{verdict.details(found)}")
+        name = "timeout" if self.limit == self._limits.step else "prepare_timeout"
+        error = ShoalError(
+            given=f"a wait of more than {self.limit:g} s, the {name} of shoal.init",
+            found=decided.line,
+            fix=f"see {kept}, the stacks of all ranks; if one rank may take so long: "
+            "`with world.preparing():` around it on all ranks, or shoal.init(timeout=…)",
+        )
+        return Report(
+            rank=decided.rank,
+            size=self._size,
+            where=decided.where,
+            text=f"{verdict.table(found)}{str(error).lstrip()}",
+            when=time.monotonic(),
+        )
+
+    def _keep(self, text: str) -> Path:
+        """Where the details are kept; writing them must not wait for a disk that hangs too."""
+        name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+        path = (self._directory() or Path(tempfile.gettempdir())) / name
+        end.within(_WRITE_SECONDS, lambda: path.write_text(text))
+        return path
+
+
+async def _within(what: Awaitable[object], seconds: float) -> bool:
+    """Whether `what` comes true within so many seconds."""
+    try:
+        await asyncio.wait_for(what, seconds)
+    except TimeoutError:
+        return False
+    return True

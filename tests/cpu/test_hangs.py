@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from shoal.environ import REPORTS, set_variables
+from shoal.hangs import end, stacks
+from shoal.hangs.end import EXIT_CODE, Report
+from shoal.hangs.trace import Collective, describe
+from shoal.hangs.verdict import (
+    Absent,
+    Seen,
+    Verdict,
+    decide,
+    details,
+    from_plain,
+    table,
+    to_plain,
+)
+from shoal.launching.failure import Failure, decode
+
+GROUPS = {"0": [0, 1, 2], "pair": [0, 1]}
+REDUCE = Collective(group="0", number=7, operation="all_reduce", tensors="float32[4]", done=False)
+WAITS = Seen(rank=0, host="a", place="train.py:9", function="f", waits=REDUCE, groups=GROUPS)
+WAITS_2 = replace(WAITS, rank=2)
+AWAY = Seen(rank=1, host="b", place="train.py:5", function="g", groups=GROUPS)
+COMPILES = replace(AWAY, busy="compiles")
+SILENT = Absent(rank=1, host="b", pid=77, ended=False)
+ENDED = replace(SILENT, ended=True)
+
+
+def call(**changes: Any) -> Collective:
+    return replace(REDUCE, **changes)
+
+
+def judged(*found: Seen | Absent) -> Verdict:
+    return decide(found, seconds=5.2)
+
+
+def test_who_is_elsewhere_did_not_arrive() -> None:
+    verdict = judged(WAITS, AWAY, WAITS_2)
+    assert verdict == Verdict(
+        rank=1,
+        where="b, train.py:5",
+        line="rank 1 of 3 on b did not arrive: it is at train.py:5 in g; "
+        "ranks 0 and 2 have waited 5 s in all_reduce of float32[4] at train.py:9",
+    )
+
+
+def test_who_is_silent_or_gone_is_named() -> None:
+    silent, ended = judged(WAITS, SILENT, WAITS_2), judged(WAITS, ENDED, WAITS_2)
+    assert (silent.rank, silent.where) == (1, "b, pid 77")
+    assert silent.line.startswith("rank 1 of 3 on b does not answer: process 77 is stopped")
+    assert (ended.rank, ended.where) == (1, "b")
+    assert ended.line.startswith("rank 1 of 3 on b has ended or left its world; ranks 0 and 2 have")
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ([AWAY, replace(SILENT, rank=2)], 1),  # one that answers is known to be elsewhere
+        ([replace(AWAY, rank=1), replace(ENDED, rank=2)], 2),  # who is gone will never come
+        ([COMPILES, replace(AWAY, rank=2)], 2),
+    ],
+)
+def test_the_likelier_cause_is_named(others: list[Seen | Absent], named: int) -> None:
+    verdict = judged(WAITS, *others)
+    assert verdict.rank == named
+    assert verdict.patience == 0
+
+
+def test_who_compiles_or_is_in_a_debugger_is_waited_for() -> None:
+    verdict = judged(WAITS, COMPILES, WAITS_2)
+    assert verdict.patience == float("inf")
+    assert "it is at train.py:5 in g, compiles; " in verdict.line
+
+
+def test_only_members_of_a_group_are_waited_for() -> None:
+    waits = replace(WAITS, waits=call(group="pair"))
+    assert judged(waits, AWAY, replace(AWAY, rank=2)).line.startswith("rank 1 of 3 on b did not arrive")
+    assert "(and rank 2)" in judged(WAITS, AWAY, replace(AWAY, rank=2)).line
+    # Rank 2 waits for rank 0, and rank 0 for rank 1.
+    assert judged(waits, AWAY, WAITS_2).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "did"),
+    [
+        (call(operation="broadcast"), "broadcast of float32[4]"),
+        (call(tensors="float32[5]"), "all_reduce of float32[5]"),
+        (call(tensors="int32[4]"), "all_reduce of int32[4]"),
+    ],
+)
+def test_what_does_not_match_is_the_cause(other: Collective, did: str) -> None:
+    odd = replace(WAITS_2, place="train.py:11", waits=other)
+    verdict = judged(WAITS, replace(WAITS, rank=1), odd)
+    assert verdict.line == (
+        f"rank 2 of 3 on a called {did} at train.py:11, where rank 0 called "
+        "all_reduce of float32[4] at train.py:9: all ranks must call the same"
+    )
+    # It may have gone on, if its own call needed nobody.
+    gone_on = replace(AWAY, rank=2, recent=(replace(other, done=True),))
+    assert judged(WAITS, replace(WAITS, rank=1), gone_on).line.startswith(
+        f"rank 2 of 3 on b called {did}, where"
+    )
+
+
+def test_sizes_that_may_differ_are_no_mismatch() -> None:
+    scatter = call(operation="scatter", tensors="")
+    verdict = judged(
+        replace(WAITS, waits=scatter), AWAY, replace(WAITS_2, waits=replace(scatter, tensors="x"))
+    )
+    assert verdict.rank == 1
+
+
+def test_all_may_wait_for_each_other_or_for_the_network() -> None:
+    same = judged(WAITS, replace(WAITS, rank=1), WAITS_2)
+    assert same.line.startswith("all 3 ranks have waited 5 s in all_reduce of float32[4] at train.py:9")
+    assert same.patience > 0
+    crossed = judged(
+        replace(WAITS, waits=call(group="pair")), replace(WAITS, rank=1, waits=call(number=8)), WAITS_2
+    )
+    assert crossed.line.endswith("they wait for each other")
+
+
+def test_what_torch_does_not_record_may_be_for_anyone() -> None:
+    receives = Collective(group="", number=0, operation="recv", tensors="", done=False)
+    assert judged(replace(WAITS, waits=receives), AWAY, WAITS_2).rank == 1
+
+
+def test_what_ranks_say_crosses_as_json() -> None:
+    seen = replace(WAITS, recent=(REDUCE,), stacks="all of it\n")
+    assert from_plain(json.loads(json.dumps(to_plain(seen)))) == seen
+
+
+def test_a_table_has_a_line_for_each_rank_and_few_of_many_alike() -> None:
+    text = table([WAITS, AWAY, SILENT, *(replace(WAITS, rank=rank) for rank in range(3, 99))])
+    assert text.splitlines() == [
+        "rank 0   a  train.py:9 in f  waits in all_reduce of float32[4]",
+        "rank 1   b  train.py:5 in g  does not wait",
+        "rank 1   b  pid 77, no answer",
+        *(
+            f"rank {rank}   a  train.py:9 in f  waits in all_reduce of float32[4]"
+            for rank in range(3, 6)
+        ),
+        "and 93 more at the same places",
+    ]
+    assert "rank 1 on b\n" in details([WAITS, SILENT])
+
+
+def test_tensors_are_described_as_people_write_them() -> None:
+    assert describe([[4, 2]], ["BFloat16"]) == "bfloat16[4, 2]"
+    assert describe([[4], [1], []], ["float32"] * 3) == "float32[4] and 2 more"
+    assert describe([], []) == ""
+
+
+def test_where_the_main_thread_is() -> None:
+    lines = stacks.main_stack()
+    assert stacks.own_line(lines).function == "test_where_the_main_thread_is"
+    assert stacks.busy(lines) == stacks.communication(lines) == ""
+    compiling = stacks.Line(file="/x/torch/_dynamo/convert_frame.py", number=1, function="_compile")
+    debugging = stacks.Line(file="/usr/lib/python3.11/bdb.py", number=1, function="trace")
+    receiving = stacks.Line(file="/x/torch/distributed/distributed_c10d.py", number=1, function="recv")
+    assert stacks.busy([*lines, compiling]) == "compiles"
+    assert stacks.busy([*lines, debugging, *lines]) == "is in a debugger"
+    assert stacks.communication([*lines, receiving]) == "recv"
+    assert stacks.communication([receiving, *lines]) == ""
+
+
+def test_a_report_reaches_the_launcher_as_a_failure() -> None:
+    report = Report(rank=1, size=3, where="b, train.py:5", text="all of it", when=4.0)
+    ours, theirs = Pipe(duplex=False)
+    with set_variables({REPORTS: f"{os.getpid()}:{theirs.fileno()}"}):
+        assert end.tell_launcher(report)
+    assert decode(ours.recv_bytes()) == Failure(
+        rank=1, code=EXIT_CODE, when=4.0, where="b, train.py:5", text="all of it"
+    )
+    # What a rank has started itself is not heard through the rank's pipe.
+    with set_variables({REPORTS: f"{os.getpid() + 1}:{theirs.fileno()}"}):
+        assert not end.tell_launcher(report)
