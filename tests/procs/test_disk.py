@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from ranks import RankError, Ranks
 from shoal import events
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.state import take_apart
-from shoal.checkpoint.store import Manifest, Record
+from shoal.checkpoint.store import Manifest, Record, Room
 from staged import parts
 
 EVERY, UNTIL = 2, 8
@@ -58,13 +58,24 @@ class Refused(HookedFiles):
             raise OSError(self._code, os.strerror(self._code), path and str(path))
 
 
+class Unaware(Counted):
+    """Does not ask how much room there is: what is too much shows when it is written."""
+
+    def room(self, path: Path) -> Room:
+        return Room(None, None)
+
+    def reserve(self, file: BinaryIO, size: int) -> None:
+        pass
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One attempt. Rank 0 calls `disturb(directory, step)` before each save; `files` are a victim's."""
+    """One attempt. Rank 0 calls `disturb(directory, step)` before each save; `files` are those of rank
+    `victim`, or of all."""
 
     directory: Path
     disturb: Callable[[Path, int], object] = nothing
-    victim: int = 0
+    victim: int | None = None
     files: HookedFiles = field(default_factory=Counted)
 
 
@@ -91,7 +102,7 @@ def train(world: shoal.World, training: Training) -> Ended:
     step, data = parts(world, None)
     ema = shoal.EMA(step.model, decay=0.5)
     kept = training.directory / "checkpoints"
-    files = training.files if world.rank == training.victim else Counted()
+    files = training.files if training.victim in (None, world.rank) else Counted()
     failed: dict[int, Failed] = {}
     told = io.StringIO()
     with (
@@ -151,13 +162,16 @@ def undisturbed(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Undistu
 
 
 def assert_failed_once(found: list[Ended], words: str, fix: str) -> None:
-    """At step 4, on all ranks alike, with the checkpoint of step 2 whole; then no more."""
+    """At step 4, on all ranks alike, with the checkpoint of step 2 whole; then no more.
+
+    `words` are what is said after the rank.
+    """
     for ended in found:
         assert ended.failed.keys() == {4}
         failed = ended.failed[4]
         assert failed.whole == 2
         assert str(failed.error) == str(found[0].failed[4].error)
-        assert re.search(rf"rank \d: .*{words}.*step-4\.partial", failed.error.found)
+        assert re.match(rf"rank \d: \[Errno \d+\] {words}", failed.error.found)
         assert fix in failed.error.fix
 
 
@@ -165,7 +179,9 @@ def assert_failed_once(found: list[Ended], words: str, fix: str) -> None:
     ("code", "operation", "victim", "words", "fix"),
     [
         (errno.EDQUOT, "write", 1, "Disk quota exceeded", "quota shows your limit"),
-        pytest.param(errno.ENOSPC, "sync", 0, "No space left", "free space", marks=pytest.mark.full),
+        pytest.param(
+            errno.ENOSPC, "sync", 0, "No space left on device", "free space", marks=pytest.mark.full
+        ),
         pytest.param(errno.EIO, "sync", 1, "Input/output error", "in order", marks=pytest.mark.full),
         pytest.param(errno.EIO, "create", 0, "Input/output error", "in order", marks=pytest.mark.full),
     ],
@@ -182,7 +198,7 @@ def test_training_goes_on_after_a_save_that_failed(
 ) -> None:
     files = Refused(operation, code, 4)
     found = two.call(train, Training(directory=tmp_path, victim=victim, files=files))
-    assert_failed_once(found, words, fix)
+    assert_failed_once(found, rf"{words}: .*step-4\.partial", fix)
     undisturbed.assert_same(found)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "step-2",
@@ -216,7 +232,9 @@ def test_a_directory_that_may_no_longer_be_written(two: Ranks, undisturbed: Undi
             os.chown(directory, NOBODY, NOBODY)
         training = Training(directory=directory, disturb=lock_and_unlock)
         found = two.call(train_as_ordinary_user, training)
-        assert_failed_once(found, "Permission denied", "ls -ld")
+        assert_failed_once(
+            found, rf"Permission denied: '{directory}/checkpoints/step-4\.partial'", "ls -ld"
+        )
         undisturbed.assert_same(found)
         (directory / "checkpoints").chmod(0o555)
         for refused in two.attempt(train_as_ordinary_user, training):
@@ -429,31 +447,45 @@ def fill_up(what: str, left: int, directory: Path, step: int) -> None:
         return
     filler.mkdir()
     if what == "pages":
-        free = os.statvfs(filler)
-        (filler / "zeros").write_bytes(bytes(free.f_bavail * free.f_frsize - left * PAGE))
+        # One at a time: the other rank may be writing its events.
+        with (filler / "zeros").open("wb", buffering=0) as file:
+            while os.statvfs(filler).f_bavail * os.statvfs(filler).f_frsize > left * PAGE:
+                file.write(bytes(PAGE))
     else:
         for number in range(os.statvfs(filler).f_favail - left):
             (filler / str(number)).touch()
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("what", ["pages", "files"])
-def test_a_disk_that_is_full(what: str, two: Ranks, undisturbed: Undisturbed, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "foreseen"), [("pages", True), ("pages", False), ("files", True), ("files", False)]
+)
+def test_a_disk_that_is_full(
+    what: str, foreseen: bool, two: Ranks, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     """A real one, of 2 MiB or 60 files, on which events and curves are written as well."""
     sizes = [path.stat().st_size for path in (undisturbed.directory / NEWEST).iterdir()]
     needed = len(sizes) + 1 if what == "files" else sum(-(-size // PAGE) for size in sizes)
+    said = "No space left on device: "
+    if foreseen:
+        said += rf"[\d,]+ {'files' if what == 'files' else 'bytes'} are needed, [\d,]+ are free \(df -"
     with disk(tmp_path / "disk", "size=2m" if what == "pages" else "nr_inodes=60"):
-        for left in range(0, needed, 1 if what == "files" else 3):
-            directory = tmp_path / "disk" / f"run-{left}"
-            disturb = functools.partial(fill_up, what, left)
-            found = two.call(train, Training(directory=directory, disturb=disturb))
-            assert_failed_once(found, "No space left on device", "free space")
+        for left in range(0, needed // 4 if foreseen else needed, 1 if what == "files" else 3):
+            training = Training(
+                directory=tmp_path / "disk" / f"run-{left}",
+                disturb=functools.partial(fill_up, what, left),
+                files=Counted() if foreseen else Unaware(),
+            )
+            found = two.call(train, training)
+            kept = re.escape(f"{training.directory}/checkpoints")
+            assert_failed_once(found, f"{said}.*'{kept}", "free space")
             undisturbed.assert_same(found)
-            assert two.call(load, directory)[0][:2] == two.call(load, undisturbed.directory)[0][:2]
-            for path in (directory / "events").iterdir():
+            newest, expected = (two.call(load, each.directory)[0] for each in (training, undisturbed))
+            assert newest[:2] == expected[:2]
+            for path in (training.directory / "events").iterdir():
                 steps = [event["step"] for event in events.read(path) if event["event"] == "batch"]
                 assert steps == [*range(1, UNTIL + 1)]
-            shutil.rmtree(directory)
+            shutil.rmtree(training.directory)
 
 
 @pytest.mark.system
