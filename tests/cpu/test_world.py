@@ -36,7 +36,7 @@ def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
     assert world.agree((1, 2), "the pair") == (1, 2)
     world.barrier()
     world.stepping()
-    with world.first_rank_first() as first:
+    with world.preparing(), world.first_rank_first() as first:
         assert first
     assert world.engines == []
     assert not dist.is_initialized()

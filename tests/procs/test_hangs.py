@@ -189,20 +189,23 @@ def test_a_stopped_rank_is_named_by_its_silence_and_killed(start: Start, launche
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_that_blocks_is_named(start: Start, workers: int) -> None:
+def test_a_loader_that_blocks_is_named(start: Start) -> None:
+    """Its worker, a process of its own, is ended too."""
     run = start(
-        f"""
-        blocked = shoal.Loader(Blocked(rank), world, batch_size=9, num_workers={workers})
+        """
+        blocked = shoal.Loader(Blocked(rank), world, batch_size=9, num_workers=1)
         for batch in blocked.epochs(1):  # the loop
             world.barrier()
-        """
+        """,
+        "hand",
     )
-    seconds, ended = run.end_hung()
-    check_end(run, seconds, ended)
-    place = run.at("# the loop" if workers else "# the loader blocks")
-    function = "<module>" if workers else "__getitem__"
-    assert f"rank 1 of 3 on {HOST} did not arrive: it is at {place} in {function}; " in ended.err
+    run.wait_ready(3)
+    begun = time.monotonic()
+    wait_for(lambda: not run.members())
+    check_time(time.monotonic() - begun, "")
+    said = the_line(run.end().err)
+    place = f"{run.at('# the loop')} in <module>"
+    assert said.startswith(f"rank 1 of 3 on {HOST} did not arrive: it is at {place}; ")
 
 
 @pytest.mark.full
@@ -297,7 +300,7 @@ def test_what_takes_long_and_makes_nobody_wait_in_vain_is_no_hang(start: Start) 
     """FAILURES 20: before the first step, in sections for it, and on all ranks alike."""
     run = start(
         f"""
-        long = {STEP_SECONDS + 1.5}
+        long = {STEP_SECONDS + 1}
         with world.first_rank_first() as first:
             event.wait(long if first else 0)
         with world.preparing():
@@ -347,8 +350,33 @@ def test_all_stopped_at_once_is_no_hang(start: Start) -> None:
 def test_rank_0_may_prepare_before_the_first_step_in_a_collective(start: Start) -> None:
     run = start(
         f"""
-        event.wait({STEP_SECONDS + 1.5} if world.first else 0)
+        event.wait({STEP_SECONDS + 1} if world.first else 0)
         world.barrier()
+        """,
+        steps=0,
+    )
+    ended = run.end()
+    assert (ended.code, "found:" in ended.err) == (0, False), ended.err
+
+
+@pytest.mark.full
+def test_a_save_that_takes_one_rank_long_is_no_hang(start: Start) -> None:
+    run = start(
+        f"""
+        class Slow:
+            def state_dict(self):
+                event.wait({STEP_SECONDS + 1} if world.first else 0)
+                return {{}}
+
+        model = shoal.parallelize(torch.nn.Linear(2, 2), world)
+        task = shoal.Task(lambda output, batch: (output.sum(), len(output)))
+        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
+        data = shoal.Loader((torch.ones(9, 2),), world, batch_size=9)
+        with shoal.Run(here / "run", step, data, state={{"slow": Slow()}}) as run:
+            for batch in data.epochs(1):
+                step(batch)
+                run.tick()
+            run.save()
         """,
         steps=0,
     )

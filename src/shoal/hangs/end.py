@@ -72,26 +72,32 @@ def _write(report: Report) -> None:
     sys.stderr.flush()
 
 
+def _flush() -> None:
+    sys.stdout.flush()  # looked up here, where it may be None
+
+
 def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
     """End this process, its children, and processes that can't end themselves: (id, birth) of each."""
-    within(_FLUSH_SECONDS, sys.stdout.flush)
-    doomed = psutil.Process().children(recursive=True)
-    for pid, born in strangers:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            if process.create_time() == born:
-                doomed.append(process)
-    for process in doomed:
-        with suppress(psutil.Error):
-            process.send_signal(signal.SIGKILL)
-    os._exit(EXIT_CODE)
+    try:
+        within(_FLUSH_SECONDS, _flush)
+        doomed = psutil.Process().children(recursive=True)
+        for pid, born in strangers:
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.create_time() == born:
+                    doomed.append(process)
+        for process in doomed:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+    finally:
+        os._exit(EXIT_CODE)
 
 
 def within(seconds: float, action: Callable[[], object]) -> None:
     """Try something that the disk or a lock of the main thread may keep from ever returning."""
 
     def attempt() -> None:
-        with suppress(OSError, ValueError):
+        with suppress(AttributeError, OSError, ValueError):  # there may be no stdout at all
             action()
 
     thread = threading.Thread(target=attempt, daemon=True)

@@ -148,19 +148,21 @@ class Watch:
 
     async def _ask(
         self, ranks: Sequence[int], question: dict[str, Any]
-    ) -> list[dict[str, Any] | OSError | TimeoutError]:
+    ) -> list[dict[str, Any] | OSError]:
         """What each of the ranks answers, or why it does not."""
 
-        async def ask(rank: int) -> dict[str, Any] | OSError | TimeoutError:
+        async def ask(rank: int) -> dict[str, Any] | OSError:
             asked = channel.ask(self._peers[rank], {"token": self._token, **question})
             try:
                 return await asyncio.wait_for(asked, _ANSWER_SECONDS)
-            except (OSError, TimeoutError) as error:
+            except OSError as error:  # of which TimeoutError is one
                 return error
+            except ValueError as error:  # cut off in the middle
+                return ConnectionResetError(str(error))
 
         return await asyncio.gather(*map(ask, ranks))
 
-    def _understand(self, rank: int, answer: dict[str, Any] | OSError | TimeoutError) -> Seen | Absent:
+    def _understand(self, rank: int, answer: dict[str, Any] | OSError) -> Seen | Absent:
         if isinstance(answer, dict):
             return verdict.from_plain(answer)
         peer = self._peers[rank]
