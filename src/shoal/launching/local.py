@@ -38,8 +38,8 @@ def run(
     and the first failure is reported on stderr; up to `restarts` times all are started again, and up
     to `preemptions` times when they have left with code REQUEUE although the launcher itself was not
     told to end. `port` is where they meet (default: a free one). `grace` is how many seconds ranks
-    have between the signal that ends them and SIGKILL (default: SAVING_GRACE where one handles
-    SIGTERM, else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
+    have between the signal that ends them and SIGKILL (default: SAVING_GRACE where a Run is open,
+    else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
     writes is appended to `rank-R.log` there, and only rank 0's is shown. The code is 0, that of the
     first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or launcher ended
     by signal n. Whatever ranks leave running is ended too. Call it once per process, in the main
