@@ -12,7 +12,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shoal.checkpoint import Agreement, Checkpoints, Lock, path_of, present, shapes, some
+from shoal.checkpoint import (
+    Agreement,
+    Checkpoints,
+    Fence,
+    FencedFiles,
+    Lock,
+    path_of,
+    present,
+    shapes,
+    some,
+)
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
@@ -79,12 +89,13 @@ class Run:
         self.world: World = loader.world
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", self.world, keep=keep)
-        self.checkpoints.check()
-        self._lock = Agreement(self.world).together(
-            f"a Run in {self.directory}",
-            lambda: Lock(self.directory / "lock") if self.world.first else None,
+        self._fence = Fence(self.directory / "attempts")
+        files = FencedFiles(self._fence)
+        self.checkpoints = Checkpoints(
+            self.directory / "checkpoints", self.world, keep=keep, files=files
         )
+        self.checkpoints.check()
+        self._lock = self._take_over()
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         # Others give rank 0 a terminal whose output may go into a file (mpirun).
@@ -203,7 +214,9 @@ class Run:
         self._catch_up()
         at = (self._numbers(), self._position())
         if to is not None:
-            return self._commit(Checkpoints(self.directory / to, self.world, keep=1), at[1])
+            files = FencedFiles(self._fence)
+            best = Checkpoints(self.directory / to, self.world, keep=1, files=files)
+            return self._commit(best, at[1])
         if self._saved is not None and self._saved[:2] == at and not self.state:
             return self._saved[2]
         path = self._commit(self.checkpoints, at[1])
@@ -298,6 +311,20 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _take_over(self) -> Lock | None:
+        """Make sure that no other run is alive here, and that none which is cut off does harm."""
+        place = self.world.placement
+
+        def take() -> tuple[Lock, int] | None:
+            if not self.world.first:
+                return None
+            lock = Lock(self.directory / "lock", job=place.job, attempt=place.attempt)
+            return lock, self._fence.take()
+
+        taken = Agreement(self.world).together(f"a Run in {self.directory}", take)
+        self._fence.number = self.world.broadcast(None if taken is None else taken[1])
+        return None if taken is None else taken[0]
 
     def _position(self) -> int:
         """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.checkpoint.agreement import Agreement
+from shoal.checkpoint.fence import Fence, FencedFiles
 from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
 from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
@@ -11,6 +12,8 @@ from shoal.checkpoint.store import Files
 __all__ = [
     "Agreement",
     "Checkpoints",
+    "Fence",
+    "FencedFiles",
     "Files",
     "Loaded",
     "Lock",

@@ -12,11 +12,12 @@ from .mpi import Commands, hydra, jsrun, open_mpi
 from .others import flux, pals
 from .placement import DIRECTORY, PORTS, Meeting, Placement, require, spell
 from .slurm import is_task, srun
-from .torchrun import RUN_ID, torchrun
+from .torchrun import NODES_RUN_ID, RUN_ID, torchrun
 
 __all__ = [
     "DIRECTORY",
     "LAUNCHERS",
+    "NODES_RUN_ID",
     "PORTS",
     "RUN_ID",
     "Commands",

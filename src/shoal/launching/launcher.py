@@ -7,18 +7,25 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
+from ..environ import write_variables
 from ..errors import LaunchError
 from .failure import Failure, culprit, report
 from .job import Job
 from .logs import Logs
+from .nodes import Nodes, label
 from .processes import Workers, start_server, without_main
 from .signals import Interrupted
 from .worker import bind_to_launcher
+
+# What the agent may need to tell other nodes that this one was told to end.
+_LEAVE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,7 @@ class Launcher:
     """Carries out the orders of one run's agent.
 
     `logs`, if given, take what ranks write. `undisturbed()` makes a context in which no signal
-    interrupts.
+    interrupts. With `nodes` this is one launcher of several, whose agents decide together.
     """
 
     def __init__(
@@ -50,19 +57,25 @@ class Launcher:
         grace: float,
         logs: Logs | None,
         undisturbed: Callable[[], AbstractContextManager[None]],
+        nodes: Nodes | None = None,
     ) -> None:
         self._job = job
         self._processes = processes
+        self._nodes = nodes
         self._restarts = restarts
         self._grace = grace
         self._logs = logs
         self._undisturbed = undisturbed
         self._attempts = 0
         self._workers = Workers(job, [], None)
+        self._ranks, self._size = range(processes), processes
+        self._end = End()
         context = multiprocessing.get_context("forkserver")
         self._orders, self._theirs = context.Pipe()
         self._agent = context.Process(
-            target=_supervise, args=(self._theirs, processes, restarts, port), daemon=True
+            target=_supervise,
+            args=(self._theirs, processes, restarts, port, nodes, label()),
+            daemon=True,
         )
 
     def run(self) -> End:
@@ -71,7 +84,10 @@ class Launcher:
             self._start_agent()
             return self._obey()
         except Interrupted as interrupted:
-            self._workers.stop(interrupted.passed_on, self._grace)
+            try:
+                self._leave(128 + interrupted.signum)
+            finally:
+                self._workers.stop(interrupted.passed_on, self._grace)
             raise
         finally:
             self._workers.stop(signal.SIGKILL, 0.0)
@@ -90,28 +106,62 @@ class Launcher:
             self._theirs.close()
 
     def _obey(self) -> End:
-        end = End()
+        deeds: dict[str, Callable[[Any], object]] = {
+            "start": self._start_workers,
+            "watch": self._watch,
+            "look": self._look,
+            "pause": time.sleep,
+            "stop": self._stop,
+            "tell": _tell,
+            "refuse": self._refuse,
+        }
+        limit: float | None = None
         while True:
             try:
-                variables = json.loads(self._orders.recv_bytes())
+                order, value = self._receive(limit)
             except (EOFError, ConnectionError):
                 break
-            if variables is None:
-                end = self._watch()
-                answer: object = end.failure is not None
-            else:
-                answer = self._start_workers(variables)
-            with suppress(ConnectionError):
-                # An agent that has died is noticed above.
-                self._orders.send_bytes(json.dumps(answer).encode())
+            answer = deeds[order](value)
+            # An agent that looks at ranks has nothing else to do, unless it is cut off.
+            limit = 3 * self._nodes.silence if self._nodes and order in ("look", "pause") else None
+            self._answer(answer)
         self._agent.join()
         if self._agent.exitcode:
             raise self._agent_lost(f"exit code {self._agent.exitcode}")
-        return end
+        return self._end
+
+    def _receive(self, limit: float | None) -> tuple[str, Any]:
+        if not self._orders.poll(limit):
+            self._workers.stop(signal.SIGTERM, self._grace)
+            raise LaunchError(
+                given=f"a node of {self._job.name}",
+                found=f"it has not heard from the others for {limit:g} s: it is cut off",
+                fix="see to the network between the nodes, then start the command here again",
+            )
+        order, value = json.loads(self._orders.recv_bytes())
+        return order, value
+
+    def _answer(self, answer: object) -> None:
+        # An agent that has died is noticed at its next order.
+        with suppress(ConnectionError):
+            self._orders.send_bytes(json.dumps(answer).encode())
+
+    def _leave(self, code: int) -> None:
+        """Have the agent tell other nodes, before the ranks go, that this one was told to end."""
+        if self._nodes is None or not self._agent.is_alive():
+            return
+        self._answer({"leaving": code})
+        deadline = time.monotonic() + _LEAVE
+        with suppress(EOFError, ConnectionError):
+            while self._orders.poll(max(0.0, deadline - time.monotonic())):
+                if json.loads(self._orders.recv_bytes())[0] == "left":
+                    return
 
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
+            first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
+            self._ranks = range(first, first + len(variables))
             files = None
             if self._logs is not None:
                 self._logs.begin(self._attempts, self._restarts + 1, self._job.name)
@@ -126,23 +176,46 @@ class Launcher:
             fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
         )
 
-    def _watch(self) -> End:
+    def _watch(self, _: object) -> bool:
         """Wait for the end of an attempt; stops what is left of it and tells why."""
         failures = self._workers.wait()
         if not failures:
-            return End(values=tuple(self._workers.values()))
-        failure = culprit(failures)
+            self._end = End(values=tuple(self._workers.values()))
+            return False
+        failure = culprit(failures or [])
+        again = f"restart {self._attempts} of {self._restarts}\n"
+        self._end = End(failure=failure)
+        self._stop((failure.code, again if self._attempts <= self._restarts else ""))
+        return True
+
+    def _look(self, seconds: float) -> dict[str, Any] | None:
+        """A failure after at most so many seconds; {} where all ended well, None while they run."""
+        failures = self._workers.wait(seconds)
+        if failures is None:
+            return None
+        failure = culprit(failures) if failures else None
+        self._end = End(failure=failure)
+        return asdict(failure) if failure else {}
+
+    def _stop(self, end: tuple[int, str]) -> None:
+        """Stop what is left of an attempt and tell its failure here, if any, and then `text`."""
+        code, text = end
+        failure = self._end.failure
         try:
             self._workers.stop(signal.SIGTERM, self._grace)
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            text = report(failure, size=self._processes)
-            if self._attempts <= self._restarts:
-                text += f"restart {self._attempts} of {self._restarts}\n"
-            if self._logs is not None:
-                self._logs.append(failure.rank, text)
+            if failure is not None:
+                text = report(failure, size=self._size) + text
+                if self._logs is not None:
+                    self._logs.append(self._ranks.index(failure.rank), text)
             _tell(text)
-        return End(code=failure.code, failure=failure)
+        self._end = End(code=code, failure=failure)
+
+    def _refuse(self, error: tuple[str, str, str]) -> None:
+        self._workers.stop(signal.SIGTERM, self._grace)
+        given, found, fix = error
+        raise LaunchError(given=given, found=found, fix=fix)
 
 
 def _tell(text: str) -> None:
@@ -156,11 +229,24 @@ def _tell(text: str) -> None:
         os.close(null)
 
 
-def _supervise(orders: Connection, processes: int, restarts: int, port: int) -> None:
+def _supervise(
+    orders: Connection,
+    processes: int,
+    restarts: int,
+    port: int,
+    nodes: Nodes | None,
+    label: str,
+) -> None:
     """Be the agent's process; here, where the launcher can name it without importing torch."""
     # It ends when the launcher says so.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     bind_to_launcher()
-    from .elastic import supervise
+    if nodes is None:
+        from .elastic import supervise
 
-    supervise(orders, processes=processes, restarts=restarts, port=port)
+        supervise(orders, processes=processes, restarts=restarts, port=port)
+    else:
+        from . import several
+
+        write_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        several.supervise(orders, processes=processes, restarts=restarts, nodes=nodes, label=label)

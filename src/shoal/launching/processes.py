@@ -72,12 +72,14 @@ class Workers:
             self._ranks.append(rank)
         return pids
 
-    def wait(self) -> list[Failure]:
+    def wait(self, limit: float | None = None) -> list[Failure] | None:
         """Wait until all have ended well (the empty list) or one has failed.
 
-        After the first failure, a moment passes in which others may show theirs.
+        After the first failure, a moment passes in which others may show theirs. None where neither
+        has happened after `limit` seconds, if that is given.
         """
         deadline: float | None = None
+        until = None if limit is None else time.monotonic() + limit
         while True:
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
             if any(failure.killed for failure in failures):
@@ -87,7 +89,9 @@ class Workers:
             running = [rank for rank in self._ranks if not rank.ended]
             if not running or (deadline is not None and time.monotonic() >= deadline):
                 return failures
-            _poll(running, deadline)
+            if until is not None and deadline is None and time.monotonic() >= until:
+                return None
+            _poll(running, until if deadline is None else deadline)
 
     def values(self) -> list[bytes]:
         """What ranks that have ended returned, in rank order; empty for nothing."""
