@@ -2,159 +2,139 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
-import sys
-import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-
-from commands import Command, wait_for
-from ranks import free_port
-from shoal.checkpoint import Checkpoints, Fence
-from shoal.data.audit import coverage
-from shoal.errors import CheckpointError
-from shoal.world import init
-
-SCRIPT = """
-import os, signal, sys, time
-from pathlib import Path
-
 import torch
 from torch import nn
 
 import shoal
+from commands import wait_for
 from hooked import HookedFiles
-from shoal.checkpoint import Checkpoints, FencedFiles
+from ranks import RankError, Ranks
+from shoal.checkpoint import Checkpoints, Fence, FencedFiles
+from shoal.data.audit import coverage
+from shoal.errors import CheckpointError
 
-here, stop_at, last, stopper = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+SAMPLES, BATCH, STEPS = 40, 4, 10
+JOB = "a-job-of-several-nodes"
+HELD: list[Any] = []
 
 
 class Stopped(HookedFiles, FencedFiles):
-    '''Stops this process before one operation of the second save.'''
+    """Stops this process before one operation after `arm`."""
 
-    def __init__(self, fence):
+    def __init__(self, fence: Fence, stop_at: int, note: Path) -> None:
         HookedFiles.__init__(self)
         FencedFiles.__init__(self, fence)
-        self.counting = False
-        self.left = stop_at
+        self._left = stop_at
+        self._note = note
+        self.armed = False
 
-    def at(self, number, path):
-        if self.counting:
-            self.left -= 1
-            if self.left == -1:
-                (here / "stopped").write_text(self.names[-1])
+    def at(self, number: int, path: Path | None) -> None:
+        if self.armed:
+            self._left -= 1
+            if self._left == -1:
+                self._note.write_text(self.names[-1])
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-with shoal.init(seed=0) as world:
+def begin(world: shoal.World, folder: Path, attempt: int, stopper: int = -1, stop_at: int = -1) -> None:
+    """Open the run, as the ranks of an attempt of a launcher of several nodes do."""
+    world.placement = dataclasses.replace(world.placement, job=JOB, attempt=attempt)
     model = shoal.parallelize(nn.Linear(3, 1).double(), world)
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
-    data = shoal.Loader((torch.arange(120.0).double().reshape(40, 3) / 100,), world, batch_size=4)
-    with shoal.Run(here / "run", step, data, keep=1) as run:
-        files = Stopped(run._fence)
-        run.checkpoints = Checkpoints(here / "run" / "checkpoints", world, keep=1, files=files)
-        run.restore()
-        for batch in data.epochs(1):
-            step(batch)
-            files.counting = world.rank == stopper and step.number == 2 and stop_at >= 0
-            run.tick(every=1)
-            if step.number == last:
-                (here / f"at-{last}-{world.rank}").touch()
-                while not (here / "go").exists():
-                    time.sleep(0.01)
-        run.save()
-"""
+    samples = torch.arange(3.0 * SAMPLES).double().reshape(SAMPLES, 3) / 100
+    data = shoal.Loader((samples,), world, batch_size=BATCH)
+    run = shoal.Run(folder / "run", step, data, keep=1)
+    files = Stopped(run._fence, stop_at, folder / "stopped")
+    run.checkpoints = Checkpoints(folder / "run" / "checkpoints", world, keep=1, files=files)
+    run.restore()
+    HELD[:] = [run, step, data.epochs(1), files, world.rank == stopper]
 
 
-class Attempt(Command):
-    """One rank of an attempt at the same run; attempts are those of one launcher."""
-
-    def __init__(
-        self, folder: Path, number: int, *options: int, rank: int = 0, size: int = 1, port: int = 0
-    ) -> None:
-        variables = {
-            "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": number,
-            "TORCHELASTIC_RUN_ID": "shoal-run-nodes-test",
-        }  # fmt: skip
-        script = folder / "script.py"
-        script.write_text(textwrap.dedent(SCRIPT))
-        settings = [f"{name}={value}" for name, value in variables.items()]
-        command = [sys.executable, str(script), str(folder), *map(str, options)]
-        super().__init__(["env", *settings, *command], folder)
+def go_on(_: shoal.World, last: int) -> None:
+    """Train up to a step, saving each; the stopper is stopped in the save of step 2."""
+    run, step, batches, files, stops = HELD
+    while step.number < last:
+        step(next(batches))
+        files.armed = stops and step.number == 2
+        run.tick(every=1)
 
 
 @pytest.fixture
-def attempts() -> Iterator[list[Attempt]]:
-    started: list[Attempt] = []
+def worlds() -> Iterator[list[Ranks]]:
+    started: list[Ranks] = []
     yield started
     for each in started:
-        each.clean_up()
+        each.kill()
 
 
 def steps_there(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
-# Of the save of step 2: the first files, the manifest, the rename that publishes, the old one's end.
-MOMENTS = [0, 1, 3, 7, 8, 11, 13, 15]
+def is_stopped(pid: int | None) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(m, marks=() if m in (3, 13) else pytest.mark.full) for m in MOMENTS]
-)
-def test_stopped_in_a_save_and_taken_over(moment: int, tmp_path: Path, attempts: list[Attempt]) -> None:
-    old = Attempt(tmp_path, 0, moment, 99, 0)
-    attempts.append(old)
-    wait_for((tmp_path / "stopped").exists)
-    wait_for(lambda: psutil.Process(old.process.pid).status() == psutil.STATUS_STOPPED)
-    new = Attempt(tmp_path, 1, -1, 5, 0)
-    attempts.append(new)
-    wait_for((tmp_path / "at-5-0").exists)
-    assert steps_there(tmp_path) == ["step-5"]
-    os.kill(old.process.pid, signal.SIGCONT)
-    ended = old.end()
-    assert ended.code == 1
-    assert f"attempt 2, process {new.process.pid} on {os.uname().nodename} since " in ended.err
-    assert "CheckpointError" in ended.err
-    assert steps_there(tmp_path) == ["step-5"]
-    (tmp_path / "go").touch()
-    assert new.end().code == 0
-    assert steps_there(tmp_path) == ["step-10"]
-    assert coverage(tmp_path / "run").exact
-    with init() as world:
-        restored = Checkpoints(tmp_path / "run" / "checkpoints", world).restore()
+def taken_over(worlds: list[Ranks], folder: Path, size: int, stopper: int, moment: int) -> list[Any]:
+    """An attempt is stopped in a save, another one goes on; what the first one's ranks raise."""
+    old, new = Ranks(size), Ranks(size)
+    worlds += [old, new]
+    old.call(begin, folder, 0, stopper, moment)
+    outcomes: list[Any] = []
+    thread = threading.Thread(target=lambda: outcomes.extend(old.attempt(go_on, STEPS)), daemon=True)
+    thread.start()
+    pid = old.processes[stopper].pid
+    wait_for((folder / "stopped").exists)
+    wait_for(lambda: is_stopped(pid))
+    new.call(begin, folder, 1)
+    new.call(go_on, 5)
+    assert steps_there(folder) == ["step-5"]
+    assert pid is not None
+    os.kill(pid, signal.SIGCONT)
+    thread.join(60)
+    assert len(outcomes) == size
+    assert steps_there(folder) == ["step-5"]
+    # What the old one may have left behind disturbs nothing.
+    new.call(go_on, STEPS)
+    assert steps_there(folder) == [f"step-{STEPS}"]
+    assert coverage(folder / "run").exact
+    with shoal.init() as world:
+        restored = Checkpoints(folder / "run" / "checkpoints", world).restore()
         assert restored is not None
-        assert (restored.step, restored.skipped) == (10, ())
+        assert (restored.step, restored.skipped) == (STEPS, ())
+    for outcome in outcomes:
+        assert isinstance(outcome, RankError)
+        assert isinstance(outcome.error, CheckpointError), outcome.text
+    return [(outcome.error.found, new.processes[0].pid) for outcome in outcomes]
+
+
+MOMENTS = (0, 2, 4, 6, 10, 12, 15, 18)
+
+
+@pytest.mark.parametrize("moment", [8, *(pytest.param(m, marks=pytest.mark.full) for m in MOMENTS)])
+def test_stopped_in_a_save_and_taken_over(moment: int, tmp_path: Path, worlds: list[Ranks]) -> None:
+    """At each operation of a save: files, manifest, the rename, the removal of the one before."""
+    ((found, pid),) = taken_over(worlds, tmp_path, 1, 0, moment)
+    assert f"attempt 2, process {pid} on {os.uname().nodename} since " in found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stopper", [0, 1])
-def test_two_ranks_one_of_them_stopped(stopper: int, tmp_path: Path, attempts: list[Attempt]) -> None:
+@pytest.mark.parametrize(("stopper", "moment"), [(0, 9), (1, 0), (1, 2)])
+def test_all_ranks_are_told(stopper: int, moment: int, tmp_path: Path, worlds: list[Ranks]) -> None:
     """Rank 0 commits; rank 1 only writes its own file, maybe into a newer attempt's directory."""
-    port = free_port()
-    old = [Attempt(tmp_path, 0, 1, 99, stopper, rank=r, size=2, port=port) for r in range(2)]
-    attempts.extend(old)
-    wait_for((tmp_path / "stopped").exists)
-    port = free_port()
-    new = [Attempt(tmp_path, 1, -1, 5, 0, rank=r, size=2, port=port) for r in range(2)]
-    attempts.extend(new)
-    wait_for(lambda: all((tmp_path / f"at-5-{rank}").exists() for rank in range(2)))
-    os.kill(old[stopper].process.pid, signal.SIGCONT)
-    for each in old:
-        ended = each.end()
-        assert ended.code == 1
-        assert "attempt 2, process" in ended.err
-    assert steps_there(tmp_path) == ["step-5"]
-    (tmp_path / "go").touch()
-    assert [each.end().code for each in new] == [0, 0]
-    assert steps_there(tmp_path) == ["step-10"]
-    assert coverage(tmp_path / "run").exact
+    for found, pid in taken_over(worlds, tmp_path, 2, stopper, moment):
+        assert f"attempt 2, process {pid} on" in found
 
 
 def test_numbers_are_taken_once_and_the_highest_wins(tmp_path: Path) -> None:

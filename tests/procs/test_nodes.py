@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -76,24 +76,19 @@ import torch, torch.distributed as dist
 here = Path(__file__).parent
 dist.init_process_group("gloo", init_method="env://")
 rank, size, one = dist.get_rank(), dist.get_world_size(), torch.ones(1)
-attempt, node = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["GROUP_RANK"])
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dist.all_reduce(one)
 assert one.item() == size
 
-def talk():
-    (here / f"talk-{attempt}-{size}-{rank}").write_text(f"{os.getpid()} {node} {time.monotonic()}")
-    while True:
-        dist.all_reduce(one)
-        if (here / "stop").exists() and one.fill_(1).item():
-            pass
+def talk(until=None):
+    (here / f"talk-{attempt}-{size}-{rank}").write_text(str(os.getpid()))
+    stop = torch.zeros(1)
+    while not stop.item():
+        stop.fill_(float(until is not None and until.exists()))
+        dist.all_reduce(stop)
 
 def agree_to_stop():
-    (here / f"talk-{attempt}-{size}-{rank}").write_text(f"{os.getpid()} {node} {time.monotonic()}")
-    while True:
-        stop = torch.tensor(float((here / "stop").exists()))
-        dist.all_reduce(stop)
-        if stop.item():
-            return
+    talk(here / "stop")
 """
 
 
@@ -123,7 +118,7 @@ class Nodes:
     def wait_for(self, pattern: str, count: int) -> dict[str, list[str]]:
         def there() -> bool:
             for each in self.started:
-                if each.process.poll() not in (None, 0, -signal.SIGKILL):
+                if each.process.poll() not in (None, 0, -signal.SIGKILL, 128 + signal.SIGTERM):
                     raise AssertionError(each.end())
             return len(self.ranks(pattern)) == count
 
@@ -232,8 +227,10 @@ def refused(ended: Ended, found: str) -> None:
 
 @pytest.mark.full
 def test_a_node_that_never_comes(nodes: Nodes) -> None:
-    begun = time.monotonic()
     node = nodes.start("", "--wait", "2", nodes="2:4")
+    assert node.process.stderr is not None
+    assert "waits at 127.0.0.1:" in node.process.stderr.readline()
+    begun = time.monotonic()
     refused(node.end(), f"after 2 s too few are there: {HERE} (process {node.process.pid})")
     assert time.monotonic() - begun < 2 + 10
     assert node.members() == []
@@ -344,10 +341,8 @@ def test_two_runs_on_one_machine_do_not_meet(nodes: Nodes, tmp_path: Path) -> No
 @pytest.mark.full
 def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
     """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""
-    options: Callable[[], Command] = lambda: nodes.start(  # noqa: E731
-        f"{TALK}\nagree_to_stop()", "--silence", "3", nodes="1:2"
-    )
-    both = [options() for _ in range(2)]
+    script = f"{TALK}\nagree_to_stop()"
+    both = [nodes.start(script, "--silence", "3", nodes="1:2") for _ in range(2)]
     nodes.wait_for("talk-*-2-*", 2)
     host = holder(nodes)
     (other,) = [each for each in both if each is not host]
@@ -368,7 +363,6 @@ def test_a_late_node_takes_part_or_hears_that_the_run_is_over(nodes: Nodes) -> N
     """At most two: the third waits until the run ends, and ends with it."""
     three = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(3)]
     nodes.wait_for("talk-*-2-*", 2)
-    wait_for(lambda: not (nodes.folder / "stop").exists())
     (nodes.folder / "stop").touch()
     ended = [each.end() for each in three]
     assert [each.code for each in ended] == [0, 0, 0]

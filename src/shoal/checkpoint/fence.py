@@ -13,7 +13,8 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -114,27 +115,47 @@ class FencedFiles(Files):
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
 
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        self._fence.check()
+        try:
+            yield
+        except OSError:
+            # What the newer attempt has removed is missing: that is the reason to name.
+            self._fence.check()
+            raise
+
     def make_directory(self, path: Path) -> None:
         """See Files."""
-        self._fence.check()
-        super().make_directory(path)
+        with self._guarded():
+            super().make_directory(path)
 
     def create(self, path: Path) -> BinaryIO:
         """See Files."""
-        self._fence.check()
-        return super().create(path)
+        with self._guarded():
+            return super().create(path)
+
+    def sync(self, file: BinaryIO) -> None:
+        """See Files."""
+        with self._guarded():
+            super().sync(file)
+
+    def sync_directory(self, path: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().sync_directory(path)
 
     def rename(self, source: Path, target: Path) -> None:
         """See Files."""
-        self._fence.check()
-        super().rename(source, target)
+        with self._guarded():
+            super().rename(source, target)
 
     def unlink(self, path: Path) -> None:
         """See Files."""
-        self._fence.check()
-        super().unlink(path)
+        with self._guarded():
+            super().unlink(path)
 
     def remove_directory(self, path: Path) -> None:
         """See Files."""
-        self._fence.check()
-        super().remove_directory(path)
+        with self._guarded():
+            super().remove_directory(path)

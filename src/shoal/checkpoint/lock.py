@@ -15,6 +15,9 @@ from shoal.errors import CheckpointError
 WAIT_SECONDS = 5.0
 """What a killed attempt may need to be gone."""
 
+TAKE_OVER_SECONDS = 1.0
+"""The same where the next attempt of its launcher need not wait for it."""
+
 
 class Lock:
     """A POSIX record lock on a file: it ends with its process, however that ends, and forked workers
@@ -28,12 +31,13 @@ class Lock:
     def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        until = time.monotonic() + WAIT_SECONDS
+        begun = time.monotonic()
         while not self._take():
-            if time.monotonic() > until:
-                holder = os.pread(self._file, 500, 0).decode(errors="replace").strip()
-                if job and _attempt_of(holder, job) < attempt:
-                    break
+            waited = time.monotonic() - begun
+            holder = os.pread(self._file, 500, 0).decode(errors="replace").strip()
+            if waited > TAKE_OVER_SECONDS and job and _attempt_of(holder, job) < attempt:
+                break
+            if waited > WAIT_SECONDS:
                 self.release()
                 raise CheckpointError(
                     given=f"a Run in {path.parent}",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
@@ -233,6 +233,9 @@ class NodesRendezvous(RendezvousHandler):
                 info = self._members.next_rendezvous()
             except RendezvousTimeoutError:
                 raise self._too_few() from None
+            except DistStoreError:
+                # The first node died before it had written where ranks meet.
+                continue
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 raise ClosedError(self._end()) from None
             meeting = self._gather(info)
