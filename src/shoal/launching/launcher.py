@@ -198,9 +198,14 @@ class Launcher:
         return asdict(failure) if failure else {}
 
     def _stop(self, end: tuple[int, str]) -> None:
-        """Stop what is left of an attempt and tell its failure here, if any, and then `text`."""
+        """Stop what is left of an attempt and tell its failure here, if any, and then `text`.
+
+        An error that reads as a peer's death is not told where no rank failed: a node left.
+        """
         code, text = end
         failure = self._end.failure
+        if failure is not None and failure.by_peer and not code:
+            failure = None
         try:
             self._workers.stop(signal.SIGTERM, self._grace)
         finally:

@@ -95,7 +95,7 @@ class NodesAgent(Agent):
         if attempt.node == 0:
             labels = self._rendezvous_handler.labels(attempt.nodes)
             names = ", ".join(labels.get(node, node) for node in attempt.nodes)
-            self.ask("tell", f"{len(attempt.nodes)} nodes, {attempt.size} ranks: {names}\n")
+            self.ask("tell", f"{len(attempt.nodes)} node(s), {attempt.size} rank(s): {names}\n")
         return super()._start_workers(worker_group)
 
     @property
