@@ -66,8 +66,9 @@ def go_on(_: shoal.World, last: int) -> None:
     run, step, batches, files, stops = HELD
     while step.number < last:
         step(next(batches))
-        files.armed = stops and step.number == 2
+        files.armed = stops and step.number >= 2
         run.tick(every=1)
+    run.save()
 
 
 @pytest.fixture

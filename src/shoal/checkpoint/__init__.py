@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.checkpoint.agreement import Agreement
+from shoal.checkpoint.aside import Job
 from shoal.checkpoint.fence import Fence, FencedFiles
 from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
@@ -15,6 +16,7 @@ __all__ = [
     "Fence",
     "FencedFiles",
     "Files",
+    "Job",
     "Loaded",
     "Lock",
     "Skipped",
