@@ -51,13 +51,21 @@ def run(
         str,
         typer.Option(metavar="N", help="How often to start all again after a failure."),
     ] = "0",
+    preemptions: Annotated[
+        str,
+        typer.Option(metavar="N", help="How often to start all again when ranks left to save (75)."),
+    ] = "0",
     port: Annotated[
         str | None, typer.Option(metavar="PORT", help="Where the processes meet; else a free one.")
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(min=0.0, metavar="SECONDS", help="From asking processes to end to SIGKILL."),
-    ] = 3.0,
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="SECONDS",
+            help="From asking processes to end to SIGKILL; else 600 where they save, 3 elsewhere.",
+        ),
+    ] = None,
     logs: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
@@ -97,6 +105,7 @@ def run(
             given[1:] if given[:1] == ["--"] else given,
             processes=_whole(processes, "-n"),
             restarts=_whole(restarts, "--restarts"),
+            preemptions=_whole(preemptions, "--preemptions"),
             port=None if port is None else _whole(port, "--port"),
             grace=grace,
             logs=logs,

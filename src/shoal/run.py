@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -32,6 +32,7 @@ from shoal.sameness import check_same_data, versions
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.shares import divided, is_divided
 from shoal.step import Step
+from shoal.stopping import Reason, Stopped, Stopping
 from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
@@ -67,6 +68,9 @@ class Run:
     newest `keep` checkpoints are kept, and those of every `keep_every`-th step. A save that fails
     while training goes on is told, and ends the run where `must_save` is set. `trackers` take what
     `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
+
+    As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
+    tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
 
     Raises CheckpointError, on all ranks, when the directory can't be written.
     """
@@ -123,6 +127,8 @@ class Run:
         self._recorded = self._numbers()
         self._saved: tuple[tuple[dict[str, int], int], Path, Job[Path]] | None = None
         self.world.before_closing(self.close)
+        self._stopping = Stopping(self.world)
+        self._stopping.start()
 
     @property
     def step(self) -> int:
@@ -180,6 +186,8 @@ class Run:
         A checkpoint is saved after `every` optimizer steps of the first Step; or after some time, a
         timedelta, by rank 0's clock; or as often as a `shoal.YoungDaly` finds best. The step waits only
         while the state is copied, the rest is done aside; what became of it is told at a later tick.
+
+        Raises SystemExit, after a save, when a signal on any rank has asked to stop.
         """
         self._check_open()
         if every is not None:
@@ -219,6 +227,9 @@ class Run:
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
         taken, self._recorded = self._recorded, self._numbers()
+        reason = self._stopping.due()
+        if reason is not None:
+            self._leave(reason)
         moved = self.step != next(iter(taken.values()))
         if every is not None and moved and self._saves.due(every, self.step):
             self.save(wait=False)
@@ -279,6 +290,15 @@ class Run:
         numbers = {name: float(value) for name, value in values.items()}
         self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
         self._curves.write(numbers, self.step)
+
+    def _leave(self, reason: Reason) -> NoReturn:
+        """Save, and end this process with the code that tells its launcher why."""
+        path = self.save()
+        self.note(reason.kind, {"by": reason.what, "on": reason.rank, "path": path})
+        self.world.say(
+            f"{reason}: saved step {self.step:,} in {path}; the same command goes on from there"
+        )
+        raise Stopped(reason)
 
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
@@ -352,6 +372,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
+        self._stopping.stop()
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self.events.close()
         self._curves.close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +45,7 @@ class Fetch:
             prefetch_factor=self.prefetch_factor if self.num_workers else None,
             pin_memory=self.pin_memory,
             generator=generator,
+            worker_init_fn=_leave_the_end_to_the_rank,
         )
         yield from loader
 
@@ -183,3 +187,20 @@ def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _leave_the_end_to_the_rank(_: int) -> None:
+    """In a worker of a rank that handles SIGTERM, as with an open Run: end when the rank says so.
+
+    A scheduler sends SIGTERM to all processes of a job, and the rank may need one more batch before
+    it saves. Only a thread that waits for the signal learns who sent it.
+    """
+    if callable(signal.getsignal(signal.SIGTERM)):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_when_the_rank_says_so, daemon=True).start()
+
+
+def _end_when_the_rank_says_so() -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)

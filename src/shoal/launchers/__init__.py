@@ -14,11 +14,16 @@ from .placement import DIRECTORY, PORTS, Meeting, Placement, require, spell
 from .slurm import is_task, srun
 from .torchrun import NODES_RUN_ID, RUN_ID, torchrun
 
+REQUEUE = 75
+"""The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
+of sysexits.h, a failure that another try mends."""
+
 __all__ = [
     "DIRECTORY",
     "LAUNCHERS",
     "NODES_RUN_ID",
     "PORTS",
+    "REQUEUE",
     "RUN_ID",
     "Commands",
     "Launcher",

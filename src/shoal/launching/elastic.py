@@ -114,6 +114,7 @@ class Agent(SimpleElasticAgent):
     def __init__(self, spec: WorkerSpec, orders: Connection) -> None:
         super().__init__(spec)
         self._orders = orders
+        self._preemptions = 0
 
     @staticmethod
     def order(orders: Connection, order: str, value: object) -> Any:
@@ -128,7 +129,8 @@ class Agent(SimpleElasticAgent):
     @property
     def attempt_number(self) -> int:
         """How often ranks have been started before."""
-        return int(self._worker_group.spec.max_restarts) - self._remaining_restarts
+        failures = int(self._worker_group.spec.max_restarts) - self._remaining_restarts
+        return failures + self._preemptions
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -151,7 +153,12 @@ class Agent(SimpleElasticAgent):
         return dict(enumerate(self.ask("start", variables)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self.ask("watch", None):
+        ended = self.ask("watch", None)
+        if ended == "preempted":
+            # The launcher counts these; elastic is about to take one from those of failures.
+            self._preemptions += 1
+            self._remaining_restarts += 1
+        if ended != "over":
             return RunResult(state=WorkerState.FAILED)
         values = {worker.global_rank: None for worker in worker_group.workers}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)

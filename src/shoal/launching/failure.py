@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import ShoalError
+from ..launchers import REQUEUE
 
 # How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore).
 _BY_PEER = re.compile(
@@ -61,16 +62,23 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     """Decide which of the failures (at least one) caused the others.
 
     A rank killed from outside beats all errors, since the others may have noticed its death and
-    recorded theirs before the launcher did. Then come the ranks' own errors, before those that
-    read as the death of a peer; among equals the earliest.
+    recorded theirs before the launcher did. Then come the ranks' own errors, before ranks that left
+    to be started again, and those whose error reads as the death of a peer; among equals the earliest.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
         if failure.killed:
             return 0, failure.when
-        return 2 if failure.by_peer else 1, failure.when
+        if failure.by_peer:
+            return 3, failure.when
+        return 2 if failure.code == REQUEUE else 1, failure.when
 
     return min(failures, key=order)
+
+
+def preempted(failures: Sequence[Failure]) -> bool:
+    """Whether ranks have not failed, but left because they were told to, to be started again."""
+    return bool(failures) and all(failure.code == REQUEUE for failure in failures)
 
 
 def report(failure: Failure, *, size: int) -> str:
@@ -96,7 +104,8 @@ def _text(failure: Failure) -> str:
         if failure.signal == signal.SIGKILL:
             text += ", which is often the system running out of memory"
         return text
-    return failure.text.rstrip("\n") or f"ended with exit code {failure.code}"
+    again = ", to be started again" if failure.code == REQUEUE else ""
+    return failure.text.rstrip("\n") or f"ended with exit code {failure.code}{again}"
 
 
 def _signal_name(number: int) -> str:

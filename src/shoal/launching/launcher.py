@@ -16,11 +16,12 @@ from typing import Any
 
 from ..environ import write_variables
 from ..errors import LaunchError
-from .failure import Failure, culprit, report
+from ..launchers import REQUEUE
+from .failure import Failure, culprit, preempted, report
 from .job import Job
 from .logs import Logs
 from .nodes import Nodes, label
-from .processes import Workers, start_server, without_main
+from .processes import GRACE, Workers, start_server, without_main
 from .signals import Interrupted
 from .worker import bind_to_launcher
 
@@ -53,8 +54,9 @@ class Launcher:
         *,
         processes: int,
         restarts: int,
+        preemptions: int,
         port: int,
-        grace: float,
+        grace: float | None,
         logs: Logs | None,
         undisturbed: Callable[[], AbstractContextManager[None]],
         nodes: Nodes | None = None,
@@ -63,6 +65,9 @@ class Launcher:
         self._processes = processes
         self._nodes = nodes
         self._restarts = restarts
+        self._preemptions = preemptions
+        self._failed = self._preempted = 0
+        self._told = False
         self._grace = grace
         self._logs = logs
         self._undisturbed = undisturbed
@@ -74,7 +79,7 @@ class Launcher:
         self._orders, self._theirs = context.Pipe()
         self._agent = context.Process(
             target=_supervise,
-            args=(self._theirs, processes, restarts, port, nodes, label()),
+            args=(self._theirs, processes, restarts, preemptions, port, nodes, label()),
             daemon=True,
         )
 
@@ -87,13 +92,20 @@ class Launcher:
             try:
                 self._leave(128 + interrupted.signum)
             finally:
-                self._workers.stop(interrupted.passed_on, self._grace)
+                saved = self._workers.stop(interrupted.passed_on, self._grace)
+            if saved:
+                return End(code=REQUEUE)
             raise
         finally:
             self._workers.stop(signal.SIGKILL, 0.0)
             if self._agent.pid is not None:
                 self._agent.kill()
                 self._agent.join()
+
+    def forward(self, signum: int) -> bool:
+        """Pass a signal on to the ranks, which may end because of it; whether there are any."""
+        self._told = True
+        return self._workers.send(signum)
 
     def _start_agent(self) -> None:
         with self._undisturbed():
@@ -132,7 +144,7 @@ class Launcher:
 
     def _receive(self, limit: float | None) -> tuple[str, Any]:
         if not self._orders.poll(limit):
-            self._workers.stop(signal.SIGTERM, self._grace)
+            self._workers.stop(signal.SIGTERM, self._short)
             raise LaunchError(
                 given=f"a node of {self._job.name}",
                 found=f"it has not heard from the others for {limit:g} s: it is cut off",
@@ -164,7 +176,8 @@ class Launcher:
             self._ranks = range(first, first + len(variables))
             files = None
             if self._logs is not None:
-                self._logs.begin(self._attempts, self._restarts + 1, self._job.name)
+                attempts = self._restarts + self._preemptions + 1
+                self._logs.begin(self._attempts, attempts, self._job.name)
                 files = self._logs.files
             self._workers = Workers(self._job, variables, files)
             return self._workers.start()
@@ -176,49 +189,78 @@ class Launcher:
             fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
         )
 
-    def _watch(self, _: object) -> bool:
-        """Wait for the end of an attempt; stops what is left of it and tells why."""
-        failures = self._workers.wait()
+    def _watch(self, _: object) -> str:
+        """Wait for the end of an attempt; stops what is left of it and tells why.
+
+        What the agent has to know: "over", "failed", or "preempted" where that is to be followed by
+        another attempt.
+        """
+        failures = self._workers.wait(self._grace)
         if not failures:
             self._end = End(values=tuple(self._workers.values()))
-            return False
-        failure = culprit(failures or [])
-        again = f"restart {self._attempts} of {self._restarts}\n"
-        self._end = End(failure=failure)
-        self._stop((failure.code, again if self._attempts <= self._restarts else ""))
-        return True
+            return "over"
+        failure = culprit(failures)
+        again = self._preempted < self._preemptions and not self._told
+        try:
+            self._workers.stop(signal.SIGTERM, self._short)
+        finally:
+            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
+            if preempted(failures):
+                self._preempted += 1
+                text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
+            else:
+                self._failed += 1
+                text = report(failure, size=self._processes)
+                if self._failed <= self._restarts:
+                    text += f"restart {self._failed} of {self._restarts}\n"
+            self._tell_of(failure.rank, text)
+        self._end = End(code=failure.code, failure=failure)
+        if preempted(failures):
+            return "preempted" if again else "over"
+        return "failed"
+
+    @property
+    def _short(self) -> float:
+        """The grace where nobody can save any more: GRACE is enough for all else."""
+        return GRACE if self._grace is None else min(GRACE, self._grace)
 
     def _look(self, seconds: float) -> dict[str, Any] | None:
-        """A failure after at most so many seconds; {} where all ended well, None while they run."""
-        failures = self._workers.wait(seconds)
+        """The failure, if any, of ranks that have ended within so many seconds; None while they run."""
+        failures = self._workers.wait(self._grace, seconds)
         if failures is None:
             return None
         failure = culprit(failures) if failures else None
         self._end = End(failure=failure)
-        return asdict(failure) if failure else {}
+        return {"failure": failure and asdict(failure), "told": self._told}
 
-    def _stop(self, end: tuple[int, str]) -> None:
+    def _stop(self, end: tuple[int, str, bool]) -> None:
         """Stop what is left of an attempt and tell its failure here, if any, and then `text`.
 
-        An error that reads as a peer's death is not told where no rank failed: a node left.
+        Ranks have time to save where they all can. An error that reads as a peer's death is not told
+        where no rank failed: a node left.
         """
-        code, text = end
+        code, text, saving = end
         failure = self._end.failure
-        if failure is not None and failure.by_peer and not code:
+        if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not code)):
             failure = None
         try:
-            self._workers.stop(signal.SIGTERM, self._grace)
+            left = self._workers.stop(signal.SIGTERM, self._grace if saving else self._short)
+            code = REQUEUE if left and code else code
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
             if failure is not None:
                 text = report(failure, size=self._size) + text
-                if self._logs is not None:
-                    self._logs.append(self._ranks.index(failure.rank), text)
-            _tell(text)
+            self._tell_of(failure.rank if failure else self._ranks.start, text)
         self._end = End(code=code, failure=failure)
 
+    def _tell_of(self, rank: int, text: str) -> None:
+        """Tell how an attempt ended on the screen, and in the file of the rank that was first."""
+        if self._logs is not None:
+            self._logs.append(self._ranks.index(rank), text)
+        _tell(text)
+
     def _refuse(self, error: tuple[str, str, str]) -> None:
-        self._workers.stop(signal.SIGTERM, self._grace)
+        self._workers.stop(signal.SIGTERM, self._short)
         given, found, fix = error
         raise LaunchError(given=given, found=found, fix=fix)
 
@@ -238,6 +280,7 @@ def _supervise(
     orders: Connection,
     processes: int,
     restarts: int,
+    preemptions: int,
     port: int,
     nodes: Nodes | None,
     label: str,
@@ -254,4 +297,11 @@ def _supervise(
         from . import several
 
         write_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
-        several.supervise(orders, processes=processes, restarts=restarts, nodes=nodes, label=label)
+        several.supervise(
+            orders,
+            processes=processes,
+            restarts=restarts,
+            preemptions=preemptions,
+            nodes=nodes,
+            label=label,
+        )

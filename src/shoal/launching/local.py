@@ -21,9 +21,6 @@ from .signals import Interrupted, Interrupts
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Of temporary files, in bytes: Linux cuts the path of a socket at 107."""
 
-GRACE = 3.0
-"""Seconds between asking ranks to end and killing them."""
-
 
 def run(
     script: str,
@@ -31,8 +28,9 @@ def run(
     *,
     processes: int,
     restarts: int = 0,
+    preemptions: int = 0,
     port: int | None = None,
-    grace: float = GRACE,
+    grace: float | None = None,
     logs: str | None = None,
     nodes: str | None = None,
     rendezvous: str | None = None,
@@ -42,23 +40,28 @@ def run(
     """Run `script` in `processes` processes and return the exit code of the whole.
 
     The processes find each other by torchrun's variables. When one fails the others are stopped,
-    and the first failure is reported on stderr; up to `restarts` times all are started again.
-    `port` is where they meet (default: a free one). `grace` is how many seconds ranks have between
-    the signal that ends them and SIGKILL. With `logs`, a directory, what rank R writes is appended
-    to `rank-R.log` there, and only rank 0's is shown. With `nodes`, `"2"` or `"2:4"`, these are
-    the processes of one of so many machines, on each of which the same is called; they meet at
-    `rendezvous` (`HOST:PORT`; default: as the scheduler says). A node waits `wait` seconds for
-    others, and has left when it gives no sign of life for `silence` seconds. The code is 0, that of
-    the first rank that failed, or 128 + n for a rank or launcher ended by signal n. Whatever ranks
-    leave running is ended too. Call it once per process, in the main thread.
+    and the first failure is reported on stderr; up to `restarts` times all are started again, and up
+    to `preemptions` times when they have left with code REQUEUE although the launcher itself was not
+    told to end. `port` is where they meet (default: a free one). `grace` is how many seconds ranks
+    have between the signal that ends them and SIGKILL (default: SAVING_GRACE where a Run is open,
+    else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
+    writes is appended to `rank-R.log` there, and only rank 0's is shown. With `nodes`, `"2"` or
+    `"2:4"`, these are the processes of one of so many machines, on each of which the same is called;
+    they meet at `rendezvous` (`HOST:PORT`; default: as the scheduler says). A node waits `wait`
+    seconds for others, and has left when it gives no sign of life for `silence` seconds. The code is
+    0, that of the first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or
+    launcher ended by signal n. Whatever ranks leave running is ended too. Call it once per process,
+    in the main thread.
     Raises LaunchError before anything is started where the arguments can't work.
     """
-    _check(script, processes=processes, restarts=restarts, port=port)
+    _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     _check_nodes(nodes, rendezvous, port)
     job = Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path)
     several = None
     if nodes is not None:
-        common = describe_script(script, job.name, nodes=nodes, restarts=restarts)
+        common = describe_script(
+            script, job.name, nodes=nodes, restarts=restarts, preemptions=preemptions
+        )
         several = choose_nodes(nodes, rendezvous, placement(), common, wait=wait, silence=silence)
     files = None
     if logs is not None:
@@ -67,6 +70,7 @@ def run(
         job,
         processes=processes,
         restarts=restarts,
+        preemptions=preemptions,
         port=port,
         grace=grace,
         logs=files,
@@ -79,8 +83,9 @@ def run_job(
     *,
     processes: int,
     restarts: int = 0,
+    preemptions: int = 0,
     port: int | None = None,
-    grace: float = GRACE,
+    grace: float | None = None,
     logs: Logs | None = None,
     nodes: Nodes | None = None,
 ) -> End:
@@ -92,6 +97,7 @@ def run_job(
         job,
         processes=processes,
         restarts=restarts,
+        preemptions=preemptions,
         port=port or 0,
         grace=grace,
         logs=logs,
@@ -101,7 +107,7 @@ def run_job(
     # The threads' variable must be there when the fork server loads torch.
     variables = set_variables(worker_threads(processes))
     try:
-        with interrupts.handled(), variables, logs or nullcontext():
+        with interrupts.handled(launcher.forward), variables, logs or nullcontext():
             return launcher.run()
     except Interrupted as interrupted:
         return End(code=128 + interrupted.signum)
@@ -119,19 +125,20 @@ def _open_standard_files() -> None:
     os.close(file)
 
 
-def _check(script: str, *, processes: int, restarts: int, port: int | None) -> None:
+def _check(script: str, *, processes: int, restarts: int, preemptions: int, port: int | None) -> None:
     if processes < 1:
         raise LaunchError(
             given=f"-n {processes}",
             found="a run has at least one process",
             fix=f"shoal run -n 1 {script}",
         )
-    if restarts < 0:
-        raise LaunchError(
-            given=f"--restarts {restarts}",
-            found="the number of restarts is 0 (none) or more",
-            fix=f"shoal run -n {processes} --restarts 0 {script}",
-        )
+    for name, value in (("restarts", restarts), ("preemptions", preemptions)):
+        if value < 0:
+            raise LaunchError(
+                given=f"--{name} {value}",
+                found=f"the number of {name} is 0 (none) or more",
+                fix=f"shoal run -n {processes} --{name} 0 {script}",
+            )
     if not os.path.isfile(script):
         is_directory = os.path.isdir(script)
         raise LaunchError(

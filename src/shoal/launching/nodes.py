@@ -118,13 +118,16 @@ def parse_address(text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
-def describe_script(path: str, command: str, *, nodes: str, restarts: int) -> dict[str, str]:
+def describe_script(
+    path: str, command: str, *, nodes: str, restarts: int, preemptions: int
+) -> dict[str, str]:
     """What the launchers of one run have in common: compared when they meet."""
     with open(path, "rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "--nodes": nodes,
         "--restarts": str(restarts),
+        "--preemptions": str(preemptions),
         "command": command,
         "content of the script": content[:12],
     }

@@ -12,12 +12,19 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
 
 from ..environ import SAFE_PATH, set_variables
 from ..errors import LaunchError
-from .failure import Failure, decode, from_exit
+from .failure import Failure, decode, from_exit, preempted
 from .job import Job
 from .worker import RETURNED, SHIELDED, main
+
+GRACE = 3.0
+"""Seconds between asking ranks to end and killing them, where they have nothing to save."""
+
+SAVING_GRACE = 600.0
+"""The same for ranks that handle SIGTERM, as those with an open Run do: they save."""
 
 _PRELOAD = ["torch", "torch.distributed", "shoal.launching.worker", "shoal.launching.elastic"]
 
@@ -28,13 +35,14 @@ _SETTLE = 0.2
 def start_server() -> None:
     """Start the fork server, the only process of a run that imports torch."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
-    with set_variables({SAFE_PATH: "1"}):
-        # On its own first: it unblocks signals when it has started.
-        resource_tracker.ensure_running()
     # Schedulers signal every process of a job, and the ranks' parent must not die before they have
     # saved. It inherits the mask; ranks lift it when they are ready, and lose no signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
     try:
+        with set_variables({SAFE_PATH: "1"}):
+            # On its own first: it unblocks signals when it has started.
+            resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
         # Python runs the server with `-c`, for which a file in this directory that is named like a
         # standard module would hide it.
         with set_variables({SAFE_PATH: "1"}):
@@ -72,44 +80,60 @@ class Workers:
             self._ranks.append(rank)
         return pids
 
-    def wait(self, limit: float | None = None) -> list[Failure] | None:
+    def wait(self, grace: float | None, limit: float | None = None) -> list[Failure] | None:
         """Wait until all have ended well (the empty list) or one has failed.
 
-        After the first failure, a moment passes in which others may show theirs. None where neither
+        After the first failure, a moment passes in which others may show theirs. When one has left to
+        be started again, the others have `grace` seconds to do the same. None where nothing of that
         has happened after `limit` seconds, if that is given.
         """
         deadline: float | None = None
         until = None if limit is None else time.monotonic() + limit
+        failed = False
         while True:
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
             if any(failure.killed for failure in failures):
                 return failures
-            if failures and deadline is None:
-                deadline = time.monotonic() + _SETTLE
+            if failures and not failed and not preempted(failures):
+                failed, deadline = True, time.monotonic() + _SETTLE
+            elif failures and deadline is None:
+                deadline = time.monotonic() + (SAVING_GRACE if grace is None else grace)
             running = [rank for rank in self._ranks if not rank.ended]
             if not running or (deadline is not None and time.monotonic() >= deadline):
                 return failures
-            if until is not None and deadline is None and time.monotonic() >= until:
+            if until is not None and not failed and time.monotonic() >= until:
                 return None
-            _poll(running, until if deadline is None else deadline)
+            _poll(running, deadline if failed or until is None else until)
 
     def values(self) -> list[bytes]:
         """What ranks that have ended returned, in rank order; empty for nothing."""
         return [rank.value for rank in self._ranks]
 
-    def stop(self, signum: int, grace: float) -> None:
+    def send(self, signum: int) -> bool:
+        """Signal the ranks that have not ended; whether there are any."""
+        running = [rank for rank in self._ranks if not rank.ended]
+        for rank in running:
+            rank.send(signum)
+        return bool(running)
+
+    def stop(self, signum: int, grace: float | None) -> bool:
         """Send `signum`, and after `grace` seconds SIGKILL to whatever is left.
 
-        An exception in the wait, such as a second Ctrl-C, ends the wait and still kills.
+        Without `grace` it is what ranks need: GRACE, or SAVING_GRACE. Whether ranks left in that time
+        to be started again. An exception in the wait, such as a second Ctrl-C, ends it and still kills.
         """
         try:
             running = [rank for rank in self._ranks if not rank.ended]
-            for rank in running:
-                rank.send(signum)
+            if grace is None:
+                saving = any(rank.handles_signal(signal.SIGTERM) for rank in running)
+                grace = SAVING_GRACE if saving else GRACE
+            self.send(signum)
             deadline = time.monotonic() + grace
             while running and time.monotonic() < deadline:
                 _poll(running, deadline)
                 running = [rank for rank in running if not rank.ended]
+            failures = [rank.failure for rank in self._ranks if rank.failure is not None]
+            return preempted(failures) and not running
         finally:
             for rank in self._ranks:
                 rank.kill()
@@ -177,6 +201,14 @@ class _Rank:
             self.value = self._reports.recv_bytes()
         else:
             self.failure = decode(report)
+
+    def handles_signal(self, signum: int) -> bool:
+        """Whether the process has a handler for a signal."""
+        with suppress(OSError):
+            for line in Path(f"/proc/{self._id()}/status").read_text().splitlines():
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+        return False
 
     def send(self, signum: int) -> None:
         """Signal the process itself: its children are its own affair."""

@@ -34,7 +34,7 @@ from ..errors import LaunchError
 from ..launchers import NODES_RUN_ID
 from .elastic import serve
 from .nodes import Nodes, differences, listen, way_to
-from .verdict import Verdict
+from .verdict import Kind, Verdict
 
 BEAT = 1.0
 """Seconds between two signs of life of a node; torch looks for changes as often."""
@@ -42,7 +42,7 @@ BEAT = 1.0
 # Torch asks for changes once a second, so that nodes which wait for the same moment come apart.
 _LAST_CALL = timedelta(seconds=3)
 _PAUSE = 0.02
-_NAME, _JOB, _END, _FAILURES = "shoal/name", "shoal/job", "shoal/end", "shoal/failures"
+_NAME, _JOB, _END = "shoal/name", "shoal/job", "shoal/end"
 _ARRIVED, _DEPARTED, _VERDICT, _DONE = "shoal/arrived", "shoal/departed", "verdict", "done"
 
 
@@ -294,13 +294,13 @@ class NodesRendezvous(RendezvousHandler):
             if self._store.check([key])
         }
 
-    def failures(self) -> int:
-        """How many attempts have failed."""
-        return int(self._store.add(_FAILURES, 0))
+    def count(self, kind: Kind) -> int:
+        """How many attempts have ended like that."""
+        return int(self._store.add(f"shoal/count/{kind}", 0))
 
-    def count_failure(self, before: int) -> None:
+    def count_one(self, kind: Kind, before: int) -> None:
         """Count one more than before this attempt; every node of it may do so."""
-        self._store.compare_set(_FAILURES, str(before), str(before + 1))
+        self._store.compare_set(f"shoal/count/{kind}", str(before), str(before + 1))
 
     def note_left(self, nodes: Sequence[str], by_me: bool) -> None:
         """Remember nodes that left; the one which saw it first departs for them."""

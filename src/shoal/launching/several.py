@@ -51,14 +51,15 @@ class NodesAgent(Agent):
         self._rendezvous_handler = rendezvous
         self._nodes = nodes
         self._label = label
+        self._budgets: dict[Kind, int] = {"failed": spec.max_restarts, "preempted": preemptions}
         self._begin()
         self.verdict: Verdict | None = None
 
     def _begin(self) -> None:
         self._failure: Failure | None = None
         self._seen_at = 0.0
-        self._finished = False
-        self._failures = self._rendezvous_handler.failures()
+        self._finished = self._told = False
+        self._counts = {kind: self._rendezvous_handler.count(kind) for kind in self._budgets}
 
     def ask(self, order: str, value: object) -> Any:
         """Have the launcher do something; its answer. Raises Leaving where it was told to end."""
@@ -124,8 +125,9 @@ class NodesAgent(Agent):
         answer = self.ask("look", _LOOK)
         if answer is None:
             return
-        if answer:
-            self._failure, self._seen_at = Failure(**answer), time.monotonic()
+        if answer["failure"]:
+            self._failure, self._seen_at = Failure(**answer["failure"]), time.monotonic()
+            self._told = answer["told"]
         else:
             self._finished = True
             self._attempt.finish()
@@ -142,35 +144,43 @@ class NodesAgent(Agent):
             labels={**handler.labels(changed), handler.me: self._label},
             done=attempt.finished(),
             failure=self._failure,
+            told=self._told,
             since=time.monotonic() - self._seen_at,
         )
 
     def _carry_out(self, verdict: Verdict, mine: bool, worker_group: WorkerGroup) -> RunResult:
-        handler, spec = self._rendezvous_handler, worker_group.spec
         names = ", ".join(verdict.nodes)
         if verdict.kind == "done":
             self.verdict = verdict
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
-        if verdict.kind == "failed":
-            left = spec.max_restarts - self._failures
-            text = "" if self._failure is not None and mine else f"first of all, {verdict.text}\n"
-            if left > 0:
-                text += f"restart {self._failures + 1} of {spec.max_restarts}\n"
-            handler.count_failure(self._failures)
-            self._remaining_restarts = max(0, left)
-            self.ask("stop", [verdict.code, text])
-            self.verdict = verdict
-            return RunResult(state=WorkerState.FAILED)
+        if verdict.kind in ("failed", "preempted"):
+            return self._fail(verdict, mine)
         if verdict.kind == "ended":
-            text = f"{names} was told to end, and holds the rendezvous: all end\n"
-            self.ask("stop", [verdict.code, text])
+            text = f"{names} was told to end{verdict.text}: all end\n"
+            self.ask("stop", [verdict.code, text, verdict.saving])
             self.verdict, self._remaining_restarts = verdict, 0
             return RunResult(state=WorkerState.FAILED)
         if verdict.kind == "left":
-            handler.note_left(verdict.nodes, mine)
-        self.ask("stop", [0, f"{names} {verdict.kind}: starting again\n"])
-        handler.again = True
+            self._rendezvous_handler.note_left(verdict.nodes, mine)
+        return self._again(f"{names} {verdict.kind}: starting again\n", verdict.saving)
+
+    def _fail(self, verdict: Verdict, mine: bool) -> RunResult:
+        """Count what went wrong, and start again as often as that may be."""
+        before, most = self._counts[verdict.kind], self._budgets[verdict.kind]
+        text = "" if mine or verdict.kind == "preempted" else f"first of all, {verdict.text}\n"
+        self._rendezvous_handler.count_one(verdict.kind, before)
+        if before < most:
+            what = "restart" if verdict.kind == "failed" else "preemption"
+            return self._again(f"{text}{what} {before + 1} of {most}\n", False, verdict.code)
+        self.ask("stop", [verdict.code, text, False])
+        self.verdict, self._remaining_restarts = verdict, 0
+        return RunResult(state=WorkerState.FAILED)
+
+    def _again(self, text: str, saving: bool, code: int = 0) -> RunResult:
+        self.ask("stop", [code, text, saving])
+        # Elastic starts again for this too, and counts nothing: each of its agents would count alone.
+        self._rendezvous_handler.again = True
         return RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
@@ -178,16 +188,26 @@ class NodesAgent(Agent):
         pass
 
 
-def supervise(orders: Connection, *, processes: int, restarts: int, nodes: Nodes, label: str) -> None:
+def _leaving(label: str, hosts: bool, code: int) -> Verdict:
+    """What a node says that was told to end."""
+    if not hosts:
+        return Verdict(kind="left", nodes=(label,), code=code, saving=True)
+    text = ", and holds the rendezvous"
+    return Verdict(kind="ended", nodes=(label,), text=text, code=code, saving=True)
+
+
+def supervise(
+    orders: Connection, *, processes: int, restarts: int, preemptions: int, nodes: Nodes, label: str
+) -> None:
     """Order attempts until one succeeds, the restarts are used up or too few nodes are there."""
     try:
         with quiet():
-            _supervise(orders, processes=processes, restarts=restarts, nodes=nodes, label=label)
+            _supervise(orders, processes, restarts, preemptions, nodes, label)
     except LaunchError as error:
         _order(orders, "refuse", [error.given, error.found, error.fix])
     except ClosedError as closed:
         text = f"{label} came too late: the run has ended\n"
-        _order(orders, "stop", [closed.verdict.code, text])
+        _order(orders, "stop", [closed.verdict.code, text, False])
     except (RendezvousError, DistError) as error:
         why = str(error.__cause__ or error).splitlines()[0][:200]
         lost = [
@@ -198,7 +218,9 @@ def supervise(orders: Connection, *, processes: int, restarts: int, nodes: Nodes
         _order(orders, "refuse", lost)
 
 
-def _supervise(orders: Connection, *, processes: int, restarts: int, nodes: Nodes, label: str) -> None:
+def _supervise(
+    orders: Connection, processes: int, restarts: int, preemptions: int, nodes: Nodes, label: str
+) -> None:
     agent: NodesAgent | None = None
     rendezvous: NodesRendezvous | None = None
     try:
@@ -211,7 +233,7 @@ def _supervise(orders: Connection, *, processes: int, restarts: int, nodes: Node
             max_restarts=restarts,
             monitor_interval=0.001,  # the launcher itself waits
         )
-        agent = NodesAgent(spec, orders, rendezvous, nodes, label)
+        agent = NodesAgent(spec, orders, rendezvous, nodes, label=label, preemptions=preemptions)
         agent.ask("tell", f"{label} waits at {nodes.address} for --nodes {nodes.text}\n")
         agent.run()
         rendezvous.end(agent.verdict or Verdict(kind="ended", code=1))
@@ -222,8 +244,7 @@ def _supervise(orders: Connection, *, processes: int, restarts: int, nodes: Node
     except Leaving as leaving:
         with suppress(RendezvousError, DistError):
             if rendezvous is not None:
-                kind: Kind = "ended" if rendezvous.hosts else "left"
-                rendezvous.leave(Verdict(kind=kind, nodes=(label,), code=leaving.code))
+                rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))
         # The store stays as long as the ranks have to save; then the launcher ends this process.
         _order(orders, "left", None)
         orders.recv_bytes()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import connection
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What ends a launcher."""
+
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+"""What ranks take for the announcement of an end, and the launcher only passes on."""
 
 
 def signal_when_broken(pipe: int, signum: int, *, to: int) -> None:
@@ -41,21 +44,28 @@ class Interrupted(BaseException):
 
 
 class Interrupts:
-    """Raises Interrupted in the main thread at the first and the second signal.
+    """Raises Interrupted in the main thread at the first signal and at a Ctrl-C that follows one.
 
-    The first asks the ranks to end, the second kills them; more must not interrupt the killing.
-    Signals that were ignored (by `nohup`, or in the background) stay ignored.
+    The first asks the ranks to end. Schedulers repeat themselves while ranks save, so that only
+    Ctrl-C kills them then; more must not interrupt the killing. Those of FORWARDED are passed on, and
+    raise only where there is no rank yet. Signals that were ignored (by `nohup`, or in the
+    background) stay ignored.
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self._asked = False
+        self._killed = False
         self._held = False
         self._pending = 0
 
     @contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle signals inside this context, those too that were blocked before it."""
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+    def handled(self, forward: Callable[[int], bool]) -> Iterator[None]:
+        """Handle signals inside this context, those too that were blocked before it.
+
+        `forward` sends a signal to the ranks and says whether there are any.
+        """
+        self._forward = forward
+        before = {number: signal.getsignal(number) for number in (*SIGNALS, *FORWARDED)}
         mine = [n for n, handler in before.items() if handler not in (signal.SIG_IGN, None)]
         for number in mine:
             signal.signal(number, self._handle)
@@ -79,15 +89,20 @@ class Interrupts:
             self._held = False
         if self._pending:
             signum, self._pending = self._pending, 0
-            self._raise(signum)
+            self._act(signum)
 
     def _handle(self, signum: int, _: FrameType | None) -> None:
         if self._held:
             self._pending = signum
         else:
-            self._raise(signum)
+            self._act(signum)
 
-    def _raise(self, signum: int) -> None:
-        self._count += 1
-        if self._count <= 2:
+    def _act(self, signum: int) -> None:
+        if signum in FORWARDED and self._forward(signum):
+            return
+        if not self._asked:
+            self._asked = True
+            raise Interrupted(signum)
+        if signum == signal.SIGINT and not self._killed:
+            self._killed = True
             raise Interrupted(signum)

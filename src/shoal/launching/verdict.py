@@ -8,27 +8,30 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from .failure import Failure, reason
+from .failure import Failure, preempted, reason
 
 SETTLE = 0.3
 """Seconds for which a rank's own error waits for a better explanation from another node."""
 
-Kind = Literal["failed", "left", "joined", "done", "ended"]
+Kind = Literal["failed", "preempted", "left", "joined", "done", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """Why an attempt is over, for all of its nodes.
 
-    failed: a rank of `nodes` failed, and counts as a restart. left, joined: `nodes` did, and all
+    failed: a rank of `nodes` failed, and counts as a restart. preempted: ranks left to be started
+    again, which counts apart. left, joined: `nodes` did, and all
     start again without or with them. done: all ranks ended well. ended: `nodes`, without whom there
-    is no meeting, was told to end. `code` is the exit code, if it comes to that.
+    is no meeting, was told to end. `code` is the exit code, if it comes to that. `saving` says that
+    all ranks are there still, and can save.
     """
 
     kind: Kind
     nodes: tuple[str, ...] = ()
     text: str = ""
     code: int = 0
+    saving: bool = False
 
     def render(self) -> str:
         """As JSON."""
@@ -46,7 +49,8 @@ class Seen:
     """What one node sees of an attempt.
 
     `nodes` are those of the attempt, `present` those alive, by identity; `labels` how people call
-    them. `failure` is this node's own, if any, seen `since` seconds ago. `done` counts the nodes
+    them. `failure` is this node's own, if any, seen `since` seconds ago; `told` says that its launcher
+    had passed the announcement of an end on to its ranks. `done` counts the nodes
     whose ranks have all ended well.
     """
 
@@ -58,6 +62,7 @@ class Seen:
     done: int = 0
     failure: Failure | None = None
     since: float = 0.0
+    told: bool = False
 
 
 def judge(seen: Seen, *, patience: float) -> Verdict | None:
@@ -80,14 +85,17 @@ def judge(seen: Seen, *, patience: float) -> Verdict | None:
         return Verdict(kind="done")
     if seen.waiting and not seen.done:
         joined = tuple(seen.labels.get(node, node) for node in seen.waiting)
-        return Verdict(kind="joined", nodes=joined)
+        return Verdict(kind="joined", nodes=joined, saving=True)
     return None
 
 
 def _failed(seen: Seen, failure: Failure) -> Verdict:
+    me = (seen.labels.get(seen.me, seen.me),)
+    if preempted([failure]) and seen.told:
+        return Verdict(kind="ended", nodes=me, code=failure.code, saving=True)
     return Verdict(
-        kind="failed",
-        nodes=(seen.labels.get(seen.me, seen.me),),
+        kind="preempted" if preempted([failure]) else "failed",
+        nodes=me,
         text=f"rank {failure.rank} on {failure.where}: {reason(failure)}",
         code=failure.code,
     )

@@ -21,9 +21,9 @@ from ..cores import divide
 from ..environ import SAFE_PATH, threads_variable, write_variables
 from .failure import encode, exit_status, from_exception
 from .job import Job
-from .signals import signal_when_broken
+from .signals import FORWARDED, signal_when_broken
 
-SHIELDED = (signal.SIGTERM, signal.SIGHUP)
+SHIELDED = (signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 """Signals that the fork server blocks, and so a rank in its first moments."""
 
 RETURNED = b"returned"
