@@ -18,11 +18,11 @@ from shoal.checkpoint import (
     Fence,
     FencedFiles,
     Job,
-    Lock,
     path_of,
     present,
     shapes,
     some,
+    take_over,
 )
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
@@ -110,7 +110,10 @@ class Run:
             files=FencedFiles(self._fence),
         )
         self.checkpoints.check()
-        self._lock = self._take_over()
+        place = self.world.placement
+        self._lock = take_over(
+            self.directory, self._fence, self.world, job=place.job, attempt=place.attempt
+        )
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._saves = Saves(self.world, self.events, must=must_save)
@@ -394,20 +397,6 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         self._end(error)
-
-    def _take_over(self) -> Lock | None:
-        """Make sure that no other run is alive here, and that none which is cut off does harm."""
-        place = self.world.placement
-
-        def take() -> tuple[Lock, int] | None:
-            if not self.world.first:
-                return None
-            lock = Lock(self.directory / "lock", job=place.job, attempt=place.attempt)
-            return lock, self._fence.take()
-
-        taken = Agreement(self.world).together(f"a Run in {self.directory}", take)
-        self._fence.number = self.world.broadcast(None if taken is None else taken[1])
-        return None if taken is None else taken[0]
 
     def _position(self) -> int:
         """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""

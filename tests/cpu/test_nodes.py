@@ -106,6 +106,7 @@ SEEN = Seen(
 KILLED = Failure(rank=3, code=137, when=0.0, where="n1, pid 7", signal=9)
 RAISED = Failure(rank=3, code=1, when=0.0, where="n1, f.py:3", text="ValueError: boom")
 BY_PEER = replace(RAISED, by_peer=True)
+PREEMPTED = replace(RAISED, code=75, text="")
 ABORTED = replace(KILLED, signal=6, code=134)
 
 
@@ -119,6 +120,9 @@ ABORTED = replace(KILLED, signal=6, code=134)
         ({"failure": BY_PEER, "since": 6.9}, None, ()),
         ({"failure": BY_PEER, "since": 7.0}, "failed", ("n1",)),
         ({"failure": ABORTED, "since": 6.9}, None, ()),
+        ({"failure": PREEMPTED, "since": SETTLE}, "preempted", ("n1",)),
+        # Its launcher passed on that the end comes: there is no sense in starting again.
+        ({"failure": PREEMPTED, "since": SETTLE, "told": True}, "ended", ("n1",)),
         ({"present": ("a",)}, "left", ("n2",)),
         # What reads as a peer's death was the death of a node; a kill here is known to be one.
         ({"present": ("a",), "failure": BY_PEER, "since": 7.0}, "left", ("n2",)),
@@ -137,6 +141,14 @@ def test_how_an_attempt_ends(
 ) -> None:
     verdict = judge(replace(SEEN, **change), patience=7.0)  # type: ignore[arg-type]
     assert (verdict and verdict.kind, verdict.nodes if verdict else ()) == (kind, nodes)
+
+
+def test_ranks_may_save_only_where_all_are_there() -> None:
+    joined = judge(replace(SEEN, waiting=("c",)), patience=7.0)
+    left = judge(replace(SEEN, present=("a",)), patience=7.0)
+    assert joined is not None
+    assert left is not None
+    assert (joined.saving, left.saving) == (True, False)
 
 
 def test_a_verdict_tells_rank_place_and_reason_and_survives_the_store() -> None:

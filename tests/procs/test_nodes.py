@@ -159,14 +159,15 @@ def losses(directory: Path) -> dict[int, float]:
 
 def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
     """A node is killed with its ranks, and later another one comes: no sample is lost or repeated."""
-    two = nodes.start(TRAIN, processes=2, nodes="2:3")
+    # They don't look for a signal while they wait, so can't save.
+    two = nodes.start(TRAIN, "--grace", "1", processes=2, nodes="2:3")
     wait_for(lambda: listening(nodes.port))
-    one, gone = (nodes.start(TRAIN, nodes="2:3") for _ in range(2))
+    one, gone = (nodes.start(TRAIN, "--grace", "1", nodes="2:3") for _ in range(2))
     nodes.wait_for("four-*", 4)
     gone.process.kill()
     nodes.wait_for("three-*", 3)
     assert gone.members() == []
-    nodes.start(TRAIN, nodes="2:3")
+    nodes.start(TRAIN, "--grace", "1", nodes="2:3")
     ended = [each.end() for each in (two, one, nodes.started[-1])]
     assert [each.code for each in ended] == [0, 0, 0], ended
     left = f"{HERE} (process {gone.process.pid}) left: starting again"
@@ -182,6 +183,39 @@ def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None
     found = losses(tmp_path / "run")
     assert found.keys() == expected.keys()
     assert max(abs(found[number] - expected[number]) for number in expected) < 1e-9
+
+
+STEADY = (
+    TRAIN.split("        run.restore()", maxsplit=1)[0]
+    + """
+        run.restore()
+        for batch in data.epochs(10**6):
+            step(batch)
+            stop = (here / "stop").exists() and world.size == 2
+            (here / f"at-{world.size}-{world.rank}").write_text(str(step.number))
+            run.tick()
+            if any(world.gather(stop)):
+                break
+        run.save()
+"""
+)
+
+
+def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
+    first = nodes.start(STEADY, nodes="1:2")
+    nodes.wait_for("at-1-*", 1)
+    second = nodes.start(STEADY, nodes="1:2")
+    nodes.wait_for("at-2-*", 2)
+    (tmp_path / "stop").touch()
+    ended = [each.end() for each in (first, second)]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert f"(process {second.process.pid}) joined: starting again" in ended[0].err
+    found = re.search(r"saved step ([\d,]+) in", ended[0].out + ended[0].err)
+    assert found is not None, ended[0]
+    (last,) = nodes.ranks("at-1-0")["at-1-0"]
+    assert int(found[1].replace(",", "")) == int(last)
+    assert "resumed at sample" in ended[0].out + ended[1].out
+    assert coverage(tmp_path / "run").exact
 
 
 def listening(port: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.checkpoint.agreement import Agreement
 from shoal.checkpoint.aside import Job
-from shoal.checkpoint.fence import Fence, FencedFiles
+from shoal.checkpoint.fence import Fence, FencedFiles, take_over
 from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
 from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
@@ -26,4 +26,5 @@ __all__ = [
     "present",
     "shapes",
     "some",
+    "take_over",
 ]

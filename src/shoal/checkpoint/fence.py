@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from shoal.checkpoint.agreement import Agreement, Ranks
+from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.store import Files
 from shoal.errors import CheckpointError
 
@@ -159,3 +161,20 @@ class FencedFiles(Files):
         """See Files."""
         with self._guarded():
             super().remove_directory(path)
+
+
+def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt: int) -> Lock | None:
+    """Make sure that no other run is alive in `directory`, and none that is cut off does harm.
+
+    `job` and `attempt` are those of the launcher. The lock is rank 0's. Collective; raises
+    CheckpointError.
+    """
+
+    def take() -> tuple[Lock, int] | None:
+        if world.rank:
+            return None
+        return Lock(directory / "lock", job=job, attempt=attempt), fence.take()
+
+    taken = Agreement(world).together(f"a Run in {directory}", take)
+    fence.number = world.broadcast(None if taken is None else taken[1])
+    return None if taken is None else taken[0]

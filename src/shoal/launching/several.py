@@ -45,7 +45,9 @@ class NodesAgent(Agent):
         orders: Connection,
         rendezvous: NodesRendezvous,
         nodes: Nodes,
+        *,
         label: str,
+        preemptions: int,
     ) -> None:
         super().__init__(spec, orders)
         self._rendezvous_handler = rendezvous
