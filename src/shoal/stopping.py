@@ -99,9 +99,8 @@ class Stopping:
         if self._world.size > 1:
             prefix = f"shoal/stopping/{self._world.broadcast(uuid.uuid4().hex)}"
             self._shared = self._world.store(prefix)
-            own = self._world.store(prefix, own=True)
-            for target, store in ((self._listen, own), (self._pass_on, self._shared)):
-                thread = threading.Thread(target=target, args=(store,), daemon=True)
+            for target in (self._listen, self._pass_on):
+                thread = threading.Thread(target=target, args=(self._shared,), daemon=True)
                 thread.start()
                 self._threads.append(thread)
         if threading.current_thread() is threading.main_thread():
@@ -201,10 +200,13 @@ class Stopping:
         except RuntimeError as error:
             self._fail(error)
 
-    def _listen(self, store: Store) -> None:
+    def _listen(self, shared: Store) -> None:
         """Sleep until this rank is woken; where somebody has asked, agree on the tick."""
         wake = self._wake(self._world.rank)
         try:
+            # Whoever waits in a connection keeps all others waiting who use it. It is made here, since
+            # torch looks up names for it, which takes seconds where the name service stalls.
+            store = shared.clone()
             while not store.check([wake]):
                 with suppress(DistStoreError):  # the time is up: it can't be infinite
                     store.wait([wake], _SLEEP)

@@ -244,14 +244,9 @@ class World:
             )
         yield False
 
-    def store(self, prefix: str, *, own: bool = False) -> dist.PrefixStore:  # type: ignore[name-defined]
-        """The keys under `prefix` in the store that several ranks share.
-
-        With `own` by a connection of its own: whoever waits in a connection keeps all others waiting
-        who want to use it.
-        """
-        store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(prefix, store.clone() if own else store)  # type: ignore[attr-defined]
+    def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
+        """The keys under `prefix` in the store that several ranks share."""
+        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     def _await_hearers(self) -> None:
         """Rank 0 may host the store: it stays until all have heard how its last section ended."""

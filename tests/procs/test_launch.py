@@ -17,7 +17,7 @@ import pytest
 
 import shoal
 from commands import GONE_WITHIN, Command, wait_for
-from shoal.launching import local
+from shoal.launching.processes import GRACE
 
 Start = Callable[[str], Command]
 
@@ -206,7 +206,7 @@ def test_ctrl_c_is_passed_on_and_a_second_one_kills(start: Start) -> None:
     wait_for(lambda: all((command.folder / f"asked{rank}-2").exists() for rank in range(2)))
     os.killpg(command.process.pid, signal.SIGINT)
     ended = command.end(timeout=GONE_WITHIN)
-    assert time.monotonic() - began < local.GRACE
+    assert time.monotonic() - began < GRACE
     assert (ended.code, ended.out) == (-signal.SIGINT, "interrupted\n")
     assert "where: rank" not in ended.err
     assert command.members() == []

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from commands import GONE_WITHIN, Command, wait_for
-from shoal.launching import local
+from shoal.launching.processes import GRACE
 
 
 def full(*values: object) -> Any:
@@ -374,7 +374,7 @@ def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) 
     # Processes that imported this script again would start runs of their own.
     script.write_text(
         "from shoal.launching.local import run\n"
-        f"print(run({str(target)!r}, processes=1, grace={local.GRACE}))\n"
+        f"print(run({str(target)!r}, processes=1, grace={GRACE}))\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True

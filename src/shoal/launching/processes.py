@@ -18,13 +18,14 @@ from ..environ import SAFE_PATH, set_variables
 from ..errors import LaunchError
 from .failure import Failure, decode, from_exit, preempted
 from .job import Job
+from .signals import FORWARDED
 from .worker import RETURNED, SHIELDED, main
 
 GRACE = 3.0
-"""Seconds between asking ranks to end and killing them, where they have nothing to save."""
+"""Seconds between asking ranks to end and killing them, where no Run is open."""
 
 SAVING_GRACE = 600.0
-"""The same for ranks that handle SIGTERM, as those with an open Run do: they save."""
+"""The same where one is open, which saves."""
 
 _PRELOAD = ["torch", "torch.distributed", "shoal.launching.worker", "shoal.launching.elastic"]
 
@@ -125,8 +126,7 @@ class Workers:
         try:
             running = [rank for rank in self._ranks if not rank.ended]
             if grace is None:
-                saving = any(rank.handles_signal(signal.SIGTERM) for rank in running)
-                grace = SAVING_GRACE if saving else GRACE
+                grace = SAVING_GRACE if any(rank.saves() for rank in running) else GRACE
             self.send(signum)
             deadline = time.monotonic() + grace
             while running and time.monotonic() < deadline:
@@ -202,12 +202,13 @@ class _Rank:
         else:
             self.failure = decode(report)
 
-    def handles_signal(self, signum: int) -> bool:
-        """Whether the process has a handler for a signal."""
+    def saves(self) -> bool:
+        """Whether a Run is open there: it handles all of FORWARDED, which hardly anything else does."""
+        wanted = sum(1 << (signum - 1) for signum in FORWARDED)
         with suppress(OSError):
             for line in Path(f"/proc/{self._id()}/status").read_text().splitlines():
                 if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+                    return int(line.split()[1], 16) & wanted == wanted
         return False
 
     def send(self, signum: int) -> None:
