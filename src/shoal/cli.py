@@ -81,8 +81,22 @@ def run(
         str | None,
         typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
     ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go."),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says."),
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long a node waits for enough others.")
+    ] = 600.0,
+    silence: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A node without a sign of life so long has left.")
+    ] = 5.0,
 ) -> None:
-    """Run a script in N processes on this machine.
+    """Run a script in N processes on this machine, or on this one of several.
 
     The script finds its place as under torchrun; it need not use Shoal. The exit code is that of
     the first process that fails.
@@ -106,6 +120,10 @@ def run(
             port=None if port is None else _whole(port, "--port"),
             grace=grace,
             logs=logs,
+            nodes=nodes,
+            rendezvous=rendezvous,
+            wait=wait,
+            silence=silence,
         )
     )
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from shoal.launchers import RUN_ID, Commands, Placement, detect, marks_found
+from shoal.launchers import Commands, Placement, detect, marks_found
 
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a new Python from looking for modules in the current directory."""
@@ -85,12 +85,15 @@ def worker_variables(
     size: int,
     local_rank: int,
     local_size: int,
+    node: int,
+    nodes: int,
     address: str,
     port: int,
     attempt: int,
     restarts: int,
+    run_id: str,
 ) -> dict[str, str]:
-    """The variables that tell one worker of one machine its place, named as torchrun names them.
+    """The variables that tell one worker its place, named as torchrun names them.
 
     The store at `address` and `port` is the launcher's, so no worker opens one.
     """
@@ -99,8 +102,8 @@ def worker_variables(
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": 0,
-        "GROUP_WORLD_SIZE": 1,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
@@ -108,7 +111,7 @@ def worker_variables(
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": attempt,
         "TORCHELASTIC_MAX_RESTARTS": restarts,
-        "TORCHELASTIC_RUN_ID": RUN_ID,
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     return {name: str(value) for name, value in values.items()}

@@ -12,7 +12,18 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from shoal.checkpoint import Agreement, Checkpoints, Job, Lock, path_of, present, shapes, some
+from shoal.checkpoint import (
+    Agreement,
+    Checkpoints,
+    Fence,
+    FencedFiles,
+    Job,
+    path_of,
+    present,
+    shapes,
+    some,
+    take_over,
+)
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
@@ -91,13 +102,18 @@ class Run:
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
         self.config = dict(config or {})
+        self._fence = Fence(self.directory / "attempts")
         self.checkpoints = Checkpoints(
-            self.directory / "checkpoints", self.world, keep=keep, keep_every=keep_every
+            self.directory / "checkpoints",
+            self.world,
+            keep=keep,
+            keep_every=keep_every,
+            files=FencedFiles(self._fence),
         )
         self.checkpoints.check()
-        self._lock = Agreement(self.world).together(
-            f"a Run in {self.directory}",
-            lambda: Lock(self.directory / "lock") if self.world.first else None,
+        place = self.world.placement
+        self._lock = take_over(
+            self.directory, self._fence, self.world, job=place.job, attempt=place.attempt
         )
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
@@ -237,6 +253,7 @@ class Run:
         """
         self._check_open()
         self._check_free()
+        Agreement(self.world).together(f"saving in {self.directory}", self._fence.check)
         self._catch_up()
         at = (self._numbers(), self._position())
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
@@ -298,7 +315,11 @@ class Run:
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
             self._folders[folder] = Checkpoints(
-                self.directory / folder, self.world, keep=1, aside=self.checkpoints.aside
+                self.directory / folder,
+                self.world,
+                keep=1,
+                aside=self.checkpoints.aside,
+                files=FencedFiles(self._fence),
             )
         return self._folders[folder]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.checkpoint.agreement import Agreement
     from shoal.checkpoint.aside import Job
+    from shoal.checkpoint.fence import Fence, FencedFiles, take_over
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
     from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "agreement": ("Agreement",),
     "aside": ("Job",),
+    "fence": ("Fence", "FencedFiles", "take_over"),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
     "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some"),
@@ -28,6 +30,8 @@ _HOMES = {
 __all__ = [
     "Agreement",
     "Checkpoints",
+    "Fence",
+    "FencedFiles",
     "Files",
     "Job",
     "Loaded",
@@ -39,6 +43,7 @@ __all__ = [
     "present",
     "shapes",
     "some",
+    "take_over",
 ]
 
 

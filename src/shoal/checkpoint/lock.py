@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -13,21 +15,29 @@ from shoal.errors import CheckpointError
 WAIT_SECONDS = 5.0
 """What a killed attempt may need to be gone."""
 
+TAKE_OVER_SECONDS = 1.0
+"""The same where the next attempt of its launcher need not wait for it."""
+
 
 class Lock:
     """A POSIX record lock on a file: it ends with its process, however that ends, and forked workers
     don't hold it. Several runs of one process share it. File systems without locks go without.
 
+    An attempt does without what an earlier one of the same `job` still holds, whose machine was cut
+    off or stopped: the launcher knows that it is over, and a Fence keeps it from doing harm.
     Raises CheckpointError, naming the other process, where another one holds it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        until = time.monotonic() + WAIT_SECONDS
+        begun = time.monotonic()
         while not self._take():
-            if time.monotonic() > until:
-                holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
+            waited = time.monotonic() - begun
+            holder = os.pread(self._file, 500, 0).decode(errors="replace").strip()
+            if waited > TAKE_OVER_SECONDS and job and _attempt_of(holder, job) < attempt:
+                break
+            if waited > WAIT_SECONDS:
                 self.release()
                 raise CheckpointError(
                     given=f"a Run in {path.parent}",
@@ -36,7 +46,9 @@ class Lock:
                 )
             time.sleep(0.05)
         os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        mine = f"process {os.getpid()} on {socket.gethostname()}"
+        mine += f", attempt {attempt} of {job}" if job else ""
+        os.pwrite(self._file, f"{mine}\n".encode(), 0)
 
     def _take(self) -> bool:
         try:
@@ -52,3 +64,9 @@ class Lock:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _attempt_of(holder: str, job: str) -> float:
+    """Which attempt of `job` the holder of a lock is; infinity for none of them."""
+    match = re.search(r", attempt (\d+) of (\S+)$", holder)
+    return int(match[1]) if match is not None and match[2] == job else math.inf

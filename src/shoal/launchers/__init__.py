@@ -12,7 +12,7 @@ from .mpi import Commands, hydra, jsrun, open_mpi
 from .others import flux, pals
 from .placement import DIRECTORY, PORTS, Meeting, Placement, require, spell
 from .slurm import is_task, srun
-from .torchrun import RUN_ID, torchrun
+from .torchrun import NODES_RUN_ID, RUN_ID, torchrun
 
 REQUEUE = 75
 """The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
@@ -21,6 +21,7 @@ of sysexits.h, a failure that another try mends."""
 __all__ = [
     "DIRECTORY",
     "LAUNCHERS",
+    "NODES_RUN_ID",
     "PORTS",
     "REQUEUE",
     "RUN_ID",

@@ -48,7 +48,8 @@ class Placement:
     `node` and `nodes` count machines, `cores` is this process's share of its machine's cores,
     `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
     `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
-    job from 0, `choices` say why it is this launcher, these cores and this address. Open MPI and
+    job from 0; where a launcher may leave ranks of an attempt behind, `job` names it. `choices` say
+    why it is this launcher, these cores and this address. Open MPI and
     Hydra don't name the machine: there `node` and `nodes` hold for ranks in blocks, and
     `World.placement` has those that the ranks found when they met.
     """
@@ -64,6 +65,7 @@ class Placement:
     port: int
     launcher: str
     attempt: int = 0
+    job: str = ""
     meeting: Meeting | None = None
     reason: str
     choices: tuple[Choice[Any], ...] = field(default=(), compare=False)

@@ -12,6 +12,9 @@ from .placement import Placement, divided, integer, refuse_many_worlds, require,
 RUN_ID = "shoal-run"
 """The run identifier that `shoal run` gives to torch elastic, by which workers know it."""
 
+NODES_RUN_ID = "shoal-run-nodes"
+"""What it begins with where they are on several machines, of which only one may be left."""
+
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Where a launcher around torchrun says how many processes it started.
@@ -34,8 +37,11 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
             fix="set GROUP_RANK and GROUP_WORLD_SIZE (machine and machines), as torchrun does",
         )
     nodes = integer(env, "GROUP_WORLD_SIZE", size // local_size)
-    _check_outer(env, size, nodes)
-    launcher = "shoal run" if env.get("TORCHELASTIC_RUN_ID") == RUN_ID else "torchrun"
+    run_id = env.get("TORCHELASTIC_RUN_ID", "")
+    several = run_id.startswith(NODES_RUN_ID)
+    if not several:
+        _check_outer(env, size, nodes)
+    launcher = "shoal run" if several or run_id == RUN_ID else "torchrun"
     cores = divided(cpus, local_size)
     address, port = env["MASTER_ADDR"], integer(env, "MASTER_PORT")
     return Placement(
@@ -50,6 +56,7 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
         port=port,
         launcher=launcher,
         attempt=integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        job=run_id if several else "",
         reason=spell(env, _NAMES),
         choices=(
             cores,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -34,6 +36,23 @@ from ..environ import worker_variables
 from ..launchers import RUN_ID
 
 _ADDRESS = "127.0.0.1"
+
+
+LONGEST = 300.0
+"""How many seconds a store waits for a value, as torch's own do."""
+
+
+def serve(server: socket.socket, host: str, timeout: float) -> TCPStore:
+    """A store that listens on `server` alone; torch's own would listen on all interfaces."""
+    return TCPStore(
+        host,
+        server.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+        use_libuv=False,  # which can't be given a socket
+    )
 
 
 class LocalRendezvous(RendezvousHandler):
@@ -64,7 +83,7 @@ class LocalRendezvous(RendezvousHandler):
         """Open the next attempt's store."""
         # First close the last one's, which holds the port.
         self._server = None
-        self._server = TCPStore(_ADDRESS, self._port, is_master=True, wait_for_workers=False)
+        self._server = serve(socket.create_server((_ADDRESS, self._port)), _ADDRESS, LONGEST)
         meeting = RendezvousStoreInfo(_ADDRESS, self._server.port)
         return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=meeting)
 
@@ -97,9 +116,21 @@ class Agent(SimpleElasticAgent):
         self._orders = orders
         self._preemptions = 0
 
-    def _ask(self, order: list[dict[str, str]] | None) -> Any:
-        self._orders.send_bytes(json.dumps(order).encode())
-        return json.loads(self._orders.recv_bytes())
+    @staticmethod
+    def order(orders: Connection, order: str, value: object) -> Any:
+        """Send an order; the answer."""
+        orders.send_bytes(json.dumps([order, value]).encode())
+        return json.loads(orders.recv_bytes())
+
+    def ask(self, order: str, value: object) -> Any:
+        """Have the launcher do something; its answer."""
+        return self.order(self._orders, order, value)
+
+    @property
+    def attempt_number(self) -> int:
+        """How often ranks have been started before."""
+        failures = int(self._worker_group.spec.max_restarts) - self._remaining_restarts
+        return failures + self._preemptions
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -109,17 +140,20 @@ class Agent(SimpleElasticAgent):
                 size=worker.world_size,
                 local_rank=worker.local_rank,
                 local_size=spec.local_world_size,
+                node=cast(int, worker_group.group_rank),
+                nodes=cast(int, worker_group.group_world_size),
+                run_id=spec.rdzv_handler.get_run_id(),
                 address=cast(str, worker_group.master_addr),
                 port=cast(int, worker_group.master_port),
-                attempt=spec.max_restarts - self._remaining_restarts + self._preemptions,
+                attempt=self.attempt_number,
                 restarts=spec.max_restarts,
             )
             for worker in worker_group.workers
         ]
-        return dict(enumerate(self._ask(variables)))
+        return dict(enumerate(self.ask("start", variables)))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        ended = self._ask(None)
+        ended = self.ask("watch", None)
         if ended == "preempted":
             # The launcher counts these; elastic is about to take one from those of failures.
             self._preemptions += 1
@@ -157,12 +191,12 @@ def supervise(orders: Connection, *, processes: int, restarts: int, port: int) -
         max_restarts=restarts,
         monitor_interval=0.001,  # the launcher itself waits, without polling
     )
-    with _quiet():
+    with quiet():
         Agent(spec, orders).run()
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep elastic's own messages from the screen: everything it knows is in the report."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = logging.NullHandler()

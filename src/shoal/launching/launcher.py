@@ -7,19 +7,26 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
+from ..environ import write_variables
 from ..errors import LaunchError
 from ..launchers import REQUEUE
 from .failure import Failure, culprit, preempted, report
 from .job import Job
 from .logs import Logs
+from .nodes import Nodes, label
 from .processes import GRACE, Workers, start_server, without_main
 from .signals import Interrupted
 from .worker import bind_to_launcher
+
+# What the agent may need to tell other nodes that this one was told to end.
+_LEAVE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +45,7 @@ class Launcher:
     """Carries out the orders of one run's agent.
 
     `logs`, if given, take what ranks write. `undisturbed()` makes a context in which no signal
-    interrupts.
+    interrupts. With `nodes` this is one launcher of several, whose agents decide together.
     """
 
     def __init__(
@@ -52,9 +59,11 @@ class Launcher:
         grace: float | None,
         logs: Logs | None,
         undisturbed: Callable[[], AbstractContextManager[None]],
+        nodes: Nodes | None = None,
     ) -> None:
         self._job = job
         self._processes = processes
+        self._nodes = nodes
         self._restarts = restarts
         self._preemptions = preemptions
         self._failed = self._preempted = 0
@@ -64,10 +73,14 @@ class Launcher:
         self._undisturbed = undisturbed
         self._attempts = 0
         self._workers = Workers(job, [], None)
+        self._ranks, self._size = range(processes), processes
+        self._end = End()
         context = multiprocessing.get_context("forkserver")
         self._orders, self._theirs = context.Pipe()
         self._agent = context.Process(
-            target=_supervise, args=(self._theirs, processes, restarts, port), daemon=True
+            target=_supervise,
+            args=(self._theirs, processes, restarts, preemptions, port, nodes, label()),
+            daemon=True,
         )
 
     def run(self) -> End:
@@ -76,7 +89,11 @@ class Launcher:
             self._start_agent()
             return self._obey()
         except Interrupted as interrupted:
-            if self._workers.stop(interrupted.passed_on, self._grace):
+            try:
+                self._leave(128 + interrupted.signum)
+            finally:
+                saved = self._workers.stop(interrupted.passed_on, self._grace)
+            if saved:
                 return End(code=REQUEUE)
             raise
         finally:
@@ -101,28 +118,62 @@ class Launcher:
             self._theirs.close()
 
     def _obey(self) -> End:
-        end = End()
+        deeds: dict[str, Callable[[Any], object]] = {
+            "start": self._start_workers,
+            "watch": self._watch,
+            "look": self._look,
+            "pause": time.sleep,
+            "stop": self._stop,
+            "tell": _tell,
+            "refuse": self._refuse,
+        }
+        limit: float | None = None
         while True:
             try:
-                variables = json.loads(self._orders.recv_bytes())
+                order, value = self._receive(limit)
             except (EOFError, ConnectionError):
                 break
-            answer: object
-            if variables is None:
-                end, answer = self._watch()
-            else:
-                answer = self._start_workers(variables)
-            with suppress(ConnectionError):
-                # An agent that has died is noticed above.
-                self._orders.send_bytes(json.dumps(answer).encode())
+            answer = deeds[order](value)
+            # An agent that looks at ranks has nothing else to do, unless it is cut off.
+            limit = 3 * self._nodes.silence if self._nodes and order in ("look", "pause") else None
+            self._answer(answer)
         self._agent.join()
         if self._agent.exitcode:
             raise self._agent_lost(f"exit code {self._agent.exitcode}")
-        return end
+        return self._end
+
+    def _receive(self, limit: float | None) -> tuple[str, Any]:
+        if not self._orders.poll(limit):
+            self._workers.stop(signal.SIGTERM, self._short)
+            raise LaunchError(
+                given=f"a node of {self._job.name}",
+                found=f"it has not heard from the others for {limit:g} s: it is cut off",
+                fix="see to the network between the nodes, then start the command here again",
+            )
+        order, value = json.loads(self._orders.recv_bytes())
+        return order, value
+
+    def _answer(self, answer: object) -> None:
+        # An agent that has died is noticed at its next order.
+        with suppress(ConnectionError):
+            self._orders.send_bytes(json.dumps(answer).encode())
+
+    def _leave(self, code: int) -> None:
+        """Have the agent tell other nodes, before the ranks go, that this one was told to end."""
+        if self._nodes is None or not self._agent.is_alive():
+            return
+        self._answer({"leaving": code})
+        deadline = time.monotonic() + _LEAVE
+        with suppress(EOFError, ConnectionError):
+            while self._orders.poll(max(0.0, deadline - time.monotonic())):
+                if json.loads(self._orders.recv_bytes())[0] == "left":
+                    return
 
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
+            first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
+            self._ranks = range(first, first + len(variables))
             files = None
             if self._logs is not None:
                 attempts = self._restarts + self._preemptions + 1
@@ -138,21 +189,20 @@ class Launcher:
             fix="try `python -c 'import torch.distributed.elastic.agent.server.api'`",
         )
 
-    def _watch(self) -> tuple[End, str]:
+    def _watch(self, _: object) -> str:
         """Wait for the end of an attempt; stops what is left of it and tells why.
 
-        With what the agent has to know: "over", "failed", or "preempted" where that is to be followed
-        by another attempt.
+        What the agent has to know: "over", "failed", or "preempted" where that is to be followed by
+        another attempt.
         """
         failures = self._workers.wait(self._grace)
         if not failures:
-            return End(values=tuple(self._workers.values())), "over"
+            self._end = End(values=tuple(self._workers.values()))
+            return "over"
         failure = culprit(failures)
         again = self._preempted < self._preemptions and not self._told
         try:
-            # When one has failed nobody can save any more, and GRACE is enough for all else.
-            grace = GRACE if self._grace is None else min(GRACE, self._grace)
-            self._workers.stop(signal.SIGTERM, grace)
+            self._workers.stop(signal.SIGTERM, self._short)
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
             if preempted(failures):
@@ -163,13 +213,56 @@ class Launcher:
                 text = report(failure, size=self._processes)
                 if self._failed <= self._restarts:
                     text += f"restart {self._failed} of {self._restarts}\n"
-            if self._logs is not None:
-                self._logs.append(failure.rank, text)
-            _tell(text)
-        end = End(code=failure.code, failure=failure)
+            self._tell_of(failure.rank, text)
+        self._end = End(code=failure.code, failure=failure)
         if preempted(failures):
-            return end, "preempted" if again else "over"
-        return end, "failed"
+            return "preempted" if again else "over"
+        return "failed"
+
+    @property
+    def _short(self) -> float:
+        """The grace where nobody can save any more: GRACE is enough for all else."""
+        return GRACE if self._grace is None else min(GRACE, self._grace)
+
+    def _look(self, seconds: float) -> dict[str, Any] | None:
+        """The failure, if any, of ranks that have ended within so many seconds; None while they run."""
+        failures = self._workers.wait(self._grace, seconds)
+        if failures is None:
+            return None
+        failure = culprit(failures) if failures else None
+        self._end = End(failure=failure)
+        return {"failure": failure and asdict(failure), "told": self._told}
+
+    def _stop(self, end: tuple[int, str, bool]) -> None:
+        """Stop what is left of an attempt and tell its failure here, if any, and then `text`.
+
+        Ranks have time to save where they all can. An error that reads as a peer's death is not told
+        where no rank failed: a node left.
+        """
+        code, text, saving = end
+        failure = self._end.failure
+        if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not code)):
+            failure = None
+        try:
+            left = self._workers.stop(signal.SIGTERM, self._grace if saving else self._short)
+            code = REQUEUE if left and code else code
+        finally:
+            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
+            if failure is not None:
+                text = report(failure, size=self._size) + text
+            self._tell_of(failure.rank if failure else self._ranks.start, text)
+        self._end = End(code=code, failure=failure)
+
+    def _tell_of(self, rank: int, text: str) -> None:
+        """Tell how an attempt ended on the screen, and in the file of the rank that was first."""
+        if self._logs is not None:
+            self._logs.append(self._ranks.index(rank), text)
+        _tell(text)
+
+    def _refuse(self, error: tuple[str, str, str]) -> None:
+        self._workers.stop(signal.SIGTERM, self._short)
+        given, found, fix = error
+        raise LaunchError(given=given, found=found, fix=fix)
 
 
 def _tell(text: str) -> None:
@@ -183,11 +276,32 @@ def _tell(text: str) -> None:
         os.close(null)
 
 
-def _supervise(orders: Connection, processes: int, restarts: int, port: int) -> None:
+def _supervise(
+    orders: Connection,
+    processes: int,
+    restarts: int,
+    preemptions: int,
+    port: int,
+    nodes: Nodes | None,
+    label: str,
+) -> None:
     """Be the agent's process; here, where the launcher can name it without importing torch."""
     # It ends when the launcher says so.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     bind_to_launcher()
-    from .elastic import supervise
+    if nodes is None:
+        from .elastic import supervise
 
-    supervise(orders, processes=processes, restarts=restarts, port=port)
+        supervise(orders, processes=processes, restarts=restarts, port=port)
+    else:
+        from . import several
+
+        write_variables({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        several.supervise(
+            orders,
+            processes=processes,
+            restarts=restarts,
+            preemptions=preemptions,
+            nodes=nodes,
+            label=label,
+        )

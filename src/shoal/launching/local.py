@@ -10,11 +10,12 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from ..environ import set_variables, worker_threads
+from ..environ import placement, set_variables, worker_threads
 from ..errors import LaunchError
 from .job import Job, Script
 from .launcher import End, Launcher
 from .logs import Logs
+from .nodes import SILENCE, WAIT, Nodes, choose_nodes, describe_script
 from .signals import Interrupted, Interrupts
 
 LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
@@ -31,6 +32,10 @@ def run(
     port: int | None = None,
     grace: float | None = None,
     logs: str | None = None,
+    nodes: str | None = None,
+    rendezvous: str | None = None,
+    wait: float = WAIT,
+    silence: float = SILENCE,
 ) -> int:
     """Run `script` in `processes` processes and return the exit code of the whole.
 
@@ -40,15 +45,27 @@ def run(
     told to end. `port` is where they meet (default: a free one). `grace` is how many seconds ranks
     have between the signal that ends them and SIGKILL (default: SAVING_GRACE where a Run is open,
     else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
-    writes is appended to `rank-R.log` there, and only rank 0's is shown. The code is 0, that of the
-    first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or launcher ended
-    by signal n. Whatever ranks leave running is ended too. Call it once per process, in the main
-    thread.
+    writes is appended to `rank-R.log` there, and only rank 0's is shown. With `nodes`, `"2"` or
+    `"2:4"`, these are the processes of one of so many machines, on each of which the same is called;
+    they meet at `rendezvous` (`HOST:PORT`; default: as the scheduler says). A node waits `wait`
+    seconds for others, and has left when it gives no sign of life for `silence` seconds. The code is
+    0, that of the first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or
+    launcher ended by signal n. Whatever ranks leave running is ended too. Call it once per process,
+    in the main thread.
     Raises LaunchError before anything is started where the arguments can't work.
     """
     _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
+    _check_nodes(nodes, rendezvous, port)
     job = Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path)
-    files = None if logs is None else Logs(logs, processes)
+    several = None
+    if nodes is not None:
+        common = describe_script(
+            script, job.name, nodes=nodes, restarts=restarts, preemptions=preemptions
+        )
+        several = choose_nodes(nodes, rendezvous, placement(), common, wait=wait, silence=silence)
+    files = None
+    if logs is not None:
+        files = Logs(logs, processes, host=socket.gethostname() if several else "")
     return run_job(
         job,
         processes=processes,
@@ -57,6 +74,7 @@ def run(
         port=port,
         grace=grace,
         logs=files,
+        nodes=several,
     ).code
 
 
@@ -69,6 +87,7 @@ def run_job(
     port: int | None = None,
     grace: float | None = None,
     logs: Logs | None = None,
+    nodes: Nodes | None = None,
 ) -> End:
     """Do what `run` does for a script, for any job."""
     check_folder()
@@ -83,6 +102,7 @@ def run_job(
         grace=grace,
         logs=logs,
         undisturbed=interrupts.held,
+        nodes=nodes,
     )
     # The threads' variable must be there when the fork server loads torch.
     variables = set_variables(worker_threads(processes))
@@ -130,6 +150,21 @@ def _check(script: str, *, processes: int, restarts: int, preemptions: int, port
         )
     if port is not None:
         _check_port(port)
+
+
+def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) -> None:
+    if nodes is None and rendezvous is not None:
+        raise LaunchError(
+            given=f"--rendezvous {rendezvous}",
+            found="not how many nodes meet there",
+            fix=f"for example --nodes 2 --rendezvous {rendezvous}",
+        )
+    if nodes is not None and port is not None:
+        raise LaunchError(
+            given=f"--nodes {nodes}, --port {port}",
+            found="--port is where the processes of one machine meet",
+            fix="say where the nodes meet: --rendezvous HOST:PORT",
+        )
 
 
 def check_folder() -> None:

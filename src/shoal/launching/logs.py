@@ -21,13 +21,14 @@ _PIECE = 1 << 16
 class Logs:
     """The files `rank-R.log` in `folder`, one for each of `processes`, made if they are not there.
 
-    Ranks append to them by themselves. As a context manager it shows on stdout what comes into
-    rank 0's. Raises LaunchError where the files can't be written.
+    With a `host`, one of several whose ranks change with each attempt, they are `HOST-N.log`. Ranks
+    append to them by themselves. As a context manager it shows on stdout what comes into the first.
+    Raises LaunchError where the files can't be written.
     """
 
-    def __init__(self, folder: str, processes: int) -> None:
+    def __init__(self, folder: str, processes: int, host: str = "") -> None:
         path = Path(folder).absolute()
-        self.files = [str(path / f"rank-{rank}.log") for rank in range(processes)]
+        self.files = [str(path / f"{host or 'rank'}-{rank}.log") for rank in range(processes)]
         self._shown = 0
         self._turn = threading.Lock()
         self._over = threading.Event()

@@ -81,13 +81,15 @@ class Workers:
             self._ranks.append(rank)
         return pids
 
-    def wait(self, grace: float | None) -> list[Failure]:
+    def wait(self, grace: float | None, limit: float | None = None) -> list[Failure] | None:
         """Wait until all have ended well (the empty list) or one has failed.
 
         After the first failure, a moment passes in which others may show theirs. When one has left to
-        be started again, the others have `grace` seconds to do the same.
+        be started again, the others have `grace` seconds to do the same. None where nothing of that
+        has happened after `limit` seconds, if that is given.
         """
         deadline: float | None = None
+        until = None if limit is None else time.monotonic() + limit
         failed = False
         while True:
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
@@ -100,7 +102,9 @@ class Workers:
             running = [rank for rank in self._ranks if not rank.ended]
             if not running or (deadline is not None and time.monotonic() >= deadline):
                 return failures
-            _poll(running, deadline)
+            if until is not None and not failed and time.monotonic() >= until:
+                return None
+            _poll(running, deadline if failed or until is None else until)
 
     def values(self) -> list[bytes]:
         """What ranks that have ended returned, in rank order; empty for nothing."""

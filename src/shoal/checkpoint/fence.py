@@ -1,0 +1,180 @@
+"""Attempts at a run, numbered: one that another has taken over changes no checkpoint any more.
+
+A machine may be cut off and live on, or be stopped for a while: its ranks don't know that others
+have gone on without them. A lock does not reach it, and a lease would trust its clock. So each
+attempt takes the next number in the run directory, and looks for higher ones before each operation
+by which it would change a checkpoint. Creating a file that must not exist is atomic on network file
+systems too (open(2), O_EXCL), and opening a directory asks their server anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from shoal.checkpoint.agreement import Agreement, Ranks
+from shoal.checkpoint.lock import Lock
+from shoal.checkpoint.store import Files
+from shoal.errors import CheckpointError
+
+_KEPT = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """Who took an attempt over, and when; empty and 0 where that can't be read."""
+
+    number: int
+    host: str = ""
+    process: int = 0
+    when: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.host:
+            return f"attempt {self.number}"
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
+        return f"attempt {self.number}, process {self.process} on {self.host} since {began}"
+
+
+class Fence:
+    """The attempts at one run, a file `N.json` for each in `directory`; all its ranks share a number.
+
+    `number` is this attempt's; 0 until it is known, and nothing is kept out before.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.number = 0
+
+    def take(self) -> int:
+        """Take the next number, on one rank, and with it the run from all attempts before.
+
+        Raises OSError where the directory can't be written.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        number = self.newest()
+        while True:
+            number += 1
+            try:
+                file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                continue  # another attempt begins at the same moment; the higher number wins
+            break
+        with os.fdopen(file, "w") as stream:
+            mine = {"host": socket.gethostname(), "process": os.getpid(), "when": time.time()}
+            stream.write(json.dumps(mine))
+        for old in sorted(self._numbers())[:-_KEPT]:
+            with suppress(OSError):
+                self._path(old).unlink()
+        return number
+
+    def newest(self) -> int:
+        """The highest number taken; 0 for none."""
+        return max(self._numbers(), default=0)
+
+    def check(self) -> None:
+        """Raise CheckpointError where a later attempt has taken the run over."""
+        newest = self.newest()
+        if self.number and newest > self.number:
+            raise CheckpointError(
+                given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
+                found=f"{self._who(newest)}, has taken over: what this one saved now would be lost or "
+                "spoil the other's",
+                fix="end this process; the newer attempt goes on from the last checkpoint",
+            )
+
+    def _who(self, number: int) -> Taken:
+        # It may not have been written yet.
+        with suppress(OSError, ValueError, TypeError):
+            return Taken(number=number, **json.loads(self._path(number).read_text()))
+        return Taken(number=number)
+
+    def _numbers(self) -> list[int]:
+        # A directory that is gone, as scratch is purged, holds no later attempt.
+        with suppress(FileNotFoundError), os.scandir(self._directory) as entries:
+            stems = [entry.name.removesuffix(".json") for entry in entries]
+            return [int(stem) for stem in stems if stem.isdecimal()]
+        return []
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number}.json"
+
+
+class FencedFiles(Files):
+    """Operations on the disk, each of them after a look at the fence.
+
+    So an attempt that was taken over neither commits nor renames nor removes, whatever it was in the
+    middle of. What it has open it may still write: that has been removed, or is its own.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        self._fence.check()
+        try:
+            yield
+        except OSError:
+            # What the newer attempt has removed is missing: that is the reason to name.
+            self._fence.check()
+            raise
+
+    def make_directory(self, path: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().make_directory(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        """See Files."""
+        with self._guarded():
+            return super().create(path)
+
+    def sync(self, file: BinaryIO) -> None:
+        """See Files."""
+        with self._guarded():
+            super().sync(file)
+
+    def sync_directory(self, path: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().sync_directory(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().remove_directory(path)
+
+
+def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt: int) -> Lock | None:
+    """Make sure that no other run is alive in `directory`, and none that is cut off does harm.
+
+    `job` and `attempt` are those of the launcher. The lock is rank 0's. Collective; raises
+    CheckpointError.
+    """
+
+    def take() -> tuple[Lock, int] | None:
+        if world.rank:
+            return None
+        return Lock(directory / "lock", job=job, attempt=attempt), fence.take()
+
+    taken = Agreement(world).together(f"a Run in {directory}", take)
+    fence.number = world.broadcast(None if taken is None else taken[1])
+    return None if taken is None else taken[0]

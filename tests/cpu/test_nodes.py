@@ -1,0 +1,159 @@
+"""Several nodes, without any: what is typed, what two launchers must have in common, who decides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.launchers import Placement, detect
+from shoal.launching.failure import Failure
+from shoal.launching.nodes import Nodes, choose_nodes, differences, listen, parse_address, parse_numbers
+from shoal.launching.verdict import SETTLE, Seen, Verdict, judge
+
+ALONE = detect({}, 4, list)
+SRUN = {
+    "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+def chosen(nodes: str, rendezvous: str | None, placement: Placement = ALONE) -> Nodes | None:
+    return choose_nodes(nodes, rendezvous, placement, {"--nodes": nodes})
+
+
+@pytest.mark.parametrize(("text", "numbers"), [("2", (2, 2)), ("2:4", (2, 4)), (" 1:3 ", (1, 3))])
+def test_numbers_of_nodes(text: str, numbers: tuple[int, int]) -> None:
+    assert parse_numbers(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["4:2", "0", "0:2", "-1", "two", "", "2:", ":2", "1:2:3", "2.5"])
+def test_numbers_that_are_none(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"--nodes {text}"):
+        parse_numbers(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("n1:29400", ("n1", 29400)), ("10.0.0.7:1", ("10.0.0.7", 1)), ("[fe80::1]:80", ("fe80::1", 80))],
+)
+def test_addresses(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+    assert Nodes(least=2, most=2, host=address[0], port=address[1]).address == text
+
+
+@pytest.mark.parametrize("text", ["n1", "n1:", ":29400", "n1:0", "n1:65536", "fe80::1:80", "a b:3", ""])
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(LaunchError, match="not a host and a port"):
+        parse_address(text)
+
+
+def test_one_node_is_no_meeting() -> None:
+    assert chosen("1", None) is None
+
+
+def test_several_nodes_need_an_address() -> None:
+    with pytest.raises(LaunchError, match="not where the nodes meet"):
+        chosen("2", None)
+
+
+def test_the_scheduler_names_the_address_and_the_job() -> None:
+    placement = detect(SRUN, 4, list)
+    nodes = chosen("2", None, placement)
+    assert nodes is not None
+    assert (nodes.host, nodes.port) == ("n1", placement.port)
+    assert nodes.job == {"--nodes": "2", "job": "slurm--77.0-0"}
+    given = chosen("2", "n2:500", placement)
+    assert given == replace(nodes, host="n2", port=500)
+
+
+@pytest.mark.parametrize(
+    ("wait", "silence"), [(0.0, 5.0), (float("nan"), 5.0), (60.0, 0.5), (1e9, 5.0)]
+)
+def test_times_that_are_none(wait: float, silence: float) -> None:
+    with pytest.raises(LaunchError, match="it is a number of seconds"):
+        choose_nodes("2", "n1:500", ALONE, {}, wait=wait, silence=silence)
+
+
+def test_what_two_launchers_differ_in_is_named() -> None:
+    ours = {"--nodes": "2:4", "command": "a.py"}
+    assert differences(ours, dict(ours)) == ""
+    assert differences(ours, {**ours, "--nodes": "2"}) == "--nodes 2 there, 2:4 here"
+    assert differences(ours, {**ours, "job": "x"}) == "job x there, not given here"
+
+
+def test_why_a_node_can_not_listen() -> None:
+    server = listen("127.0.0.1", 0)
+    assert not isinstance(server, str)
+    with server:
+        assert server.getsockname()[0] == "127.0.0.1"
+        port = server.getsockname()[1]
+        assert listen("127.0.0.1", port) == f"port {port}: Address already in use"
+    assert "192.0.2.1 is no address of" in str(listen("192.0.2.1", 5000))  # RFC 5737's
+    with pytest.raises(LaunchError, match="not known here"):
+        listen("no-such-host.invalid", 5000)
+
+
+SEEN = Seen(
+    me="a",
+    nodes=("a", "b"),
+    present=("a", "b"),
+    waiting=(),
+    labels={"a": "n1", "b": "n2", "c": "n3"},
+)
+KILLED = Failure(rank=3, code=137, when=0.0, where="n1, pid 7", signal=9)
+RAISED = Failure(rank=3, code=1, when=0.0, where="n1, f.py:3", text="ValueError: boom")
+BY_PEER = replace(RAISED, by_peer=True)
+PREEMPTED = replace(RAISED, code=75, text="")
+ABORTED = replace(KILLED, signal=6, code=134)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "nodes"),
+    [
+        ({}, None, ()),
+        ({"failure": KILLED}, "failed", ("n1",)),
+        ({"failure": RAISED}, None, ()),
+        ({"failure": RAISED, "since": SETTLE}, "failed", ("n1",)),
+        ({"failure": BY_PEER, "since": 6.9}, None, ()),
+        ({"failure": BY_PEER, "since": 7.0}, "failed", ("n1",)),
+        ({"failure": ABORTED, "since": 6.9}, None, ()),
+        ({"failure": PREEMPTED, "since": SETTLE}, "preempted", ("n1",)),
+        # Its launcher passed on that the end comes: there is no sense in starting again.
+        ({"failure": PREEMPTED, "since": SETTLE, "told": True}, "ended", ("n1",)),
+        ({"present": ("a",)}, "left", ("n2",)),
+        # What reads as a peer's death was the death of a node; a kill here is known to be one.
+        ({"present": ("a",), "failure": BY_PEER, "since": 7.0}, "left", ("n2",)),
+        ({"present": ("a",), "failure": KILLED}, "failed", ("n1",)),
+        ({"waiting": ("c",)}, "joined", ("n3",)),
+        # Who has done its part is not started again for a newcomer.
+        ({"waiting": ("c",), "done": 1}, None, ()),
+        ({"waiting": ("c",), "done": 2}, "done", ()),
+        ({"present": ("a",), "waiting": ("c",)}, "left", ("n2",)),
+        # A node that the others have given up sees that too.
+        ({"present": ("b",)}, "left", ("n1",)),
+    ],
+)
+def test_how_an_attempt_ends(
+    change: dict[str, object], kind: str | None, nodes: tuple[str, ...]
+) -> None:
+    verdict = judge(replace(SEEN, **change), patience=7.0)  # type: ignore[arg-type]
+    assert (verdict and verdict.kind, verdict.nodes if verdict else ()) == (kind, nodes)
+
+
+def test_ranks_may_save_only_where_all_are_there() -> None:
+    joined = judge(replace(SEEN, waiting=("c",)), patience=7.0)
+    left = judge(replace(SEEN, present=("a",)), patience=7.0)
+    assert joined is not None
+    assert left is not None
+    assert (joined.saving, left.saving) == (True, False)
+
+
+def test_a_verdict_tells_rank_place_and_reason_and_survives_the_store() -> None:
+    verdict = judge(replace(SEEN, failure=KILLED), patience=7.0)
+    assert verdict is not None
+    assert verdict.text.startswith("rank 3 on n1, pid 7: killed by SIGKILL")
+    assert verdict.code == 137
+    assert Verdict.parse(verdict.render()) == verdict

@@ -1,0 +1,403 @@
+"""`shoal run --nodes`: launchers of one machine as its nodes; they come, go, fail and are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from commands import GONE_WITHIN, Command, Ended, wait_for
+from ranks import free_port
+from shoal import events
+from shoal.data.audit import coverage
+
+HERE = socket.gethostname()
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+
+here = Path(__file__).parent
+
+
+def hold(world, name):
+    (here / f"{name}-{world.rank}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+
+with shoal.init(seed=0) as world:
+    torch.manual_seed(0)
+    inputs = torch.randn(41, 6, dtype=torch.float64)
+    targets = torch.randint(0, 3, (41,))
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = shoal.parallelize(net, world)
+    task = shoal.Task(lambda out, b: (F.cross_entropy(out, b[1], reduction="sum"), len(b[1])))
+    step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task, clip=1.0)
+    data = shoal.Loader((inputs, targets), world, batch_size=12)
+    with shoal.Run(here / "run", step, data) as run:
+        run.restore()
+        second = (here / "three-0").exists()
+        for batch in data.epochs(5):
+            step(batch)
+            run.tick(every=3)
+            if world.size == 4 and step.number == 5 and not second:
+                hold(world, "four")
+            if world.size == 3 and step.number == 10:
+                hold(world, "three")
+        run.save()
+"""
+
+TALK = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+here = Path(__file__).parent
+dist.init_process_group("gloo", init_method="env://")
+rank, size, one = dist.get_rank(), dist.get_world_size(), torch.ones(1)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.all_reduce(one)
+assert one.item() == size
+
+def talk(until=None):
+    (here / f"talk-{attempt}-{size}-{rank}").write_text(str(os.getpid()))
+    stop = torch.zeros(1)
+    while not stop.item():
+        stop.fill_(float(until is not None and until.exists()))
+        dist.all_reduce(stop)
+
+def agree_to_stop():
+    talk(here / "stop")
+"""
+
+
+class Nodes:
+    """Launchers of one run; each is a node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.started: list[Command] = []
+
+    def start(
+        self, script: str, *options: str, nodes: str = "2", processes: int = 1, name: str = "script.py"
+    ) -> Command:
+        (self.folder / name).write_text(textwrap.dedent(script))
+        address = ["--rendezvous", f"127.0.0.1:{self.port}"]
+        command = [sys.executable, "-m", "shoal.cli", "run", "--nodes", nodes, *address]
+        command += ["-n", str(processes), *options, name]
+        self.started.append(Command(command, self.folder))
+        return self.started[-1]
+
+    def ranks(self, pattern: str) -> dict[str, list[str]]:
+        """What ranks wrote into files with such names, by name."""
+        found = {path.name: path.read_text().split() for path in self.folder.glob(pattern)}
+        return {name: words for name, words in found.items() if words}
+
+    def wait_for(self, pattern: str, count: int) -> dict[str, list[str]]:
+        def there() -> bool:
+            for each in self.started:
+                if each.process.poll() not in (None, 0, -signal.SIGKILL, 128 + signal.SIGTERM):
+                    raise AssertionError(each.end())
+            return len(self.ranks(pattern)) == count
+
+        wait_for(there)
+        return self.ranks(pattern)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    run = Nodes(tmp_path)
+    yield run
+    for each in run.started:
+        each.clean_up()
+
+
+def alone(directory: Path) -> dict[int, float]:
+    """The losses of one process that nobody disturbs, by step."""
+    with shoal.init(seed=0) as world:
+        torch.manual_seed(0)
+        inputs = torch.randn(41, 6, dtype=torch.float64)
+        targets = torch.randint(0, 3, (41,))
+        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        model = shoal.parallelize(net, world)
+        task = shoal.Task(lambda out, b: (F.cross_entropy(out, b[1], reduction="sum"), len(b[1])))
+        step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task, clip=1.0)
+        data = shoal.Loader((inputs, targets), world, batch_size=12)
+        with shoal.Run(directory, step, data) as run:
+            for batch in data.epochs(5):
+                step(batch)
+                run.tick()
+    return losses(directory)
+
+
+def losses(directory: Path) -> dict[int, float]:
+    taken = events.steps(directory / "events")
+    return {number: next(iter(ranks.values()))["loss"] for (_, number), ranks in taken.items()}
+
+
+def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
+    """A node is killed with its ranks, and later another one comes: no sample is lost or repeated."""
+    # They don't look for a signal while they wait, so can't save.
+    two = nodes.start(TRAIN, "--grace", "1", processes=2, nodes="2:3")
+    wait_for(lambda: listening(nodes.port))
+    one, gone = (nodes.start(TRAIN, "--grace", "1", nodes="2:3") for _ in range(2))
+    nodes.wait_for("four-*", 4)
+    gone.process.kill()
+    nodes.wait_for("three-*", 3)
+    assert gone.members() == []
+    nodes.start(TRAIN, "--grace", "1", nodes="2:3")
+    ended = [each.end() for each in (two, one, nodes.started[-1])]
+    assert [each.code for each in ended] == [0, 0, 0], ended
+    left = f"{HERE} (process {gone.process.pid}) left: starting again"
+    joined = f"{HERE} (process {nodes.started[-1].process.pid}) joined: starting again"
+    assert all(left in each.err and joined in each.err for each in ended[:2])
+
+    taken = events.steps(tmp_path / "run" / "events")
+    sizes = [len(ranks) for _, ranks in sorted(taken.items())]
+    assert sizes == [4] * 3 + [3] * 6 + [4] * 11
+    seen = coverage(tmp_path / "run")
+    assert (seen.exact, seen.end) == (True, 5 * 41)
+    expected = alone(tmp_path / "alone")
+    found = losses(tmp_path / "run")
+    assert found.keys() == expected.keys()
+    assert max(abs(found[number] - expected[number]) for number in expected) < 1e-9
+
+
+STEADY = (
+    TRAIN.split("        run.restore()", maxsplit=1)[0]
+    + """
+        run.restore()
+        for batch in data.epochs(10**6):
+            step(batch)
+            stop = (here / "stop").exists() and world.size == 2
+            (here / f"at-{world.size}-{world.rank}").write_text(str(step.number))
+            run.tick()
+            if any(world.gather(stop)):
+                break
+        run.save()
+"""
+)
+
+
+def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
+    first = nodes.start(STEADY, nodes="1:2")
+    nodes.wait_for("at-1-*", 1)
+    second = nodes.start(STEADY, nodes="1:2")
+    nodes.wait_for("at-2-*", 2)
+    (tmp_path / "stop").touch()
+    ended = [each.end() for each in (first, second)]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert f"(process {second.process.pid}) joined: starting again" in ended[0].err
+    found = re.search(r"saved step ([\d,]+) in", ended[0].out + ended[0].err)
+    assert found is not None, ended[0]
+    (last,) = nodes.ranks("at-1-0")["at-1-0"]
+    assert int(found[1].replace(",", "")) == int(last)
+    assert "resumed at sample" in ended[0].out + ended[1].out
+    assert coverage(tmp_path / "run").exact
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+FAIL = f"""{TALK}
+if attempt == 0:
+    talk() if rank != 1 else None
+    (here / "died").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+agree_to_stop()
+"""
+
+
+def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
+    both = [nodes.start(FAIL, "--restarts", "1") for _ in range(2)]
+    nodes.wait_for("talk-*-2-*", 3)
+    (nodes.folder / "stop").touch()
+    ended = [each.end() for each in both]
+    assert [each.code for each in ended] == [0, 0]
+    (own,) = [each for each in ended if "killed by SIGKILL (signal 9)" in each.err.split("first of")[0]]
+    (other,) = [each for each in ended if each is not own]
+    assert "where: rank 1 of 2" in own.err
+    assert re.search(r"first of all, rank 1 on .*: killed by SIGKILL", other.err)
+    assert all(each.err.count("restart 1 of 1\n") == 1 for each in ended)
+
+
+def test_without_restarts_all_nodes_end_with_the_culprits_code(nodes: Nodes) -> None:
+    both = [nodes.start(f"{TALK}\nif rank == 1: sys.exit(7)\ntalk()") for _ in range(2)]
+    ended = [each.end() for each in both]
+    assert [each.code for each in ended] == [7, 7]
+    assert sum("first of all, rank 1 on" in each.err for each in ended) == 1
+    assert [each.members() for each in both] == [[], []]
+
+
+def refused(ended: Ended, found: str) -> None:
+    assert ended.code == 2, ended
+    assert found in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.full
+def test_a_node_that_never_comes(nodes: Nodes) -> None:
+    node = nodes.start("", "--wait", "2", nodes="2:4")
+    assert node.process.stderr is not None
+    assert "waits at 127.0.0.1:" in node.process.stderr.readline()
+    begun = time.monotonic()
+    refused(node.end(), f"after 2 s too few are there: {HERE} (process {node.process.pid})")
+    assert time.monotonic() - begun < 2 + 10
+    assert node.members() == []
+
+
+@pytest.mark.parametrize(
+    ("nodes_there", "script", "found"),
+    [
+        ("2:3", "print(1)", "--nodes 2 there, 2:3 here"),
+        ("2", "print(2)", "content of the script"),
+    ],
+)
+def test_nodes_that_run_something_else_are_refused(
+    nodes: Nodes, nodes_there: str, script: str, found: str
+) -> None:
+    nodes.start("print(1)")
+    wait_for(lambda: listening(nodes.port))
+    (nodes.folder / "elsewhere").mkdir()
+    other = nodes.start(script, nodes=nodes_there, name="elsewhere/../script.py")
+    refused(other.end(), found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("speaks", [False, True])
+def test_something_else_listens_there(nodes: Nodes, speaks: bool) -> None:
+    server = [sys.executable, "-m", "http.server", str(nodes.port), "--bind", "127.0.0.1"]
+    silent = socket.create_server(("127.0.0.1", 0)) if not speaks else None
+    web = subprocess.Popen(server, stderr=subprocess.DEVNULL) if speaks else None
+    try:
+        if silent is not None:
+            nodes.port = silent.getsockname()[1]
+        wait_for(lambda: listening(nodes.port))
+        ended = nodes.start("", "--wait", "3").end()
+        refused(ended, f"here, port {nodes.port}: Address already in use")
+    finally:
+        if web is not None:
+            web.kill()
+            web.wait()
+        if silent is not None:
+            silent.close()
+
+
+@pytest.mark.full
+def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
+    stay, go = (nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(2))
+    nodes.wait_for("talk-*-2-*", 2)
+    host = holder(nodes)
+    stay, go = (stay, go) if host is stay else (go, stay)
+    begun = time.monotonic()
+    go.process.terminate()
+    ended = go.end(timeout=GONE_WITHIN)
+    assert ended.code == 143
+    nodes.wait_for("talk-*-1-*", 1)
+    # Its silence is not waited for: it has said that it goes.
+    assert time.monotonic() - begun < 5 + GONE_WITHIN
+    (nodes.folder / "stop").touch()
+    ended = stay.end()
+    assert ended.code == 0
+    assert f"(process {go.process.pid}) left: starting again" in ended.err
+
+
+def holder(nodes: Nodes) -> Command:
+    """The launcher whose agent listens at the rendezvous."""
+    for each in nodes.started:
+        for pid in each.members():
+            for connection in psutil.Process(pid).net_connections("tcp"):
+                if connection.status == "LISTEN" and connection.laddr.port == nodes.port:
+                    return each
+    raise AssertionError("nobody listens")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_without_the_node_that_holds_the_rendezvous_all_end(
+    nodes: Nodes, signum: signal.Signals
+) -> None:
+    both = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(2)]
+    nodes.wait_for("talk-*-2-*", 2)
+    host = holder(nodes)
+    (other,) = [each for each in both if each is not host]
+    host.process.send_signal(signum)
+    ended = other.end(timeout=20)
+    if signum == signal.SIGKILL:
+        refused(ended, "which holds the rendezvous, can't be reached")
+    else:
+        assert host.end().code == 143
+        assert ended.code == 143
+        assert "was told to end, and holds the rendezvous: all end" in ended.err
+    wait_for(lambda: not [pid for each in both for pid in each.members()], timeout=GONE_WITHIN)
+
+
+@pytest.mark.full
+def test_two_runs_on_one_machine_do_not_meet(nodes: Nodes, tmp_path: Path) -> None:
+    other = Nodes(tmp_path / "other")
+    other.folder.mkdir()
+    try:
+        mine = [nodes.start(f"{TALK}\nagree_to_stop()") for _ in range(2)]
+        theirs = [other.start(f"{TALK}\nagree_to_stop()") for _ in range(2)]
+        for run in (nodes, other):
+            run.wait_for("talk-*-2-*", 2)
+            (run.folder / "stop").touch()
+        assert [each.end().code for each in (*mine, *theirs)] == [0] * 4
+    finally:
+        for each in other.started:
+            each.clean_up()
+
+
+@pytest.mark.full
+def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
+    """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""
+    script = f"{TALK}\nagree_to_stop()"
+    both = [nodes.start(script, "--silence", "3", nodes="1:2") for _ in range(2)]
+    nodes.wait_for("talk-*-2-*", 2)
+    host = holder(nodes)
+    (other,) = [each for each in both if each is not host]
+    stopped = other.members()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    nodes.wait_for("talk-*-1-*", 1)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    # Both again, by a later attempt than the first one of two nodes.
+    wait_for(lambda: len(nodes.ranks("talk-*-2-*")) == 4)
+    (nodes.folder / "stop").touch()
+    assert [each.end().code for each in both] == [0, 0]
+
+
+@pytest.mark.full
+def test_a_late_node_takes_part_or_hears_that_the_run_is_over(nodes: Nodes) -> None:
+    """At most two: the third waits until the run ends, and ends with it."""
+    three = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(3)]
+    nodes.wait_for("talk-*-2-*", 2)
+    (nodes.folder / "stop").touch()
+    ended = [each.end() for each in three]
+    assert [each.code for each in ended] == [0, 0, 0]
+    assert sum("came too late" in each.err for each in ended) <= 1
