@@ -20,7 +20,7 @@ import shoal.stopping
 from commands import wait_for
 from shoal.errors import LaunchError
 from shoal.launchers import REQUEUE
-from shoal.stopping import SIGNALS, Reason, Stopped, Stopping
+from shoal.stopping import SIGNALS, Kind, Reason, Stopped, Stopping
 
 
 @dataclass
@@ -140,7 +140,8 @@ def test_the_first_request_counts(stoppings: Callable[[int], list[Stopping]]) ->
 
 
 def test_codes() -> None:
-    codes = [Stopped(Reason(kind=kind, what="x", rank=0)).code for kind in ("preempted", "interrupted")]  # type: ignore[arg-type]
+    kinds: tuple[Kind, ...] = ("preempted", "interrupted")
+    codes = [Stopped(Reason(kind=kind, what="x", rank=0)).code for kind in kinds]
     assert codes == [REQUEUE, 130]
     assert not issubclass(Stopped, Exception)
 
