@@ -48,6 +48,20 @@ def shoal(
     """A PyTorch script from one process to a cluster."""
 
 
+Nodes = Annotated[
+    str | None, typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go.")
+]
+Meeting = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says.")
+]
+Wait = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How long a node waits for enough others.")
+]
+Silence = Annotated[
+    float, typer.Option(metavar="SECONDS", help="A node without a sign of life so long has left.")
+]
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     *,
@@ -81,20 +95,10 @@ def run(
         str | None,
         typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
     ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go."),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says."),
-    ] = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a node waits for enough others.")
-    ] = 600.0,
-    silence: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A node without a sign of life so long has left.")
-    ] = 5.0,
+    nodes: Nodes = None,
+    rendezvous: Meeting = None,
+    wait: Wait = 600.0,
+    silence: Silence = 5.0,
 ) -> None:
     """Run a script in N processes on this machine, or on this one of several.
 
