@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -18,37 +18,19 @@ from shoal.checkpoint import (
     Fence,
     FencedFiles,
     Job,
-    path_of,
-    present,
-    shapes,
-    some,
     take_over,
 )
+from shoal.contents import Contents, Stateful
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
-from shoal.names import check_parts
 from shoal.progress import Progress
-from shoal.sameness import check_same_data, versions
+from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
-from shoal.shares import divided, is_divided
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
-from shoal.streams import random_state, set_random_state
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
-
-
-class Stateful(Protocol):
-    """User state that goes along with a checkpoint: an EMA, a best value, a tokenizer's counters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, arrays and plain values, nested in dicts, lists and tuples."""
-        ...
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take back what `state_dict` returned."""
-        ...
 
 
 class Restored(NamedTuple):
@@ -101,7 +83,7 @@ class Run:
         self.world: World = loader.world
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
-        self.config = dict(config or {})
+        self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
         self._fence = Fence(self.directory / "attempts")
         self.checkpoints = Checkpoints(
             self.directory / "checkpoints",
@@ -152,28 +134,14 @@ class Run:
         """
         self._check_open()
         self._saves.hear(wait=True)
-        loaded = self.checkpoints.restore(self._template(), self._elsewhere())
+        loaded = self.checkpoints.restore(self.contents.template(), self.contents.elsewhere())
         self._free, self._saved = True, None
         if loaded is None:
             return None
         for skipped in loaded.skipped:
             self.world.say(f"skipped {skipped.path}: {skipped.reason}")
-        saved = loaded.state
-        self._check_names(saved)
-        # All are asked before the first one changes.
-        for name, step in self.steps.items():
-            step.check_state(saved["steps"][name])
-        self.loader.check_state(saved["loader"])
-        for name, step in self.steps.items():
-            step.load_state_dict(saved["steps"][name])
-        for name, item in self.state.items():
-            item.load_state_dict(present(saved["state"][name]))
-        self.loader.load_state_dict(saved["loader"])
+        self.contents.load(loaded, f"a Run in {self.directory}")
         self._recorded = self._numbers()
-        if loaded.rank_state is not None:
-            set_random_state(loaded.rank_state)
-        else:
-            self.world.reseed(f"noise from step {loaded.step}")
         self._curves.begins = loaded.step
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
         self.events.write(
@@ -269,7 +237,10 @@ class Run:
         position = at[1]
         with self.world.preparing():  # one rank may take long to write, and the others wait for it
             job = self._saves.start(
-                checkpoints, self.step, lambda: self._parts(position), join=self._in_parts
+                checkpoints,
+                self.step,
+                lambda: self.contents.take(position),
+                join=self.contents.in_parts,
             )
             path = checkpoints.directory / f"step-{self.step}"
             if to is None:
@@ -322,56 +293,6 @@ class Run:
                 files=FencedFiles(self._fence),
             )
         return self._folders[folder]
-
-    def _parts(self, position: int) -> dict[str, Any]:
-        """What a checkpoint holds: the state, this rank's own, and what is told to people."""
-        state = {
-            "steps": {name: step.state_dict() for name, step in self.steps.items()},
-            "state": {name: item.state_dict() for name, item in self.state.items()},
-            "loader": {**self.loader.state_dict(), "position": position},
-        }
-        held = self.world.gather(list(shapes(state["state"]))) if self._in_parts else []
-        if not self.world.first:
-            # Else each tensor would be that of the rank which happens to write it.
-            before = {at for paths in held[: self.world.rank] for at in paths}
-            state["state"] = some(
-                state["state"],
-                lambda at, tensor: is_divided(tensor) or (self._in_parts and at not in before),
-            )
-        info = {
-            "position": position,
-            "epoch": self.loader.epoch,
-            "time": time.time(),
-            "layout": str(self.world.layout),
-            "batch_size": self.loader.batch_size,
-            "versions": versions(),
-            "config": self.config,
-        }
-        return {"state": state, "rank_state": random_state(), "info": info}
-
-    def _template(self) -> dict[str, Any]:
-        return {
-            "steps": {name: step.template() for name, step in self.steps.items()},
-            "state": divided({n: i.state_dict() for n, i in self.state.items()}, torch.empty_like),
-        }
-
-    @property
-    def _in_parts(self) -> bool:
-        """Whether ranks hold different parts of a model, and not shares of the same tensors."""
-        return self.world.layout.degree("pipeline") > 1
-
-    def _elsewhere(self) -> set[str]:
-        """The paths of what other ranks hold and this one need not read."""
-        if not self._in_parts:
-            return set()
-        own = list(shapes({name: item.state_dict() for name, item in self.state.items()}))
-        others = {at for paths in self.world.gather(own) for at in paths} - set(own)
-        models = {
-            path_of("state", "steps", name, *keys)
-            for name, step in self.steps.items()
-            for keys in step.elsewhere()
-        }
-        return models | {f"state/state/{each}" for each in others}
 
     def close(self) -> None:
         """Wait for a save under way, write what is left of the events, leave signals as they were.
@@ -473,16 +394,6 @@ class Run:
             for name, step in self.steps.items()
             if step.last is not None
         }
-
-    def _check_names(self, saved: Mapping[str, Any]) -> None:
-        check_parts(saved, f"a Run in {self.directory}")
-        for what, here in (("steps", self.steps), ("state", self.state)):
-            if set(saved[what]) != set(here):
-                raise CheckpointError(
-                    given=f"a Run with {what} {sorted(here)}",
-                    found=f"a checkpoint with {what} {sorted(saved[what])}",
-                    fix="give Run the same names as before, or choose another directory",
-                )
 
 
 def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:

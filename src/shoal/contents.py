@@ -1,0 +1,134 @@
+"""What a checkpoint of a run holds, and how a run takes it back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from shoal.checkpoint import Loaded, path_of, present, shapes, some
+from shoal.data import Loader
+from shoal.errors import CheckpointError
+from shoal.names import check_parts
+from shoal.sameness import versions
+from shoal.shares import divided, is_divided
+from shoal.streams import random_state, set_random_state
+from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.step import Step
+
+
+class Stateful(Protocol):
+    """User state that goes along with a checkpoint: an EMA, a best value, a tokenizer's counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, arrays and plain values, nested in dicts, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take back what `state_dict` returned."""
+        ...
+
+
+class Contents:
+    """Steps, user state and the position in the data, by names; `config` is kept for people."""
+
+    def __init__(
+        self,
+        world: World,
+        steps: Mapping[str, Step],
+        loader: Loader,
+        state: Mapping[str, Stateful],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._world = world
+        self._steps = steps
+        self._loader = loader
+        self._state = state
+        self._config = config
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks hold different parts of a model, and not shares of the same tensors."""
+        return self._world.layout.degree("pipeline") > 1
+
+    def take(self, position: int) -> dict[str, Any]:
+        """The state, this rank's own, and what is told to people, by these names. Collective."""
+        state = {
+            "steps": {name: step.state_dict() for name, step in self._steps.items()},
+            "state": {name: item.state_dict() for name, item in self._state.items()},
+            "loader": {**self._loader.state_dict(), "position": position},
+        }
+        held = self._world.gather(list(shapes(state["state"]))) if self.in_parts else []
+        if not self._world.first:
+            # Else each tensor would be that of the rank which happens to write it.
+            before = {at for paths in held[: self._world.rank] for at in paths}
+            state["state"] = some(
+                state["state"],
+                lambda at, tensor: is_divided(tensor) or (self.in_parts and at not in before),
+            )
+        info = {
+            "position": position,
+            "epoch": self._loader.epoch,
+            "time": time.time(),
+            "layout": str(self._world.layout),
+            "batch_size": self._loader.batch_size,
+            "versions": versions(),
+            "config": dict(self._config),
+        }
+        return {"state": state, "rank_state": random_state(), "info": info}
+
+    def template(self) -> dict[str, Any]:
+        """Where the tensors of a state are to be read to that this rank holds parts of."""
+        own = {name: item.state_dict() for name, item in self._state.items()}
+        return {
+            "steps": {name: step.template() for name, step in self._steps.items()},
+            "state": divided(own, torch.empty_like),
+        }
+
+    def elsewhere(self) -> set[str]:
+        """The paths of what other ranks hold and this one need not read. Collective."""
+        if not self.in_parts:
+            return set()
+        own = list(shapes({name: item.state_dict() for name, item in self._state.items()}))
+        others = {at for paths in self._world.gather(own) for at in paths} - set(own)
+        models = {
+            path_of("state", "steps", name, *keys)
+            for name, step in self._steps.items()
+            for keys in step.elsewhere()
+        }
+        return models | {f"state/state/{each}" for each in others}
+
+    def load(self, loaded: Loaded, given: str) -> None:
+        """Take a checkpoint back. Raises CheckpointError, before anything changes, if it is of others.
+
+        With as many ranks as then random states come back too.
+        """
+        saved = loaded.state
+        self._check_names(saved, given)
+        # All are asked before the first one changes.
+        for name, step in self._steps.items():
+            step.check_state(saved["steps"][name])
+        self._loader.check_state(saved["loader"])
+        for name, step in self._steps.items():
+            step.load_state_dict(saved["steps"][name])
+        for name, item in self._state.items():
+            item.load_state_dict(present(saved["state"][name]))
+        self._loader.load_state_dict(saved["loader"])
+        if loaded.rank_state is not None:
+            set_random_state(loaded.rank_state)
+        else:
+            self._world.reseed(f"noise from step {loaded.step}")
+
+    def _check_names(self, saved: Mapping[str, Any], given: str) -> None:
+        check_parts(saved, given)
+        for what, here in (("steps", self._steps), ("state", self._state)):
+            if set(saved[what]) != set(here):
+                raise CheckpointError(
+                    given=f"{given} with {what} {sorted(here)}",
+                    found=f"a checkpoint with {what} {sorted(saved[what])}",
+                    fix="give Run the same names as before, or choose another directory",
+                )
