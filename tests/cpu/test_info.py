@@ -105,7 +105,10 @@ except LaunchError as error:
 """
 
 
-@pytest.mark.parametrize(("rank", "told"), [(0, "rank 1 did not come"), (1, "looked for rank 0")])
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [(0, "rank 1 did not come"), pytest.param(1, "looked for rank 0", marks=pytest.mark.full)],
+)
 def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}

@@ -262,6 +262,7 @@ def twice(world: shoal.World, strategy: shoal.FSDP) -> list[float]:
     return [value for batch in loader.epochs(1) for value in step(batch)[:2]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("accumulate", ["sharded", "whole"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_model_that_runs_several_times_before_its_backward_is_right(

@@ -240,9 +240,9 @@ CASES = [
 
 
 def _parameters() -> list[Any]:
-    """All cases; without `make test-all` a cover of those on two processes."""
+    """All cases; in `make test` each way on two processes, in both precisions."""
     small = [case for case in CASES if case.size <= 2]
-    covered = cover(small, lambda case: ((case.way, case.layout), *case[2:]))
+    covered = cover(small, lambda case: ((case.way, case.layout), case.precision))
     return [
         pytest.param(
             case,

@@ -104,7 +104,9 @@ def two() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    "plan", [SEQUENCE, LOGITS, SEQUENCE | LOGITS], ids=["sequence", "logits", "both"]
+    "plan",
+    [pytest.param(SEQUENCE, marks=FULL), pytest.param(LOGITS, marks=FULL), SEQUENCE | LOGITS],
+    ids=["sequence", "logits", "both"],
 )
 @pytest.mark.parametrize("length", [pytest.param(1, marks=FULL), 5, pytest.param(6, marks=FULL)])
 def test_a_gpt_trains_like_one_process_at_any_length(

@@ -168,13 +168,14 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     ("kind", "options"),
     [
         (Plain, {}),
-        (Plain, {"bucket_mb": 0.0001}),
-        (Plain, {"bucket_views": False}),
-        (Plain, {"static_graph": True}),
+        *(
+            pytest.param(Plain, options, marks=pytest.mark.full)
+            for options in ({"bucket_mb": 0.0001}, {"bucket_views": False}, {"static_graph": True})
+        ),
         (Plain, {"static_graph": True, "bucket_views": False, "bucket_mb": 0.0001}),
         (Plain, {"unused": True}),
         (Recomputed, {"static_graph": True}),
-        (PerSample, {"unused": True}),
+        pytest.param(PerSample, {"unused": True}, marks=pytest.mark.full),
         (PerSample, {"unused": True, "bucket_views": False, "bucket_mb": 0.0001}),
         (Tied, {"bucket_mb": 0.0001}),
         (Frozen, {}),

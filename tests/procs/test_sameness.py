@@ -74,7 +74,8 @@ def test_the_same_code_in_other_places_is_the_same(folders: list[Path]) -> None:
     assert [code for code, _ in run(folders)] == [0, 0]
 
 
-@pytest.mark.parametrize("name", [pytest.param("train.py", marks=pytest.mark.full), "helper.py"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["train.py", "helper.py"])
 def test_other_code_on_one_rank_is_named(name: str, folders: list[Path]) -> None:
     """FAILURES 25: another source."""
     with (folders[1] / name).open("a") as file:

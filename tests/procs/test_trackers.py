@@ -121,6 +121,7 @@ def train_quietly(world: shoal.World, directory: Path) -> None:
     train(world, directory, 3)
 
 
+@pytest.mark.full
 def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path: Path) -> None:
     """FAILURES 30: the second attempt, which takes steps 5 and 6 again, sends none below the last."""
     options = (shoal.WandB(project="tests", mode="offline"),)
