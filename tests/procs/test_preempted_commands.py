@@ -229,8 +229,6 @@ def test_under_torchrun(one: bool, start: Start) -> None:
     command[4:4] = ["--master-port", str(free_port())]
     run = start(*command)
     run.wait_ready(2)
-    begun = list(events.read(run.folder / "run/events/rank-1.jsonl"))
-    assert begun == []  # the first tick writes them
     ranks = [p for p in run.members() if p != run.process.pid and _is_rank(p)]
     assert len(ranks) == 2
     os.kill(ranks[0] if one else run.process.pid, signal.SIGTERM)
@@ -251,8 +249,8 @@ def test_a_preemption_is_no_failure_and_has_a_budget_of_its_own(start: Start) ->
     run.wait_ready(2)
     os.kill(rank_one(run), signal.SIGUSR1)
     ended = run.end()
-    assert (ended.code, ended.err.splitlines()[1:]) == (0, ["preemption 1 of 1"]), ended.err
-    assert_said_once(ended, "SIGUSR1 on rank 1", AT + ended.out.count("saved step 4 in"))
+    assert (ended.code, ended.err) == (0, "preemption 1 of 1\n")
+    assert_said_once(ended, "SIGUSR1 on rank 1", saved(run.folder))
     assert ended.out.endswith(f"the end, step {STEPS}\n")
     assert "attempt 2 of 2" in (run.folder / "logs/rank-0.log").read_text()
 
