@@ -98,7 +98,7 @@ def saved(folder: Path, kind: str = "preempted") -> int:
     steps = {event["step"] for each in written for event in each if event["event"] == kind}
     assert [f"step-{step}" for step in steps] == [checkpoint.name]
     assert not (folder / "swallowed").exists()
-    return steps.pop()
+    return int(steps.pop())
 
 
 def assert_goes_on(start: Start, *command: str) -> None:
