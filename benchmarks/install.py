@@ -12,34 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
 import shoal
+from spread import Spread, spread
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "digits.py"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median, lowest and highest of some repeats."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
 
 @dataclass(frozen=True, kw_only=True)

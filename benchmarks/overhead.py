@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
+from spread import Spread, quartiles
 
 SAMPLES = 4096
 CLASSES = 10
@@ -151,7 +153,7 @@ def measure(world: shoal.World, name: str, rounds: int, steps: int) -> dict[str,
     figures: dict[str, Any] = {"model": name, "processes": world.size}
     figures["microseconds"] = {who: statistics.median(values) for who, values in times.items()}
     figures["ratios"] = {
-        f"{ours} / {theirs}": ratio(times[ours], times[theirs]) for ours, theirs in PAIRS
+        f"{ours} / {theirs}": asdict(ratio(times[ours], times[theirs])) for ours, theirs in PAIRS
     }
     return figures
 
@@ -161,12 +163,9 @@ def consume(loop: Iterator[None], steps: int) -> None:
         next(loop)
 
 
-def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+def ratio(ours: list[float], theirs: list[float]) -> Spread:
     """The median of the paired ratios and their quartiles."""
-    low, middle, high = statistics.quantiles(
-        [a / b for a, b in zip(ours, theirs, strict=True)], n=4, method="inclusive"
-    )
-    return {"low": low, "median": middle, "high": high}
+    return quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -174,7 +173,7 @@ def show(figures: dict[str, Any]) -> None:
     for who, value in figures["microseconds"].items():
         print(f"  {who:<12} {value:9.1f}")
     for pair, found in figures["ratios"].items():
-        print(f"  {pair:<20} {found['median']:.3f}  ({found['low']:.3f} to {found['high']:.3f})")
+        print(f"  {pair:<20} {Spread(**found)}")
 
 
 def run_here(rounds: int, steps: int) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import shoal
+from spread import Spread, quartiles
 
 WIDTH, LAYERS, LENGTH, VOCABULARY, BATCH, SAMPLES = 128, 4, 32, 256, 16, 512
 MICRO_BATCHES = 4
@@ -307,18 +308,17 @@ def measure(world: shoal.World, way: str, rounds: int, steps: int) -> dict[str, 
             consume(loops[who], steps)
             times[who].append((time.perf_counter() - begun) / steps * 1e3)
     pairs = [ours / theirs for ours, theirs in zip(times["shoal"], times["torch"], strict=True)]
-    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
     return {
         "way": way,
         "milliseconds": {who: statistics.median(values) for who, values in times.items()},
-        "ratio": {"low": low, "median": middle, "high": high},
+        "ratio": asdict(quartiles(pairs)),
         "cost": {who: world.gather(asdict(own)) for who, own in costs.items()},
     }
 
 
 def show(figures: dict[str, Any]) -> None:
     """Of the process that sends most, and of the one with the highest peak."""
-    ratio, volume = figures["ratio"], {}
+    volume = {}
     costs: dict[str, list[dict[str, Any]]] = figures["cost"]
     print(f"\n{figures['way']}, {len(costs['torch'])} processes")
     for who, value in figures["milliseconds"].items():
@@ -330,7 +330,7 @@ def show(figures: dict[str, Any]) -> None:
             for kind, (count, size) in sorted(busiest.items())
         )
         print(f"  {who:<6} {value:7.2f} ms a step; peak {peak:6.2f} MiB; bytes: {kinds}")
-    print(f"  ratio  {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})")
+    print(f"  ratio  {Spread(**figures['ratio'])}")
     more = [ours - theirs for ours, theirs in zip(volume["shoal"], volume["torch"], strict=True)]
     told = ", ".join(f"{each:+,.0f}" for each in more)
     print("  the same bytes on each rank" if not any(more) else f"  bytes on each rank: {told}")

@@ -12,14 +12,15 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+
+from spread import Spread, spread
 
 SCRIPT = """
 import os, sys, time
@@ -32,22 +33,6 @@ with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     file.write(repr(time.perf_counter()))
 dist.destroy_process_group()
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Median, lowest and highest of some repeats."""
-
-    median: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
 
 def first_reduce(command: Sequence[str], script: Path, processes: int) -> float:

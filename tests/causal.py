@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+
+import shoal
 
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 10, 16, 12, 40
 
@@ -81,3 +84,20 @@ def texts() -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
     ends = torch.randint(2, LENGTH, (SAMPLES, 1), generator=generator)
     return tokens, tokens.roll(-1, 1).masked_fill(torch.arange(LENGTH) >= ends, -1)
+
+
+def small_llama(world: shoal.World, vocabulary: int) -> nn.Module:
+    """One of transformers': two layers of four heads, two for keys, in float64, alike on all ranks."""
+    transformers = pytest.importorskip("transformers")
+    world.reseed("weights", by_rank=False)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config).double()
+    return model

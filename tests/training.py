@@ -95,6 +95,8 @@ class Training:
     victim: int = -1
     operation: int | None = None
     moment: int | None = None
+    waits: bool = True
+    """For each save, so that what was saved before a moment is certain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,8 @@ def train(world: shoal.World, training: Training) -> Ended:
             fuse()
             run.tick(every=training.every)
             fuse()
+            if training.waits:
+                run.checkpoints.aside.wait()
             operations = files.done[begun:] if step.number == 3 else operations
         run.save()
     return Ended(

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from shoal.rows import Rows, gather
     from shoal.run import Run
+    from shoal.saving import YoungDaly
     from shoal.schedule import Schedule
     from shoal.step import Step
     from shoal.task import Noise, Task
@@ -84,6 +85,7 @@ _HOMES = {
     ),
     "rows": ("Rows", "gather"),
     "run": ("Run",),
+    "saving": ("YoungDaly",),
     "schedule": ("Schedule",),
     "step": ("Step",),
     "task": ("Noise", "Task"),
@@ -130,6 +132,7 @@ __all__ = [
     "WandB",
     "Weighted",
     "World",
+    "YoungDaly",
     "coverage",
     "evaluate",
     "export",

@@ -1,9 +1,8 @@
-"""When a training run ends before its time: evaluations that grow no better, and the clock."""
+"""When a training run ends before its time: evaluations that grow no better."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from shoal.errors import StepError
-from shoal.world import World
-
-CHECK_SECONDS = 5.0
-"""How often, at most, ranks agree on whether the time is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,41 +110,3 @@ class Verdict:
         self.metrics = state["metrics"]
         if state["by"] == self._by:
             self.best, self.since = state["best"], state["since"]
-
-
-class Deadline:
-    """Ends a run in time on all ranks at the same step, without a collective in every step.
-
-    Rank 0 looks at its clock; when it does, it also says at which step it will look again: after as
-    many as fit into CHECK_SECONDS, or into what is left. All ranks count the same steps.
-    """
-
-    def __init__(self, seconds: float | None, world: World) -> None:
-        if seconds is not None and not seconds > 0:
-            raise StepError(
-                given=f"max_time={seconds}",
-                found="the time is a positive number of seconds",
-                fix="max_time=3600.0, or leave it out",
-            )
-        self._seconds = seconds
-        self._world = world
-        self._begun = self._looked = time.monotonic()
-        self._steps = 0
-        self._at, self._next = 0, 1
-
-    def over(self) -> bool:
-        """Whether to stop after this step. Collective at the steps agreed on."""
-        self._steps += 1
-        if self._seconds is None or self._steps < self._next:
-            return False
-        stop, self._next = self._world.broadcast(self._look(time.monotonic()))
-        return bool(stop)
-
-    def _look(self, now: float) -> tuple[bool, int]:
-        left = (self._seconds or 0.0) - (now - self._begun)
-        timed = self._steps - self._at
-        each = (now - self._looked) / timed
-        self._looked, self._at = now, self._steps
-        # Half of what is left, and no more than twice the steps just timed: steps may grow slower.
-        fit = int(min(CHECK_SECONDS, left / 2) / max(each, 1e-6))
-        return left <= 0, self._steps + max(1, min(fit, 2 * timed))

@@ -3,6 +3,9 @@
 The file format is the interface between a run and its readers. Lines are complete JSON objects with
 `"event"` and `"t"` (seconds since the epoch). A killed process can cut its last line in two; the next
 attempt starts on a fresh line, and readers skip what does not parse.
+
+A disk that takes nothing just now, being full, does not end a run: what is to be recorded is kept in
+memory, up to a bound, until it does.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import math
 import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +24,8 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 
 FLUSH_LINES = 512
 FLUSH_SECONDS = 2.0
+KEPT_BYTES = 16 << 20
+"""Some 50,000 steps, while the disk takes nothing; what comes after these is lost."""
 
 
 class StepEvent(NamedTuple):
@@ -57,6 +63,9 @@ class Events:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._steps: list[StepEvent] = []
+        self._waiting = bytearray()
+        self._lost = 0
+        self._refused = False
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._flushed = time.time()
         size = os.fstat(self._file).st_size
@@ -73,12 +82,12 @@ class Events:
         """Record a rare event at once, after the steps that came before it."""
         self.flush()
         event = {"event": kind, "t": round(time.time(), 6), **fields}
-        os.write(self._file, (json.dumps(_finite(event)) + "\n").encode())
+        self._hand_over(json.dumps(_finite(event)) + "\n")
 
     def flush(self) -> None:
         """Hand everything recorded so far to the operating system: a killed process loses none."""
-        if self._steps:
-            os.write(self._file, "".join(event.line() for event in self._steps).encode())
+        if self._steps or self._waiting:
+            self._hand_over("".join(event.line() for event in self._steps))
             self._steps.clear()
         self._flushed = time.time()
 
@@ -88,6 +97,23 @@ class Events:
             self.flush()
             os.close(self._file)
             self._file = -1
+            if self._lost or self._waiting:
+                lost = self._lost + len(self._waiting)
+                warnings.warn(f"{lost:,} bytes of events for {self.path} are lost", stacklevel=2)
+
+    def _hand_over(self, lines: str) -> None:
+        if len(self._waiting) < KEPT_BYTES:
+            self._waiting += lines.encode()
+        else:
+            self._lost += len(lines.encode())
+        try:
+            while self._waiting:  # a disk that fills up takes a part
+                del self._waiting[: os.write(self._file, self._waiting)]
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                warnings.warn(f"events are kept in memory: {self.path}: {error}", stacklevel=3)
+            self._refused = True
 
 
 def read(path: str | Path) -> Iterator[dict[str, Any]]:

@@ -13,16 +13,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler as TorchSampler
 
+from shoal.clock import Deadline
 from shoal.data import Loader
 from shoal.data.ordering import Ordering
 from shoal.ema import EMA
-from shoal.ending import Deadline, Evaluation, Verdict
+from shoal.ending import Evaluation, Verdict
 from shoal.engine import Spreading, Strategy
 from shoal.errors import StepError
 from shoal.evaluation import evaluate as evaluate_on
 from shoal.layout import Layout
 from shoal.parallel import parallelize
 from shoal.run import Run
+from shoal.saving import Every, check_every
 from shoal.step import Result, Step
 from shoal.streams import random_state, set_random_state
 from shoal.task import Task
@@ -81,7 +83,7 @@ def train(
     seed: int = 0,
     world: World | None = None,
     evaluate: Evaluation | None = None,
-    save: int | None = None,
+    save: Every | None = None,
     keep: int = 3,
     ema: float | None = None,
     callbacks: Sequence[Callable[[Moment], object]] = (),
@@ -92,8 +94,8 @@ def train(
     `model` is a module, or what makes one: it is then called with the random streams of `seed`, the
     same on all ranks. `optimizer` makes the optimizer from the parallelized model. `batch_size` is
     global. `schedule(optimizer, total)` makes a torch scheduler over all optimizer steps: a
-    `shoal.Schedule`. `save` is how many steps lie between checkpoints (an epoch unless given); there is
-    always one at the end. `ema` is the decay of averaged parameters, which are then evaluated.
+    `shoal.Schedule`. `save` is as for `Run.tick(every=…)`, an epoch unless given; there is always one
+    at the end. `ema` is the decay of averaged parameters, which are then evaluated.
     `max_time` ends training, with a checkpoint, after so many seconds. Where both `epochs` and `steps`
     are given the schedule spans the epochs and the steps end the run: `steps=2` is a dry run.
 
@@ -101,7 +103,7 @@ def train(
     training. Before the first step one batch of the evaluation is tried, so that what can't be
     evaluated fails early. Built from Loader, Step, Run and evaluate alone, whose errors it passes on.
     """
-    _check(epochs, steps, save)
+    _check(epochs, steps, save, max_time)
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -127,18 +129,20 @@ def train(
         return loop.run_to_end(epochs, steps, save=save)
 
 
-def _check(epochs: int | None, steps: int | None, save: int | None) -> None:
+def _check(epochs: int | None, steps: int | None, save: Every | None, max_time: float | None) -> None:
     if epochs is None and steps is None:
         raise StepError(
             given="shoal.train(…) without an end",
             found="neither epochs nor steps",
             fix="epochs=10, or steps=10_000",
         )
-    if save is not None and save < 1:
+    if save is not None:
+        check_every(save, "shoal.train(…, save={})")
+    if max_time is not None and not max_time > 0:
         raise StepError(
-            given=f"shoal.train(…, save={save})",
-            found="a checkpoint is saved every so many steps: 1 or more",
-            fix="save=500, or leave it out for one at the end of each epoch",
+            given=f"max_time={max_time}",
+            found="the time is a positive number of seconds",
+            fix="max_time=3600.0, or leave it out",
         )
 
 
@@ -159,7 +163,7 @@ class _Loop:
         self.callbacks = callbacks
         self.deadline = deadline
 
-    def run_to_end(self, epochs: int | None, steps: int | None, *, save: int | None) -> Trained:
+    def run_to_end(self, epochs: int | None, steps: int | None, *, save: Every | None) -> Trained:
         """Restore, train, and save what came of it."""
         self.run.restore()
         reason = self.train(epochs, steps, save=save)
@@ -168,7 +172,7 @@ class _Loop:
         model, best = self.step.model, self.verdict.best
         return Trained(model, self.step, self.verdict.metrics, best, self.ema, reason)
 
-    def train(self, epochs: int | None, steps: int | None, *, save: int | None) -> str:
+    def train(self, epochs: int | None, steps: int | None, *, save: Every | None) -> str:
         """Run up to the end; which end it was."""
         loader, evaluation = self.run.loader, self.verdict.evaluation
         if self.verdict.impatient:
@@ -194,7 +198,7 @@ class _Loop:
                 stop = self._evaluate(evaluation)
             self.run.tick(every=save)
             if save is None and batch.ends_epoch:
-                self.run.save()
+                self.run.save(wait=False)
             if stop is None and self.deadline.over():
                 stop = "max_time"
             if stop is None and steps is not None and self.step.number >= steps:
@@ -219,7 +223,7 @@ class _Loop:
         # Rank 0 decides for all: a metric may differ in its last bit between ranks.
         value = self.run.world.broadcast(evaluation.compared(metrics))
         if self.verdict.add(value, metrics):
-            self.run.save(to="best")
+            self.run.save(to="best", wait=False)
         if any(self.run.world.gather(any(map(_is_true, self.tell("evaluation"))))):
             return "callback"
         return "patience" if self.verdict.impatient else None

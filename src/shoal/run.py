@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from shoal.checkpoint import Agreement, Checkpoints, Lock, path_of, present, shapes, some
+from shoal.checkpoint import Agreement, Checkpoints, Job, Lock, path_of, present, shapes, some
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
 from shoal.progress import Progress
-from shoal.sameness import check_same_data
+from shoal.sameness import check_same_data, versions
+from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.shares import divided, is_divided
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
@@ -52,8 +53,10 @@ class Run:
 
     `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
     else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
-    the rank. The newest `keep` checkpoints are kept. `trackers` take what `world.log` is given:
-    TensorBoard if it is installed, unless others are chosen; () is none.
+    the rank. `config` holds plain values that checkpoints are to keep for people: rates, paths. The
+    newest `keep` checkpoints are kept, and those of every `keep_every`-th step. A save that fails
+    while training goes on is told, and ends the run where `must_save` is set. `trackers` take what
+    `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
@@ -68,7 +71,10 @@ class Run:
         loader: Loader,
         *,
         state: Mapping[str, Stateful] | None = None,
+        config: Mapping[str, Any] | None = None,
         keep: int = 3,
+        keep_every: int | None = None,
+        must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
     ) -> None:
         self.directory = Path(directory)
@@ -83,7 +89,10 @@ class Run:
         self.world: World = loader.world
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
-        self.checkpoints = Checkpoints(self.directory / "checkpoints", self.world, keep=keep)
+        self.config = dict(config or {})
+        self.checkpoints = Checkpoints(
+            self.directory / "checkpoints", self.world, keep=keep, keep_every=keep_every
+        )
         self.checkpoints.check()
         self._lock = Agreement(self.world).together(
             f"a Run in {self.directory}",
@@ -91,17 +100,20 @@ class Run:
         )
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
+        self._saves = Saves(self.world, self.events, must=must_save)
         # Others give rank 0 a terminal whose output may go into a file (mpirun).
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
         self._curves = Curves(self.directory, chosen, first=self.world.first)
         self.world.recorder = self.log
+        self._folders: dict[str, Checkpoints] = {}
         self._begun = False
         self._closed = False
         self._free = False
         self._recorded = self._numbers()
-        self._saved: tuple[dict[str, int], int, Path] | None = None
+        self._saved: tuple[tuple[dict[str, int], int], Path, Job[Path]] | None = None
+        self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
         self._stopping.start()
 
@@ -121,6 +133,7 @@ class Run:
         are of another model.
         """
         self._check_open()
+        self._saves.hear(wait=True)
         loaded = self.checkpoints.restore(self._template(), self._elsewhere())
         self._free, self._saved = True, None
         if loaded is None:
@@ -154,12 +167,19 @@ class Run:
         )
         return restored
 
-    def tick(self, *, every: int | None = None) -> None:
-        """After each batch: record the steps taken on it, show progress, and save at every `every`-th
-        step of the first Step. Collective.
+    def tick(self, *, every: Every | None = None) -> None:
+        """After each batch: record the steps taken on it, show progress, and save. Collective.
 
-        Raises SystemExit, after a save, when a signal on any rank has asked to stop."""
+        A checkpoint is saved after `every` optimizer steps of the first Step; or after some time, a
+        timedelta, by rank 0's clock; or as often as a `shoal.YoungDaly` finds best. The step waits only
+        while the state is copied, the rest is done aside; what became of it is told at a later tick.
+
+        Raises SystemExit, after a save, when a signal on any rank has asked to stop.
+        """
         self._check_open()
+        if every is not None:
+            check_every(every, "run.tick(every={})")
+        self._saves.hear()
         if not self._begun:
             self._begin()
         now = time.time()
@@ -198,28 +218,45 @@ class Run:
         if reason is not None:
             self._leave(reason)
         moved = self.step != next(iter(taken.values()))
-        if every is not None and self.step % check_interval(every) == 0 and moved:
-            self.save()
+        if every is not None and moved and self._saves.due(every, self.step):
+            self.save(wait=False)
 
-    def save(self, *, to: str | None = None) -> Path:
-        """Commit a checkpoint of everything from which the run goes on. Collective.
+    def save(self, *, to: str | None = None, wait: bool = True) -> Path:
+        """Commit a checkpoint of everything from which the run goes on; its directory. Collective.
 
-        Called again before anything has moved, it returns the checkpoint that it committed then;
-        with user state, which may have changed since, that one is replaced. `to="best"` keeps it in
-        `best/` of the run directory instead, in the place of the one before; `restore` does not look
-        there.
+        Without `wait` it returns when the state has been copied, and the directory is there once the
+        rest is done aside. Called again before anything has moved, it returns the checkpoint that it
+        committed then; with user state, which may have changed since, that one is replaced.
+        `to="best"` keeps it in `best/` of the run directory instead, in the place of the one before;
+        `restore` does not look there.
         """
         self._check_open()
         self._check_free()
         self._catch_up()
         at = (self._numbers(), self._position())
-        if to is not None:
-            return self._commit(Checkpoints(self.directory / to, self.world, keep=1), at[1])
-        if self._saved is not None and self._saved[:2] == at and not self.state:
-            return self._saved[2]
-        path = self._commit(self.checkpoints, at[1])
-        self._saved = (*at, path)
-        return path
+        if to is None and self._saved is not None and self._saved[0] == at and not self.state:
+            _, path, job = self._saved
+            if not wait:
+                return path  # whatever becomes of it: not all ranks may know yet
+            job.join()
+            if not job.failed:
+                return path
+        checkpoints = self.checkpoints if to is None else self._checkpoints_in(to)
+        self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        self._curves.flush()
+        position = at[1]
+        job = self._saves.start(
+            checkpoints, self.step, lambda: self._parts(position), join=self._in_parts
+        )
+        path = checkpoints.directory / f"step-{self.step}"
+        if to is None:
+            self._saved = (at, path, job)
+        if not wait:
+            return path
+        try:
+            return job.wait()
+        finally:
+            self._saves.forget(job)
 
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record an event of your own: its kind, the step, and numbers or texts by name."""
@@ -249,10 +286,15 @@ class Run:
         )
         raise Stopped(reason)
 
-    def _commit(self, checkpoints: Checkpoints, position: int) -> Path:
-        begun = time.perf_counter()
-        self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
-        self._curves.flush()
+    def _checkpoints_in(self, folder: str) -> Checkpoints:
+        if folder not in self._folders:
+            self._folders[folder] = Checkpoints(
+                self.directory / folder, self.world, keep=1, aside=self.checkpoints.aside
+            )
+        return self._folders[folder]
+
+    def _parts(self, position: int) -> dict[str, Any]:
+        """What a checkpoint holds: the state, this rank's own, and what is told to people."""
         state = {
             "steps": {name: step.state_dict() for name, step in self.steps.items()},
             "state": {name: item.state_dict() for name, item in self.state.items()},
@@ -266,12 +308,16 @@ class Run:
                 state["state"],
                 lambda at, tensor: is_divided(tensor) or (self._in_parts and at not in before),
             )
-        path = checkpoints.save(
-            self.step, state, random_state(), {"position": position}, join=self._in_parts
-        )
-        seconds = time.perf_counter() - begun
-        self.events.write("save", {"step": self.step, "seconds": seconds, "path": str(path)})
-        return path
+        info = {
+            "position": position,
+            "epoch": self.loader.epoch,
+            "time": time.time(),
+            "layout": str(self.world.layout),
+            "batch_size": self.loader.batch_size,
+            "versions": versions(),
+            "config": self.config,
+        }
+        return {"state": state, "rank_state": random_state(), "info": info}
 
     def _template(self) -> dict[str, Any]:
         return {
@@ -298,9 +344,19 @@ class Run:
         return models | {f"state/state/{each}" for each in others}
 
     def close(self) -> None:
-        """Write what is left of the events, end the progress line, leave signals as they were."""
+        """Wait for a save under way, write what is left of the events, end the progress line, leave
+        signals as they were.
+
+        Raises CheckpointError where a save has failed that had not to.
+        """
+        self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._closed:
+            return
         self._closed = True
-        self._stopping.stop()
+        self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
+        self._stopping.stop()  # not before: a signal would cut the save short
         self.events.close()
         self._curves.close()
         self.world.recorder = None
@@ -308,6 +364,8 @@ class Run:
             self._lock.release()
         if self._progress is not None:
             self._progress.close(self.step, self.loader, self._losses(), time.time())
+        if error is None:
+            self._saves.check()
 
     def __enter__(self) -> Run:
         return self
@@ -318,7 +376,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self._end(error)
 
     def _position(self) -> int:
         """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""
@@ -406,14 +464,3 @@ def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:
         found="no Step whose progress could be counted",
         fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
     )
-
-
-def check_interval(every: int) -> int:
-    """`every` if it is a number of steps that can pass."""
-    if every < 1:
-        raise CheckpointError(
-            given=f"run.tick(every={every})",
-            found="a checkpoint is saved every so many steps: 1 or more",
-            fix="run.tick(every=500), or run.tick() without checkpoints",
-        )
-    return every

@@ -93,6 +93,12 @@ def packages() -> dict[str, str]:
     }
 
 
+def versions() -> dict[str, str]:
+    """The versions of what trains: Python, torch, NumPy and Shoal."""
+    names = ("torch", "numpy", "shoal")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
+
+
 def _digest(content: str | bytes) -> str:
     data = content.encode() if isinstance(content, str) else content
     return hashlib.sha256(data).hexdigest()[:12]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -146,17 +148,33 @@ class Curves:
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of one optimizer step."""
         if self._writers is None:
-            self._writers = [one.open(self._directory, self.begins) for one in self._trackers]
-        for writer in self._writers:
-            writer.write(values, step)
+            self._writers = []
+            for one in self._trackers:
+                with self._left_out(None):
+                    self._writers.append(one.open(self._directory, self.begins))
+        for writer in [*self._writers]:
+            with self._left_out(writer):
+                writer.write(values, step)
 
     def flush(self) -> None:
         """Hand over everything so far."""
-        for writer in self._writers or ():
-            writer.flush()
+        for writer in [*(self._writers or ())]:
+            with self._left_out(writer):
+                writer.flush()
 
     def close(self) -> None:
         """Close what was opened; closing twice is fine."""
         for writer in self._writers or ():
-            writer.close()
+            with self._left_out(None):
+                writer.close()
         self._writers = []
+
+    @contextmanager
+    def _left_out(self, writer: Writer | None) -> Iterator[None]:
+        """A full disk does not end a run, of which only rank 0 has curves: it goes on without."""
+        try:
+            yield
+        except OSError as error:
+            warnings.warn(f"curves end here, the events go on: {error}", stacklevel=4)
+            if writer is not None and self._writers is not None:
+                self._writers.remove(writer)

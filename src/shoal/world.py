@@ -102,6 +102,7 @@ class World:
         self.compared = False
         self.recorder: Callable[[Mapping[str, Any]], None] | None = None
         self._sections = 0
+        self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._stepping = False
         self._closed = False
         self._deterministic_mode = torch.get_deterministic_debug_mode()
@@ -312,11 +313,23 @@ class World:
             dist.distributed_c10d._set_pg_timeout(limit, self.group)
         self._stepping = True
 
+    def before_closing(self, method: Callable[[], None]) -> None:
+        """Call this method of an object, if that is still alive, before the group is left."""
+        self._before_closing.append(weakref.WeakMethod(method))
+
     def close(self) -> None:
         """Leave the group and restore what `init` changed; closing twice is fine."""
         if self._closed:
             return
         self._closed = True
+        try:
+            for reference in self._before_closing:
+                if (method := reference()) is not None:
+                    method()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         atexit.unregister(self.close)
         self._engines.clear()
         self._mesh = self._data_group = None

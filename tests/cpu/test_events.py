@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import shoal.events
 from shoal.events import FLUSH_LINES, FLUSH_SECONDS, Events, StepEvent, read, steps
 
 
@@ -124,3 +128,43 @@ def test_the_steps_of_a_run_are_read_from_its_directory_or_its_events(path: Path
     found = steps(run)
     assert found[("step", 3)][0] == list(read(str(path)))[1]
     assert all(steps(each) == found for each in (str(run), run / "events", str(run / "events")))
+
+
+@contextmanager
+def full(path: Path, room: int) -> Iterator[None]:
+    """No file grows beyond `room` more bytes than this one has: the system takes a part, then none."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_disk_that_is_full_for_a_while_loses_nothing(path: Path) -> None:
+    events = Events(path)
+    events.write("first", {})
+    with full(path, 10):
+        with pytest.warns(UserWarning, match="kept in memory.*rank-0.jsonl"):
+            events.write("second", {})
+        events.step(event(1))
+        events.flush()  # which warns no more
+    assert [each["event"] for each in read(path)] == ["first"]
+    events.write("third", {})
+    events.close()
+    assert [each["event"] for each in read(path)] == ["first", "second", "step", "third"]
+
+
+def test_what_a_full_disk_never_took_is_said_to_be_lost(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shoal.events, "KEPT_BYTES", 50)
+    events = Events(path)
+    with full(path, 0):
+        with pytest.warns(UserWarning, match="kept in memory"):
+            events.write("first", {"text": "." * 60})
+        events.write("second", {})  # beyond the bound
+        with pytest.warns(UserWarning, match=r"\d+ bytes of events for .* are lost"):
+            events.close()
+    assert path.read_bytes() == b""

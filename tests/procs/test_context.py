@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from causal import GPT, VOCABULARY, loss, texts
+from causal import GPT, VOCABULARY, loss, small_llama, texts
 from ranks import RankError, Ranks
 from shoal.parallel import heads, planned, replicate, sliced
 from shoal.shares import whole
@@ -323,18 +323,7 @@ def test_gradients_are_right_where_sequences_are_cut_again(two: Ranks) -> None:
 
 
 def llama(world: shoal.World) -> list[tuple[float, float]]:
-    transformers = pytest.importorskip("transformers")
-    world.reseed("weights", by_rank=False)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    model = shoal.parallelize(transformers.LlamaForCausalLM(config).double(), world, strategy_of(world))
+    model = shoal.parallelize(small_llama(world, VOCABULARY), world, strategy_of(world))
     task = shoal.Task(lambda output, batch: loss(output.logits, batch), inputs=lambda batch: batch[0])
     step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task, clip=1.0)
     data = shoal.Loader(texts(), world, batch_size=8)

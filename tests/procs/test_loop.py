@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.ending import Deadline, Verdict
-from shoal.errors import StepError
+from shoal.clock import Deadline
+from shoal.ending import Verdict
+from shoal.errors import CheckpointError, StepError
 from shoal.streams import random_state, set_random_state
 
 SAMPLES, BATCH = 40, 8  # five steps an epoch
@@ -427,7 +428,7 @@ def test_what_a_comparison_says_ends_it_too(tmp_path: Path, answer: object) -> N
 
 
 def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> None:
-    with pytest.raises(StepError, match="every so many steps") as caught:
+    with pytest.raises(CheckpointError, match="every so many steps") as caught:
         train(tmp_path, save=0)
     assert caught.value.given == "shoal.train(…, save=0)"
     assert not list(tmp_path.iterdir())

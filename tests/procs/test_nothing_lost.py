@@ -142,7 +142,7 @@ def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: 
 def test_killed_at_random_moments(seed: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """In the restore, in forward, in backward, in the update, between: what is lost is done again."""
     chance = random.Random(seed)
-    training = Training(directory=tmp_path, every=3, keep=2)
+    training = Training(directory=tmp_path, every=3, keep=2, waits=False)
     for _ in range(12):
         moment = chance.randrange(4 * STEP_MOMENTS)
         kill(replace(training, victim=chance.randrange(RANKS), moment=moment))

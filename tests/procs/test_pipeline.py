@@ -128,6 +128,19 @@ def test_a_model_is_cut_by_what_its_parts_cost(two: Ranks) -> None:
     assert any(name.startswith("blocks") for name in second)
 
 
+def wide_at_the_end() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(512, 512 if number < 5 else 8192) for number in range(6)))
+
+
+def stage_sizes(world: shoal.World) -> int:
+    strategy = shoal.Pipeline(example=(torch.randn(64, 512),))
+    return len(list(shoal.parallelize(wide_at_the_end, world, strategy).parameters()))
+
+
+def test_what_a_function_makes_is_there_when_it_is_measured(two: Ranks) -> None:
+    assert two.call(stage_sizes) == [10, 2]
+
+
 def test_blocks_that_run_again_in_backward(two: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None)

@@ -99,6 +99,7 @@ class Fit:
             self.run.tick(every=every)
             if self.step.number == steps:
                 break
+        self.run.checkpoints.aside.wait()  # for a save under way
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run must have as an uninterrupted one has it."""
@@ -311,6 +312,7 @@ def test_a_second_save_at_one_step(world: shoal.World, tmp_path: Path) -> None:
     for batch in fit.data.epochs(1):
         fit.step(batch)
         run.tick(every=2)
+    run.checkpoints.aside.wait()
     manifest = tmp_path / "b" / "checkpoints" / "step-4" / "manifest.json"
     inode = manifest.stat().st_ino
     assert run.save() == manifest.parent
@@ -410,6 +412,7 @@ def test_the_first_of_several_steps_counts(world: shoal.World, tmp_path: Path) -
         if gan.steps["judge"].number % 2 == 0:
             gan.steps["maker"](batch)
         run.tick(every=2)
+    run.close()
     assert saved(tmp_path) == [2, 4]
     saves = [e for e in events.read(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "save"]
     assert len(saves) == 2

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from causal import small_llama
 from ranks import RankError, Ranks
 
 VOCABULARY, LENGTH = 32, 6
@@ -42,17 +43,7 @@ SEQUENCE = {
 
 def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
     """Losses and norms of a small Llama, divided by `plan` or by the plan that it carries."""
-    transformers = pytest.importorskip("transformers")
-    world.reseed("weights", by_rank=False)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = transformers.LlamaForCausalLM(config).double()
+    model = small_llama(world, VOCABULARY)
     sharded = world.layout.degree("shard") > 1
     tensor = shoal.Tensor(plan=plan)
     strategy: Any = [tensor, shoal.FSDP()] if sharded else tensor

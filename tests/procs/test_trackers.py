@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,30 @@ def test_a_kill_leaves_no_half_note_of_wandb(
         train(world, tmp_path, 4, options)
     monkeypatch.undo()
     assert (tmp_path / "wandb.json").read_text() == before
+
+
+class Full:
+    """A tracker whose disk is full."""
+
+    def open(self, directory: Path, step: int) -> Full:
+        return self
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        raise AssertionError("it was left out")
+
+
+def test_a_full_disk_ends_its_curves_and_nothing_else(world: shoal.World, tmp_path: Path) -> None:
+    """Of several ranks only the first has trackers: the others would wait for it."""
+    with pytest.warns(UserWarning, match="curves end here.*No space left"):
+        train(world, tmp_path, 9, (Full(), shoal.TensorBoard()))
+    assert (tmp_path / "checkpoints/step-8").is_dir()
+    assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
 
 
 def test_no_trackers_are_none(world: shoal.World, tmp_path: Path) -> None:

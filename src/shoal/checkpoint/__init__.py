@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.checkpoint.agreement import Agreement
+from shoal.checkpoint.aside import Job
 from shoal.checkpoint.lock import Lock
 from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
 from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
@@ -12,6 +13,7 @@ __all__ = [
     "Agreement",
     "Checkpoints",
     "Files",
+    "Job",
     "Loaded",
     "Lock",
     "Skipped",

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
+from shoal.checkpoint.aside import Aside, Job
 from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
-from shoal.checkpoint.store import DamageError, Files, Manifest, Store, step_of
+from shoal.checkpoint.store import DamageError, Files, Manifest, Record, Store, step_of
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.tensors import Table, Written
+    from shoal.checkpoint.tensors import Plan
 
 STATE = "state.json"
 
@@ -52,37 +53,80 @@ Wanted = tuple[Tree | None, Collection[str]]
 """What a rank restores: a template, and what it leaves to others."""
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """What a save writes besides the tensors, encoded; and why this rank's could not be taken over."""
+
+    given: str
+    step: int
+    state: Any
+    rank_state: Any
+    info: Any
+    table: dict[str, Any]
+    join: bool
+    failure: CheckpointError | None
+
+
+class _Written(NamedTuple):
+    """What a rank has come to: the record of its file, its own state, its part of a joined one."""
+
+    record: Record | CheckpointError
+    rank_state: Any
+    state: Any
+
+
 class Checkpoints:
     """The checkpoints of a run, below one directory that all ranks see.
 
-    All methods are collective, and a failure on one rank is the same CheckpointError on all.
+    All methods are collective, and a failure on one rank is the same CheckpointError on all. One save
+    at a time is under way; all else waits for it.
     """
 
     def __init__(
-        self, directory: Path, world: Ranks, *, keep: int = 3, files: Files | None = None
+        self,
+        directory: Path,
+        world: Ranks,
+        *,
+        keep: int = 3,
+        keep_every: int | None = None,
+        files: Files | None = None,
+        aside: Aside | None = None,
     ) -> None:
-        """Keep the newest `keep` ones known to be whole, and everything newer than these."""
+        """Keep the newest `keep` ones known to be whole, everything newer than these, and those of
+        every `keep_every`-th step.
+
+        Several may write by way of one `aside`, one after the other.
+        """
         if keep < 1:
             raise CheckpointError(
                 given=f"keep={keep}", found="no checkpoint would be kept", fix="keep=1 or more"
             )
-        self._directory = directory
+        if keep_every is not None and keep_every < 1:
+            raise CheckpointError(
+                given=f"keep_every={keep_every}",
+                found="the checkpoints of every so many steps are kept: 1 or more",
+                fix="keep_every=10_000, or leave it out",
+            )
+        self.directory = directory
         self._world = world
         self._agreement = Agreement(world)
         self._keep = keep
+        self._keep_every = keep_every
         self._store = Store(directory, files or Files())
+        self.aside = aside or Aside(world)
+        self._plan: Plan | None = None
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
 
     def check(self) -> None:
         """Raise CheckpointError unless every rank can write into the directory."""
         self._agreement.together(
-            f"{self._directory} for checkpoints", lambda: self._store.probe(self._world.rank)
+            f"{self.directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
 
     def newest(self) -> Path | None:
         """The newest directory that may be a checkpoint, whole or not."""
-        given = f"checkpoints in {self._directory}"
+        given = f"checkpoints in {self.directory}"
         rank = self._world.rank
         found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
         return self._world.broadcast(found[0] if found else None)  # type: ignore[no-any-return]
@@ -96,46 +140,61 @@ class Checkpoints:
         *,
         join: bool = False,
     ) -> Path:
-        """Save; when this returns, the checkpoint is on the disk.
+        """Save; when this returns, the checkpoint is on the disk. Returns its directory.
 
+        As `start`, and waits.
+        """
+        return self.start(step, state, rank_state, info, join=join).wait()
+
+    def start(
+        self,
+        step: int,
+        state: Tree,
+        rank_state: Tree,
+        info: Mapping[str, Any],
+        *,
+        join: bool = False,
+    ) -> Job[Path]:
+        """Take the state over, and save it while training goes on; the job gives the directory.
+
+        When this returns, the state may change. Waits for the save before, if that is under way.
         `state` is the same on all ranks but for the shards of its DTensors; with `join` its dicts may
         have different keys, which are joined. `rank_state` is this rank's own, `info` holds plain
-        values only, rank 0's are kept. What can't be stored is
-        refused before anything is written. A checkpoint of the same step is replaced; until the new
-        one is whole the old one stays. Returns its directory.
+        values only, rank 0's are kept. What can't be stored is refused before anything is written. A
+        checkpoint of the same step is replaced; until the new one is whole the old one stays.
         """
         # DCP brings sympy and half a second, which is for those who save.
-        from shoal.checkpoint.tensors import Written, save_tensors, serialize
+        from shoal.checkpoint.tensors import chunks_of
 
-        given = f"a checkpoint of step {step} in {self._directory}"
+        given = f"a checkpoint of step {step} in {self.directory}"
+        self.aside.prepare()
+        self.aside.wait()
         parts, own_parts, info_json = self._agreement.together(
-            given, lambda: self._prepare(step, state, rank_state, info)
+            given, lambda: self._take_apart(state, rank_state, info)
         )
-        rank = self._world.rank
-
-        def write(chunks: dict[str, torch.Tensor]) -> Written:
-            name = f"rank-{rank}.safetensors"
-            outcome = self._agreement.attempt(
-                given, lambda: self._store.write(step, name, serialize(chunks))
-            )
-            return Written(name, (outcome, own_parts.json, parts.json if join else None))
-
-        def finish(table: Callable[[], Table], written: list[Written]) -> str | CheckpointError:
-            return self._agreement.attempt(
-                given, lambda: self._commit(step, parts.json, info_json, table, written)
-            )
-
-        outcome = self._agreement.exchange(
-            given,
-            lambda: save_tensors(parts.tensors | own_parts.tensors, self._world.group, write, finish),
+        tensors = parts.tensors | own_parts.tensors
+        plan = self._planned(given, tensors)
+        staging = self.aside.staging
+        taken = self._agreement.attempt(given, lambda: staging.fill(chunks_of(plan, tensors)))
+        contents = _Contents(
+            given, step, parts.json, own_parts.json, info_json, plan.table, join, taken
         )
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        path: Path = self._directory / outcome
-        self._verified.add(step)
-        if rank == 0:
-            self._retire()
-        return path
+        return self.aside.start(lambda: self._write(contents))
+
+    def _planned(self, given: str, tensors: dict[str, torch.Tensor]) -> Plan:
+        """The plan of the save before where it fits all ranks' tensors, else a new one; collective."""
+        from shoal.checkpoint.tensors import form_of, global_plan, local_plan
+
+        form = form_of(tensors)
+        last = self._plan
+        same = last is not None and last.form == form
+        if last is None or not all(self._world.gather(same)):
+            rank = self._world.rank
+            mine = self._agreement.together(given, lambda: local_plan(tensors, first=rank == 0))
+            all_plans = self._world.gather(mine)
+            last = self._agreement.together(given, lambda: global_plan(form, all_plans, rank, _file_of))
+            self._plan = last
+        return last
 
     def restore(self, template: Tree | None = None, elsewhere: Collection[str] = ()) -> Loaded | None:
         """Load the newest checkpoint that is whole; None if there is none at all.
@@ -147,13 +206,14 @@ class Checkpoints:
         around them, is in `elsewhere` are not read: they come back on the meta device. Raises
         CheckpointError if there are checkpoints and none is whole.
         """
-        given = f"checkpoints in {self._directory}"
+        given = f"checkpoints in {self.directory}"
+        self.aside.wait()
         found = self._world.broadcast(
             self._agreement.together(given, lambda: self._survey() if self._world.rank == 0 else None)
         )
         skipped: list[Skipped] = []
         for name, text, invalid in found:
-            path = self._directory / name
+            path = self.directory / name
             if text is None:
                 skipped.append(Skipped(path, invalid))
                 continue
@@ -166,7 +226,7 @@ class Checkpoints:
             self._verified.add(loaded.step)
             return loaded
         if skipped:
-            where = shlex.quote(str(self._directory))
+            where = shlex.quote(str(self.directory))
             listing = "; ".join(f"{one.path.name}: {one.reason}" for one in skipped)
             raise CheckpointError(
                 given=given,
@@ -175,8 +235,8 @@ class Checkpoints:
             )
         return None
 
-    def _prepare(
-        self, step: int, state: Tree, rank_state: Tree, info: Mapping[str, Any]
+    def _take_apart(
+        self, state: Tree, rank_state: Tree, info: Mapping[str, Any]
     ) -> tuple[Parts, Parts, Any]:
         parts = take_apart(state, "state")
         own_parts = take_apart(rank_state, "rank", str(self._world.rank))
@@ -187,35 +247,65 @@ class Checkpoints:
                 found="a tensor or an array",
                 fix="put it into the state",
             )
-        if self._world.rank == 0:
-            self._store.begin(step)
         return parts, own_parts, described.json
 
-    def _commit(
-        self,
-        step: int,
-        state: Any,
-        info: Any,
-        table: Callable[[], Table],
-        written: list[Written],
-    ) -> str | CheckpointError:
-        records = {part.file: part.outcome[0] for part in written}
-        failure = first_failure(list(records.values()))
+    def _write(self, contents: _Contents) -> Path:
+        """Aside: write this rank's file, and on rank 0 commit when all have; the directory."""
+        outcome = self._agreement.attempt(contents.given, lambda: self._write_all(contents))
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        self._verified.add(contents.step)
+        if self._world.rank == 0:
+            self._retire()
+        return self.directory / outcome
+
+    def _write_all(self, contents: _Contents) -> str | CheckpointError:
+        """The name of the directory, or the failure of one rank, on all of them."""
+        rank, step, given = self._world.rank, contents.step, contents.given
+        begun = None
+        if rank == 0:
+            begun = self._agreement.attempt(given, lambda: self._store.begin(step))
+        begun = self.aside.tell(begun)
+        if begun is not None:
+            return begun  # type: ignore[no-any-return]
+        record: Record | CheckpointError | None = contents.failure
+        if record is None:
+            blocks = self.aside.staging.blocks()
+            record = self._agreement.attempt(
+                given, lambda: self._store.write(step, _file_of(rank), blocks)
+            )
+        part = contents.state if contents.join else None
+        written = self.aside.collect(_Written(record, contents.rank_state, part))
+        outcome = self._commit(contents, written) if rank == 0 else None
+        return self.aside.tell(outcome)  # type: ignore[no-any-return]
+
+    def _commit(self, contents: _Contents, written: list[_Written]) -> str | CheckpointError:
+        failure = first_failure([part.record for part in written])
         if failure is not None:
-            self._store.discard(step)
+            self._store.discard(contents.step)
             return failure
-        try:
-            rank_states = [part.outcome[1] for part in written]
+
+        def commit() -> str:
+            step = contents.step
+            records: dict[str, Any] = {_file_of(rank): part.record for rank, part in enumerate(written)}
+            state = contents.state
             for part in written:
-                state = joined(state, part.outcome[2])
-            content = {"state": state, "rank_state": rank_states, "tensors": table()}
+                state = joined(state, part.state)
+            content = {
+                "state": state,
+                "rank_state": [part.rank_state for part in written],
+                "tensors": contents.table,
+            }
             text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-            records[STATE] = self._store.write(step, STATE, [text.encode()])
-            self._store.seal(step, Manifest(step, self._world.size, info, records))
-        except Exception:
-            self._store.discard(step)
-            raise
-        return self._store.publish(step).name
+            try:
+                records[STATE] = self._store.write(step, STATE, [text.encode()])
+                self._store.seal(step, Manifest(step, self._world.size, contents.info, records))
+            except Exception:
+                self._store.discard(step)
+                raise
+            return self._store.publish(step).name
+
+        return self._agreement.attempt(contents.given, commit)
 
     def _retire(self) -> None:
         kept = sorted(self._verified, reverse=True)[: self._keep]
@@ -223,7 +313,8 @@ class Checkpoints:
             return
         try:
             for path in self._store.candidates():
-                if step_of(path) < kept[-1]:
+                step = step_of(path)
+                if step < kept[-1] and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except OSError as error:
             # The new one is safe, so this is no reason to stop.
@@ -300,6 +391,10 @@ class Checkpoints:
     def _own(self, content: dict[str, Any], manifest: Manifest) -> Any:
         same_size = manifest.world_size == self._world.size
         return content["rank_state"][self._world.rank] if same_size else None
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
 
 
 def _paths(name: str) -> Iterator[str]:

@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, BinaryIO
 
 MANIFEST = "manifest.json"
@@ -132,6 +133,20 @@ class Manifest:
         return manifest
 
 
+class _Digest(Thread):
+    """Hashes on a core of its own what is written meanwhile: one takes as long as the other."""
+
+    def __init__(self, blocks: Sequence[bytes | memoryview]) -> None:
+        super().__init__(name="shoal digest", daemon=True)
+        self.sha256 = hashlib.sha256()
+        self._blocks = blocks
+        self.start()
+
+    def run(self) -> None:
+        for block in self._blocks:
+            self.sha256.update(block)
+
+
 class Store:
     """The checkpoints below one directory.
 
@@ -203,8 +218,8 @@ class Store:
                 errno.EEXIST, "a whole checkpoint that can't be renamed is there", str(partial)
             )
 
-    def write(self, step: int, name: str, blocks: Iterable[bytes | memoryview]) -> Record:
-        """Write and sync one file of a checkpoint under way; hashed on the way, read by nobody."""
+    def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> Record:
+        """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody."""
         partial = self._partial(step)
         self._files.make_directory(partial)
         return self._write(partial / name, blocks)
@@ -264,20 +279,20 @@ class Store:
         self._files.rename(path, trash)
         return trash
 
-    def _write(self, path: Path, blocks: Iterable[bytes | memoryview]) -> Record:
-        digest, size = hashlib.sha256(), 0
+    def _write(self, path: Path, blocks: Sequence[bytes | memoryview]) -> Record:
+        digest = _Digest(blocks)
         try:
             with self._files.create(path) as file:
                 for block in blocks:
                     self._files.write(file, block)
-                    digest.update(block)
-                    size += len(block)
                 self._files.sync(file)
         except OSError as error:
             # Errors of write and fsync name no file.
             error.filename = error.filename or str(path)
             raise
-        return Record(size, digest.hexdigest())
+        finally:
+            digest.join()  # else it would read what may be overwritten
+        return Record(sum(map(len, blocks)), digest.sha256.hexdigest())
 
     def _remove_tree(self, path: Path) -> None:
         # The manifest goes first: what is half removed is visibly no checkpoint.

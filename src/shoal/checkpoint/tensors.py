@@ -4,13 +4,15 @@ A rank writes one file with the chunks that the plan gives it. A table, which is
 tensor's dtype and shape and the file and key of each of its chunks. Nothing is pickled into files
 or unpickled from them.
 
-Nothing here raises inside DCP's exchange: it would send the error with its traceback, which not
-every version of Python and torch can pickle, and a rank that can't leaves the others waiting.
+Of saving DCP has only the planning: a plan is made once and serves until the form of the state
+changes, and what is written aside, while training goes on, needs none of its exchange. Reading
+raises nothing inside of DCP's exchange: it would send the error with its traceback, which not every
+version of Python and torch can pickle, and a rank that can't leaves the others waiting.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +29,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -36,13 +37,11 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -50,39 +49,64 @@ from shoal.checkpoint.state import DTYPES
 
 Table = dict[str, Any]
 
-_ALL = "tensors"
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
-class Written:
-    """What one rank's turn at writing came to; `outcome` is the caller's."""
+class Plan:
+    """Which chunks of the tensors this rank writes, and where all ranks write which chunk."""
 
-    file: str
-    outcome: Any
+    form: str
+    """Of the tensors, as `form_of` gives it: for others of the same form the plan is the same."""
+    items: list[WriteItem]
+    table: Table
 
 
-def save_tensors(
-    tensors: Mapping[str, torch.Tensor],
-    group: dist.ProcessGroup | None,
-    write: Callable[[dict[str, torch.Tensor]], Written],
-    finish: Callable[[Callable[[], Table], list[Written]], Any],
-) -> Any:
-    """Save named tensors, DTensors by their shards, what several ranks hold only once.
+def form_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """What a plan depends on: names, shapes and dtypes, and how tensors are divided over ranks."""
+    text = "\n".join(
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {_division(tensor)}"
+        for name, tensor in tensors.items()
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
 
-    Collective. On every rank `write` gets the chunks that this rank is to write. Then rank 0 calls
-    `finish` with a function that makes the table, and with what all ranks have written; what it
-    returns is returned on all ranks. Neither may raise.
+
+def _division(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return ""
+    return f"{tensor.placements} {tensor.device_mesh.mesh.tolist()}"
+
+
+def local_plan(tensors: Mapping[str, torch.Tensor], *, first: bool) -> SavePlan:
+    """What this rank could write: DTensors by their shards."""
+    return _planner(tensors, first=first).create_local_plan()
+
+
+def global_plan(form: str, plans: list[SavePlan], rank: int, file_of: Callable[[int], str]) -> Plan:
+    """What `rank` is to write where all could write `plans`: what several hold only one does.
+
+    Every rank computes the same from the same plans.
     """
-    with _no_warning():
-        metadata = save(
-            {_ALL: tensors},
-            storage_writer=_Writer(write, finish),
-            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
-    return metadata.storage_data
+    assigned, metadata = _planner({}, first=True).create_global_plan(plans)
+    places = {
+        item.index: {"file": file_of(number), "key": _key(item)}
+        for number, plan in enumerate(assigned)
+        for item in plan.items
+    }
+    return Plan(form, assigned[rank].items, _tabulate(metadata, places))
+
+
+def chunks_of(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The chunks that this rank writes, by their keys in its file."""
+    planner = _planner(tensors, first=False)
+    # The state given to DCP holds tensors and nothing else.
+    return {_key(item): cast(torch.Tensor, planner.resolve_data(item)) for item in plan.items}
+
+
+def _planner(tensors: Mapping[str, torch.Tensor], *, first: bool) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), None, first)
+    return planner
 
 
 def load_tensors(
@@ -112,96 +136,6 @@ def allocate(
     if isinstance(like, DTensor) and list(like.shape) == row["shape"]:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
     return torch.empty(row["shape"], dtype=dtype, device=device)
-
-
-def serialize(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file, block by block; one tensor at a time is on the CPU.
-
-    https://huggingface.co/docs/safetensors: the header's length in 8 bytes, the header, the data
-    without gaps. Wide dtypes come first, so that all are aligned. (The library's own writer leaves
-    no way to hash and to sync what it writes.)
-    """
-    names = sorted(tensors, key=lambda name: (-_as_real(tensors[name]).element_size(), name))
-    header: dict[str, Any] = {}
-    end = 0
-    for name in names:
-        real = _as_real(tensors[name])
-        start, end = end, end + real.numel() * real.element_size()
-        header[name] = {
-            "dtype": DTYPES[real.dtype],
-            "shape": list(real.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        flat = _as_real(tensors[name]).cpu().contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-class _Planner(DefaultSavePlanner):
-    """Unwraps the state: `save` spends 0.1 ms on each entry at the top, tensor or not."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(dict(state_dict[_ALL]), storage_meta, is_coordinator)
-
-
-class _Writer(StorageWriter):
-    def __init__(
-        self,
-        write: Callable[[dict[str, torch.Tensor]], Written],
-        finish: Callable[[Callable[[], Table], list[Written]], Any],
-    ) -> None:
-        self._write = write
-        self._finish = finish
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        chunks: dict[str, torch.Tensor] = {}
-        results: list[WriteResult] = []
-        for item in plan.items:
-            key = _key(item)
-            # The state given to DCP holds tensors and nothing else.
-            chunk = cast(torch.Tensor, planner.resolve_data(item))
-            chunks[key] = chunk
-            results.append(WriteResult(item.index, chunk.nbytes, key))
-        written = self._write(chunks)
-        # The first result is of the file, the others of its chunks.
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(written.file), 0, written), *results])
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        # DCP hands this same object to every rank.
-        metadata.storage_data = self._finish(
-            lambda: _tabulate(metadata, results), [result[0].storage_data for result in results]
-        )
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
 
 
 class _Reader(StorageReader):
@@ -282,12 +216,7 @@ def _key(item: WriteItem) -> str:
     return f"{item.index.fqn}#{','.join(map(str, chunk.offsets))}"
 
 
-def _tabulate(metadata: Metadata, results: list[list[WriteResult]]) -> Table:
-    places = {
-        result.index: {"file": first.storage_data.file, "key": result.storage_data}
-        for first, *rest in results
-        for result in rest
-    }
+def _tabulate(metadata: Metadata, places: Mapping[MetadataIndex, dict[str, str]]) -> Table:
     table: Table = {}
     for name, stored in metadata.state_dict_metadata.items():
         tensor = cast(TensorStorageMetadata, stored)  # as above

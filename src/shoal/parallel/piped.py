@@ -186,13 +186,10 @@ class PipelineEngine(MeshEngine):
                     part.to_empty(device=world.device)
         elif meta:
             give_memory(module, world.device)
-        bodies = [stage.body for stage in kept]
-        if meta and not self._sharded:
             for stage in kept:
                 _share(module, stage.body, stage.names)
-        for body in bodies:
-            body.to(world.device)
         for stage in kept:
+            stage.body.to(world.device)
             _share(stage.body, module, stage.names)
         module.to(world.device)
 

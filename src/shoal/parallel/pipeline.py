@@ -38,7 +38,6 @@ class Pipeline:
     """
 
     axes: ClassVar[tuple[str, ...]] = ("pipeline", "replicate", "shard")
-    defers: ClassVar[bool] = True
 
     split: Sequence[str] | None = None
     example: tuple[Any, ...] | None = None
@@ -78,6 +77,11 @@ class Pipeline:
                 fix="shoal.FSDP(reshard=False, accumulate='whole')",
             )
 
+    @property
+    def defers(self) -> bool:
+        """With split points; to be measured, a model has to be there."""
+        return self.example is None
+
     def timetable(self, ranks: int, micro_batches: int) -> Timetable:
         """Who does what when; `print` it, or `draw` it into an SVG file."""
         return timetable(self.schedule, ranks, micro_batches, self.stages_per_rank)
@@ -113,7 +117,7 @@ class Pipeline:
     def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages
         # On all ranks, since layers may be divided over some of them; rank 0's times count.
-        timed = world.broadcast(seconds(outer, example))
+        timed = world.broadcast(seconds(outer, example, world.device))
         names = [str(n.target) if n.op == "call_module" else None for n in outer.graph.nodes]
         try:
             return balanced(list(zip(names, timed, strict=True)), ranks * per_rank)

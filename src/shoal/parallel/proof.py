@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import StepError
+from shoal.modes import random_states_kept
 from shoal.shares import whole
 
 if TYPE_CHECKING:
@@ -143,8 +144,7 @@ def prove(
 
 
 def _drawing_alike(model: nn.Module, call: Callable[[], Any]) -> Any:
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices):
+    with random_states_kept(model):
         return call()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from shoal.errors import StepError
 
@@ -363,18 +364,19 @@ def chains(model: nn.Module) -> set[str]:
     return found
 
 
-def seconds(outer: Outer, arguments: Sequence[Any]) -> list[float]:
+def seconds(outer: Outer, arguments: Sequence[Any], device: torch.device) -> list[float]:
     """How long each node of the graph takes forward on `arguments`: the least of three runs."""
     timed = [0.0] * len(outer.graph.nodes)
-    module = fx.GraphModule(copy.deepcopy(outer.model).eval(), outer.graph)
+    module = fx.GraphModule(copy.deepcopy(outer.model).eval().to(device), outer.graph)
+    arguments = [tree_map(lambda leaf: _on(device, leaf), argument) for argument in arguments]
     numbers = {node: number for number, node in enumerate(module.graph.nodes)}
 
     class Timed(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             begun = perf_counter()
             result = super().run_node(n)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             found[numbers[n]] = perf_counter() - begun
             return result
 
@@ -385,6 +387,10 @@ def seconds(outer: Outer, arguments: Sequence[Any]) -> list[float]:
             Timed(module).run(*arguments)
             runs.append(found)
     return [min(times) for times in zip(*runs[1:], strict=True)]
+
+
+def _on(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
 def balanced(costs: Sequence[tuple[str | None, float]], stages: int) -> list[str]:

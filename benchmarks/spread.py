@@ -1,0 +1,30 @@
+"""What repeats of a measurement come to: the middle, and how far they lie apart."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The median of some repeats, and the two values between which the others lie."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """From the lowest to the highest."""
+    return Spread(median=statistics.median(values), low=min(values), high=max(values))
+
+
+def quartiles(values: Sequence[float]) -> Spread:
+    """From the first quartile to the third: of many rounds on a machine with neighbours."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median=middle, low=low, high=high)

@@ -1,0 +1,105 @@
+"""Work that goes on while training does: one job at a time, and what its ranks tell each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+from shoal.checkpoint.agreement import Ranks
+from shoal.checkpoint.staging import Staging
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank that has written its part waits for the others."""
+
+
+class Job(Generic[T]):
+    """Something under way on a thread of its own."""
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self.seconds = 0.0
+        """How long it took, once it is over."""
+        self._outcome: T | BaseException
+        # Whoever needs it waits for it; a rank that fails must be able to end without.
+        self._thread = threading.Thread(target=self._run, args=(action,), name="shoal", daemon=True)
+        self._thread.start()
+
+    def _run(self, action: Callable[[], T]) -> None:
+        begun = time.perf_counter()
+        try:
+            self._outcome = action()
+        except BaseException as error:
+            self._outcome = error
+        self.seconds = time.perf_counter() - begun
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over and `wait` raises."""
+        return self.done and isinstance(self._outcome, BaseException)
+
+    def join(self, within: float | None = None) -> None:
+        """Until it has ended, however it did; no longer than `within` seconds."""
+        self._thread.join(within)
+
+    def wait(self) -> T:
+        """What it came to; raises what it raised."""
+        self.join()
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+
+class Aside:
+    """Where jobs run, with a buffer to take state over into and a process group of their own.
+
+    On the group of training, collectives of a job would meet those of a step.
+    """
+
+    def __init__(self, world: Ranks) -> None:
+        self.staging = Staging()
+        self._world = world
+        self._group: dist.ProcessGroup | None = None
+        self._job: Job[Any] | None = None
+
+    def prepare(self) -> None:
+        """Make the group, once. Collective."""
+        if self._group is None and self._world.group is not None:
+            ranks = dist.get_process_group_ranks(self._world.group)
+            self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+
+    def start(self, action: Callable[[], T]) -> Job[T]:
+        """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""
+        self._job = job = Job(action)
+        return job
+
+    def wait(self) -> None:
+        """Until the job that is under way, if any, has ended, however it did."""
+        if self._job is not None:
+            self._job.join()
+
+    def collect(self, value: Any) -> list[Any]:
+        """Everyone's value on rank 0, nothing elsewhere. Collective, from a job."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values or []
+
+    def tell(self, value: Any) -> Any:
+        """Rank 0's value on every rank. Collective, from a job."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]
