@@ -37,6 +37,18 @@ def shoal(
     """A PyTorch script from one process to a cluster."""
 
 
+_Nodes = Annotated[
+    str | None, typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go.")
+]
+_Rendezvous = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says.")
+]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for enough machines.")]
+_Silence = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Without a sign of life so long, a machine has left.")
+]
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     *,
@@ -70,20 +82,10 @@ def run(
         str | None,
         typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
     ] = None,
-    nodes: Annotated[
-        str | None,
-        typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go."),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says."),
-    ] = None,
-    wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a node waits for enough others.")
-    ] = 600.0,
-    silence: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A node without a sign of life so long has left.")
-    ] = 5.0,
+    nodes: _Nodes = None,
+    rendezvous: _Rendezvous = None,
+    wait: _Wait = 600.0,
+    silence: _Silence = 5.0,
 ) -> None:
     """Run a script in N processes on this machine, or on this one of several.
 
