@@ -58,7 +58,7 @@ def agreement(world: shoal.World) -> float:
         time.sleep(1e-4)  # a step
     known = max(world.gather(time.monotonic()))
     stopping.stop()
-    return (known - float(world.broadcast(sent, source=world.size - 1))) * 1e3
+    return float(known - world.broadcast(sent, source=world.size - 1)) * 1e3
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, stopping: Stopping | None) -> float:

@@ -140,7 +140,7 @@ def test_the_first_request_counts(stoppings: Callable[[int], list[Stopping]]) ->
 
 
 def test_codes() -> None:
-    codes = [Stopped(Reason(kind=kind, what="x", rank=0)).code for kind in ("preempted", "interrupted")]  # type: ignore[arg-type]
+    codes = [Stopped(Reason(kind=kind, what="x", rank=0)).code for kind in ("preempted", "interrupted")]
     assert codes == [REQUEUE, 130]
     assert not issubclass(Stopped, Exception)
 
