@@ -365,7 +365,8 @@ class Run:
         return models | {f"state/state/{each}" for each in others}
 
     def close(self) -> None:
-        """Wait for a save under way, write what is left of the events, end the progress line.
+        """Wait for a save under way, write what is left of the events, end the progress line, leave
+        signals as they were.
 
         Raises CheckpointError where a save has failed that had not to.
         """
@@ -375,8 +376,8 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        self._stopping.stop()
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
+        self._stopping.stop()  # not before: a signal would cut the save short
         self.events.close()
         self._curves.close()
         self.world.recorder = None
