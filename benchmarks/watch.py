@@ -10,6 +10,7 @@ order that rotates; ratios are taken within rounds, so that drift cancels.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ from shoal.hangs.matching import Matching
 from shoal.hangs.watch import Limits, Watch
 
 MODES = ("neither", "watch", "watch and check")
-WIDTH, BATCH = 32, 32
+WIDTH, BATCH, SETTLE = 32, 32, 20
 
 
 def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
@@ -64,6 +65,9 @@ def rounds(world: shoal.World, count: int, steps: int) -> dict[str, list[float]]
         turn = number % len(MODES)
         for mode in MODES[turn:] + MODES[:turn]:
             with begin(world, mode):
+                gc.collect()  # what a beginning leaves is not what a step costs
+                for batch in islice(data, SETTLE):  # in which a thread has time to begin
+                    step(batch)
                 world.barrier()
                 begun = time.perf_counter()
                 for batch in islice(data, steps):
