@@ -48,17 +48,15 @@ def shoal(
     """A PyTorch script from one process to a cluster."""
 
 
-Nodes = Annotated[
+_Nodes = Annotated[
     str | None, typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go.")
 ]
-Meeting = Annotated[
+_Rendezvous = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says.")
 ]
-Wait = Annotated[
-    float, typer.Option(metavar="SECONDS", help="How long a node waits for enough others.")
-]
-Silence = Annotated[
-    float, typer.Option(metavar="SECONDS", help="A node without a sign of life so long has left.")
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for enough machines.")]
+_Silence = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Without a sign of life so long, a machine has left.")
 ]
 
 
@@ -95,10 +93,10 @@ def run(
         str | None,
         typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
     ] = None,
-    nodes: Nodes = None,
-    rendezvous: Meeting = None,
-    wait: Wait = 600.0,
-    silence: Silence = 5.0,
+    nodes: _Nodes = None,
+    rendezvous: _Rendezvous = None,
+    wait: _Wait = 600.0,
+    silence: _Silence = 5.0,
 ) -> None:
     """Run a script in N processes on this machine, or on this one of several.
 

@@ -306,7 +306,7 @@ class Run:
             return
         self._closed = True
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
-        self._stopping.stop()
+        self._stopping.stop()  # not before: a signal would cut the save short
         self.events.close()
         self._curves.close()
         self.world.recorder = self.world.directory = None

@@ -206,7 +206,7 @@ class Stopping:
         try:
             # Whoever waits in a connection keeps all others waiting who use it. It is made here, since
             # torch looks up names for it, which takes seconds where the name service stalls.
-            store: Store = shared.clone()  # type: ignore[attr-defined] # not in torch's stubs
+            store: Store = shared.clone()  # type: ignore[attr-defined]
             while not store.check([wake]):
                 with suppress(DistStoreError):  # the time is up: it can't be infinite
                     store.wait([wake], _SLEEP)

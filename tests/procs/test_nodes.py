@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -57,14 +56,14 @@ with shoal.init(seed=0) as world:
     data = shoal.Loader((inputs, targets), world, batch_size=12)
     with shoal.Run(here / "run", step, data) as run:
         run.restore()
-        second = (here / "three-0").exists()
+        second = (here / "fewer-0").exists()
         for batch in data.epochs(5):
             step(batch)
             run.tick(every=3)
-            if world.size == 4 and step.number == 5 and not second:
-                hold(world, "four")
-            if world.size == 3 and step.number == 10:
-                hold(world, "three")
+            if world.size == MOST and step.number == 5 and not second:
+                hold(world, "all")
+            if world.size == MOST - 1 and step.number == 10:
+                hold(world, "fewer")
         run.save()
 """
 
@@ -157,26 +156,37 @@ def losses(directory: Path) -> dict[int, float]:
     return {number: next(iter(ranks.values()))["loss"] for (_, number), ranks in taken.items()}
 
 
-def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
-    """A node is killed with its ranks, and later another one comes: no sample is lost or repeated."""
-    # They don't look for a signal while they wait, so can't save.
-    two = nodes.start(TRAIN, "--grace", "1", processes=2, nodes="2:3")
+@pytest.mark.full
+@pytest.mark.parametrize(("first", "others"), [(1, 1), (2, 2)])
+def test_a_node_is_killed_and_another_one_comes(
+    first: int, others: int, nodes: Nodes, tmp_path: Path
+) -> None:
+    """From four ranks to three and back, or from two to one: no sample is lost or repeated."""
+    most = first + others
+    script, many = f"MOST = {most}\n{textwrap.dedent(TRAIN)}", f"{others}:{others + 1}"
+
+    def start(processes: int = 1) -> Command:
+        # They don't look for a signal while they are held, so can't save.
+        return nodes.start(script, "--grace", "1", nodes=many, processes=processes)
+
+    stay = [start(first)]
     wait_for(lambda: listening(nodes.port))
-    one, gone = (nodes.start(TRAIN, "--grace", "1", nodes="2:3") for _ in range(2))
-    nodes.wait_for("four-*", 4)
+    *more, gone = (start() for _ in range(others))
+    stay += more
+    nodes.wait_for("all-*", most)
     gone.process.kill()
-    nodes.wait_for("three-*", 3)
+    nodes.wait_for("fewer-*", most - 1)
     assert gone.members() == []
-    nodes.start(TRAIN, "--grace", "1", nodes="2:3")
-    ended = [each.end() for each in (two, one, nodes.started[-1])]
-    assert [each.code for each in ended] == [0, 0, 0], ended
-    left = f"{HERE} (process {gone.process.pid}) left: starting again"
-    joined = f"{HERE} (process {nodes.started[-1].process.pid}) joined: starting again"
-    assert all(left in each.err and joined in each.err for each in ended[:2])
+    new = start()
+    ended = [each.end() for each in (*stay, new)]
+    assert {each.code for each in ended} == {0}, ended
+    for each in ended[:-1]:
+        assert f"{HERE} (process {gone.process.pid}) left: starting again" in each.err
+        assert f"{HERE} (process {new.process.pid}) joined: starting again" in each.err
 
     taken = events.steps(tmp_path / "run" / "events")
     sizes = [len(ranks) for _, ranks in sorted(taken.items())]
-    assert sizes == [4] * 3 + [3] * 6 + [4] * 11
+    assert sizes == [most] * 3 + [most - 1] * 6 + [most] * 11
     seen = coverage(tmp_path / "run")
     assert (seen.exact, seen.end) == (True, 5 * 41)
     expected = alone(tmp_path / "alone")
@@ -201,6 +211,7 @@ STEADY = (
 )
 
 
+@pytest.mark.full
 def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
     first = nodes.start(STEADY, nodes="1:2")
     nodes.wait_for("at-1-*", 1)
@@ -224,27 +235,31 @@ def listening(port: int) -> bool:
 
 
 FAIL = f"""{TALK}
-if attempt == 0:
-    talk() if rank != 1 else None
-    (here / "died").write_text(str(time.monotonic()))
+times = len(list(here.glob("died-*")))
+if times < 2:
+    if rank != 1 - times:
+        talk()
+    (here / f"died-{{rank}}").touch()
     os.kill(os.getpid(), signal.SIGKILL)
 agree_to_stop()
 """
 
 
 def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
-    both = [nodes.start(FAIL, "--restarts", "1") for _ in range(2)]
-    nodes.wait_for("talk-*-2-*", 3)
+    """One on each node, one after the other: each is told once, where it was."""
+    both = [nodes.start(FAIL, "--restarts", "2") for _ in range(2)]
+    # Of each attempt those who lived, and in the last one both.
+    nodes.wait_for("talk-*-2-*", 4)
     (nodes.folder / "stop").touch()
     ended = [each.end() for each in both]
-    assert [each.code for each in ended] == [0, 0]
-    (own,) = [each for each in ended if "killed by SIGKILL (signal 9)" in each.err.split("first of")[0]]
-    (other,) = [each for each in ended if each is not own]
-    assert "where: rank 1 of 2" in own.err
-    assert re.search(r"first of all, rank 1 on .*: killed by SIGKILL", other.err)
-    assert all(each.err.count("restart 1 of 1\n") == 1 for each in ended)
+    assert [each.code for each in ended] == [0, 0], ended
+    for each in ended:
+        assert each.err.count("where: rank ") == 1
+        assert len(re.findall(r"^first of all, rank \d on .*: killed by SIGKILL", each.err, re.M)) == 1
+        assert re.findall(r"restart (\d) of 2", each.err) == ["1", "2"]
 
 
+@pytest.mark.full
 def test_without_restarts_all_nodes_end_with_the_culprits_code(nodes: Nodes) -> None:
     both = [nodes.start(f"{TALK}\nif rank == 1: sys.exit(7)\ntalk()") for _ in range(2)]
     ended = [each.end() for each in both]
@@ -270,6 +285,7 @@ def test_a_node_that_never_comes(nodes: Nodes) -> None:
     assert node.members() == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes_there", "script", "found"),
     [
@@ -288,23 +304,12 @@ def test_nodes_that_run_something_else_are_refused(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("speaks", [False, True])
-def test_something_else_listens_there(nodes: Nodes, speaks: bool) -> None:
-    server = [sys.executable, "-m", "http.server", str(nodes.port), "--bind", "127.0.0.1"]
-    silent = socket.create_server(("127.0.0.1", 0)) if not speaks else None
-    web = subprocess.Popen(server, stderr=subprocess.DEVNULL) if speaks else None
-    try:
-        if silent is not None:
-            nodes.port = silent.getsockname()[1]
-        wait_for(lambda: listening(nodes.port))
+def test_something_else_listens_there(nodes: Nodes) -> None:
+    """It takes the connection and stays silent: torch's own time limit would not end that."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nodes.port = silent.getsockname()[1]
         ended = nodes.start("", "--wait", "3").end()
-        refused(ended, f"here, port {nodes.port}: Address already in use")
-    finally:
-        if web is not None:
-            web.kill()
-            web.wait()
-        if silent is not None:
-            silent.close()
+    refused(ended, f"here, port {nodes.port}: Address already in use")
 
 
 @pytest.mark.full
@@ -315,11 +320,11 @@ def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
     stay, go = (stay, go) if host is stay else (go, stay)
     begun = time.monotonic()
     go.process.terminate()
-    ended = go.end(timeout=GONE_WITHIN)
+    ended = go.end(timeout=3 * GONE_WITHIN)
     assert ended.code == 143
     nodes.wait_for("talk-*-1-*", 1)
     # Its silence is not waited for: it has said that it goes.
-    assert time.monotonic() - begun < 5 + GONE_WITHIN
+    assert time.monotonic() - begun < 5 * GONE_WITHIN
     (nodes.folder / "stop").touch()
     ended = stay.end()
     assert ended.code == 0

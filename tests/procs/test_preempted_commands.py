@@ -32,8 +32,8 @@ here = Path(__file__).parent
 
 class Slow:
     def state_dict(self):
-        (here / f"saving{world.rank}").touch()
         while (here / "hold").exists():
+            (here / f"saving{world.rank}").touch()
             time.sleep(0.01)
         return {}
     def load_state_dict(self, state):
@@ -154,9 +154,9 @@ def wait_for_saves(run: Command) -> None:
 def test_all_processes_are_told_twice_and_the_save_takes_long(start: Start) -> None:
     """FAILURES 7: longer than the ranks would have without a Run."""
     run = start(*shoal_run())
+    run.wait_ready(2)
     hold = run.folder / "hold"
     hold.touch()
-    run.wait_ready(2)
     told = time.monotonic()
     tell_all(run, signal.SIGTERM)
     wait_for_saves(run)
@@ -174,8 +174,8 @@ def test_all_processes_are_told_twice_and_the_save_takes_long(start: Start) -> N
 @pytest.mark.full
 def test_the_grace_that_was_asked_for_is_kept(start: Start) -> None:
     run = start(*shoal_run("--grace", "0.5"))
-    (run.folder / "hold").touch()
     run.wait_ready(2)
+    (run.folder / "hold").touch()
     run.process.terminate()
     assert run.end(timeout=GONE_WITHIN).code == 128 + signal.SIGTERM
     assert run.members() == []
@@ -193,15 +193,13 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(command: list[str], start: S
     assert (ended.code, "Traceback" in ended.err) == (128 + signal.SIGINT, False)
     assert ended.err.count("Ctrl-C again ends at once") == 1
     assert_said_once(ended, "SIGINT on rank 0", saved(run.folder, "interrupted"))
-    for path in run.folder.glob("saving*"):
-        path.unlink()
 
     (run.folder / "run/checkpoints").rename(run.folder / "kept")
     for path in run.folder.glob("ready*"):
         path.unlink()
     twice = start(*command)
-    (run.folder / "hold").touch()
     twice.wait_ready(ranks)
+    (run.folder / "hold").touch()
     os.killpg(twice.process.pid, signal.SIGINT)
     wait_for(lambda: all((run.folder / f"saving{rank}").exists() for rank in range(ranks)))
     os.killpg(twice.process.pid, signal.SIGINT)
@@ -231,8 +229,6 @@ def test_under_torchrun(one: bool, start: Start) -> None:
     command[4:4] = ["--master-port", str(free_port())]
     run = start(*command)
     run.wait_ready(2)
-    begun = list(events.read(run.folder / "run/events/rank-1.jsonl"))
-    assert begun == []  # the first tick writes them
     ranks = [p for p in run.members() if p != run.process.pid and _is_rank(p)]
     assert len(ranks) == 2
     os.kill(ranks[0] if one else run.process.pid, signal.SIGTERM)
@@ -253,8 +249,8 @@ def test_a_preemption_is_no_failure_and_has_a_budget_of_its_own(start: Start) ->
     run.wait_ready(2)
     os.kill(rank_one(run), signal.SIGUSR1)
     ended = run.end()
-    assert (ended.code, ended.err.splitlines()[1:]) == (0, ["preemption 1 of 1"]), ended.err
-    assert_said_once(ended, "SIGUSR1 on rank 1", AT + ended.out.count("saved step 4 in"))
+    assert (ended.code, ended.err) == (0, "preemption 1 of 1\n")
+    assert_said_once(ended, "SIGUSR1 on rank 1", saved(run.folder))
     assert ended.out.endswith(f"the end, step {STEPS}\n")
     assert "attempt 2 of 2" in (run.folder / "logs/rank-0.log").read_text()
 

@@ -202,7 +202,9 @@ def test_one_rank_is_told_at_any_moment(
     assert_all_stopped_and_go_on(ranks, ended, undisturbed, tmp_path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.full)]
+)
 def test_every_signal_counts(
     signum: signal.Signals, ranks: Ranks, undisturbed: list[Ended], tmp_path: Path
 ) -> None:

@@ -172,6 +172,7 @@ class Launcher:
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
+            self._end = End()
             first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
             self._ranks = range(first, first + len(variables))
             files = None
@@ -233,15 +234,15 @@ class Launcher:
         self._end = End(failure=failure)
         return {"failure": failure and asdict(failure), "told": self._told}
 
-    def _stop(self, end: tuple[int, str, bool]) -> None:
-        """Stop what is left of an attempt and tell its failure here, if any, and then `text`.
+    def _stop(self, end: tuple[int, str, bool, bool]) -> None:
+        """Stop what is left of an attempt and tell its failure here, if any, and then a text.
 
-        Ranks have time to save where they all can. An error that reads as a peer's death is not told
-        where no rank failed: a node left.
+        Ranks have time to save where they all can. An error that reads as a peer's death is told only
+        where nothing better is known.
         """
-        code, text, saving = end
+        code, text, saving, first = end
         failure = self._end.failure
-        if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not code)):
+        if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not first)):
             failure = None
         try:
             left = self._workers.stop(signal.SIGTERM, self._grace if saving else self._short)

@@ -160,7 +160,7 @@ class NodesAgent(Agent):
             return self._fail(verdict, mine)
         if verdict.kind == "ended":
             text = f"{names} was told to end{verdict.text}: all end\n"
-            self.ask("stop", [verdict.code, text, verdict.saving])
+            self.ask("stop", [verdict.code, text, verdict.saving, False])
             self.verdict, self._remaining_restarts = verdict, 0
             return RunResult(state=WorkerState.FAILED)
         if verdict.kind == "left":
@@ -174,13 +174,14 @@ class NodesAgent(Agent):
         self._rendezvous_handler.count_one(verdict.kind, before)
         if before < most:
             what = "restart" if verdict.kind == "failed" else "preemption"
-            return self._again(f"{text}{what} {before + 1} of {most}\n", False, verdict.code)
-        self.ask("stop", [verdict.code, text, False])
+            text += f"{what} {before + 1} of {most}\n"
+            return self._again(text, False, verdict.code, mine)
+        self.ask("stop", [verdict.code, text, False, mine])
         self.verdict, self._remaining_restarts = verdict, 0
         return RunResult(state=WorkerState.FAILED)
 
-    def _again(self, text: str, saving: bool, code: int = 0) -> RunResult:
-        self.ask("stop", [code, text, saving])
+    def _again(self, text: str, saving: bool, code: int = 0, first: bool = False) -> RunResult:
+        self.ask("stop", [code, text, saving, first])
         # Elastic starts again for this too, and counts nothing: each of its agents would count alone.
         self._rendezvous_handler.again = True
         return RunResult(state=WorkerState.HEALTHY)
@@ -209,7 +210,7 @@ def supervise(
         _order(orders, "refuse", [error.given, error.found, error.fix])
     except ClosedError as closed:
         text = f"{label} came too late: the run has ended\n"
-        _order(orders, "stop", [closed.verdict.code, text, False])
+        _order(orders, "stop", [closed.verdict.code, text, False, False])
     except (RendezvousError, DistError) as error:
         why = str(error.__cause__ or error).splitlines()[0][:200]
         lost = [
