@@ -235,14 +235,14 @@ def show(figures: dict[str, Any]) -> None:
     print(
         f"\n{figures['way']}, {figures['processes']} process(es) with {held:.0f} MB each; copy {copy} s"
     )
-    print(f"{'':<23}{'blocked':>8}{'/ copy':>21}{'total':>9}{'/ dcp.save':>21}{'MB':>5}{'memory':>7}")
+    print(f"{'':<23}{'blocked':>8}{'/ copy':>24}{'total':>9}{'/ dcp.save':>24}{'MB':>5}{'memory':>7}")
     for who, row in figures["saves"].items():
         blocked, total = (
             "{median:.2f} ({low:.2f} to {high:.2f})".format(**row[ratio])
             for ratio in ("blocked / copy", "total / dcp.save")
         )
         print(
-            f"  {who:<21}{row['blocked']:>6.3f} s{blocked:>21}{row['total']:>7.3f} s{total:>21}"
+            f"  {who:<21}{row['blocked']:>6.3f} s{blocked:>24}{row['total']:>7.3f} s{total:>24}"
             f"{row['written'] / 1e6:>5.0f}{row['memory'] / 1e6:>7.0f}"
         )
 

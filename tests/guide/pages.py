@@ -28,7 +28,7 @@ def blocks(page: str) -> list[Block]:
         if language == "python":
             found.append(Block(body, page.count("\n", 0, fence.start()) + 2, None))
             end = fence.end()
-        elif language == "text" and page[end : fence.start()].strip() == "":
+        elif language == "text" and found and page[end : fence.start()].strip() == "":
             found[-1] = found[-1]._replace(printed=body)
     return found
 

@@ -171,6 +171,8 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
     [
         (errno.ENOSPC, "No space left", "free space"),
         pytest.param(errno.EACCES, "Permission denied", "writable", marks=pytest.mark.full),
+        pytest.param(errno.EDQUOT, "quota exceeded", "quota shows", marks=pytest.mark.full),
+        pytest.param(errno.EIO, "Input/output error", "in order", marks=pytest.mark.full),
     ],
 )
 def test_refused_at_every_operation(code: int, text: str, fix: str, tmp_path: Path) -> None:
