@@ -202,6 +202,7 @@ def test_a_terminal_that_can_not_rewrite_gets_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "mode", ["raises", *(pytest.param(m, marks=pytest.mark.full) for m in ("forever", "unclosed"))]
 )
+@pytest.mark.full
 def test_whatever_ends_it_leaves_the_terminal_whole(tmp_path: Path, mode: str) -> None:
     interrupted = False
 

@@ -115,6 +115,7 @@ def test_all_stop_in_the_same_tick_however_far_apart(
         assert [end.result(30) for end in ends] == [ahead + 2] * 3
 
 
+@pytest.mark.full
 def test_asked_at_random_while_all_tick_freely(stoppings: Callable[[int], list[Stopping]]) -> None:
     """As fast as they can, from several ranks at once: one reason, one tick."""
     for _ in range(5):

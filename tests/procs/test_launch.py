@@ -166,6 +166,7 @@ def test_a_rank_that_fails(start: Start, line: str, told: str) -> None:
     assert command.members() == []
 
 
+@pytest.mark.full
 def test_the_launcher_itself_is_killed(start: Start) -> None:
     line = "import psutil; psutil.Process().parents()[1].kill(); time.sleep(60)"
     command = start(FAIL.replace("LINE", line))
@@ -294,6 +295,7 @@ def nested() -> list[int]:
     return shoal.launch(shout, processes=2)
 
 
+@pytest.mark.full
 def test_a_rank_can_not_launch() -> None:
     with pytest.raises(shoal.LaunchError, match=r"is rank \d of 2 already, by shoal run") as caught:
         shoal.launch(nested, processes=2)
@@ -304,6 +306,7 @@ def generator() -> Any:
     return (number for number in range(3))
 
 
+@pytest.mark.full
 def test_a_result_that_can_not_be_pickled(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(shoal.LaunchError, match="rank 0: a generator that can't be pickled"):
         shoal.launch(generator, processes=1)

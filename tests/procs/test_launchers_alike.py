@@ -175,6 +175,7 @@ def test_no_two_ranks_share_a_core_while_others_idle(command: list[str], tmp_pat
 
 
 @pytest.mark.skipif(len(CPUS) < 2, reason="needs two cores")
+@pytest.mark.full
 def test_threads_of_ones_own_are_kept(tmp_path: Path) -> None:
     said, _ = run([*SHOAL, "2", "train.py"], tmp_path, CORES, OMP_NUM_THREADS="2")
     for affinity, threads, _ in ast.literal_eval(said):

@@ -43,6 +43,7 @@ def hold(world: shoal.World, directory: Path) -> int:
     return child
 
 
+@pytest.mark.full
 def test_a_second_run_is_refused_until_the_first_is_gone(ranks: Ranks, tmp_path: Path) -> None:
     ranks.call(hold, tmp_path)
     with shoal.init() as world:

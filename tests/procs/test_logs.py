@@ -63,7 +63,8 @@ def test_each_rank_has_its_file_and_rank_0_the_screen(tmp_path: Path) -> None:
             assert rest == spoken(rank)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_is_in_its_log_and_last_on_the_screen_once(tmp_path: Path, rank: int) -> None:
     options = ("--restarts", "1", "--logs", "logs", "speak.py", str(rank))
     code, out, err = shoal_run(tmp_path, SPEAK + FAIL, *options)

@@ -138,7 +138,8 @@ def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: 
         assert_nothing_lost(Training(directory=directory), undisturbed)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.full) for s in range(1, 6))])
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
 def test_killed_at_random_moments(seed: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """In the restore, in forward, in backward, in the update, between: what is lost is done again."""
     chance = random.Random(seed)

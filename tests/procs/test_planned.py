@@ -103,12 +103,11 @@ def two() -> Iterator[Ranks]:
         yield started
 
 
+@FULL
 @pytest.mark.parametrize(
-    "plan",
-    [pytest.param(SEQUENCE, marks=FULL), pytest.param(LOGITS, marks=FULL), SEQUENCE | LOGITS],
-    ids=["sequence", "logits", "both"],
+    "plan", [SEQUENCE, LOGITS, SEQUENCE | LOGITS], ids=["sequence", "logits", "both"]
 )
-@pytest.mark.parametrize("length", [pytest.param(1, marks=FULL), 5, pytest.param(6, marks=FULL)])
+@pytest.mark.parametrize("length", [1, 5, 6])
 def test_a_gpt_trains_like_one_process_at_any_length(
     two: Ranks, plan: dict[str, str], length: int
 ) -> None:

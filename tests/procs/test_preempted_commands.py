@@ -115,6 +115,7 @@ def assert_said_once(ended: Ended, what: str, step: int) -> None:
     assert len(re.findall(said, ended.out, re.MULTILINE)) == 1
 
 
+@pytest.mark.full
 def test_one_rank_is_told(start: Start) -> None:
     """FAILURES 10: the launcher has been told nothing, the same command goes on."""
     run = start(*shoal_run())

@@ -103,7 +103,6 @@ MORE: dict[str, dict[str, Way]] = {
 
 RINGS = [
     ("blocks", ("one", "Tensor 2", "DDP 3", "Pipeline 2", "ZeRO-3 3", "Tensor, FSDP 4"), False),
-    ("tied", ("DDP 3", "Tensor 2", "ZeRO-3 3", "Pipeline 2"), False),
     ("blocks", ("ZeRO-3 3", *MORE["blocks"], "Pipeline 3"), True),
 ]
 """A model, ways of which each is restored by the next and the last by the first, and whether only

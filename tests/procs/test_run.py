@@ -150,6 +150,7 @@ def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
     assert list(run.temporary.iterdir()) == []
 
 
+@pytest.mark.full
 def test_files_named_like_standard_modules_hide_nothing(start: Start, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "sibling.py").write_text("value = 5")
@@ -235,6 +236,7 @@ def test_the_first_failure_is_told_last_and_once(start: Start, line: str, code: 
         ("x = 1\nimport nothing_of_that_name\n", "No module named 'nothing_of_that_name'"),
     ],
 )
+@pytest.mark.full
 def test_a_script_that_no_rank_can_load(start: Start, script: str, told: str) -> None:
     ended = start(script, "-n", "3", "script.py").end()
     assert ended.code == 1
@@ -324,6 +326,7 @@ def test_no_rank_survives_a_launcher_that_is_killed(start: Start) -> None:
     wait_for(lambda: run.members() == [], timeout=GONE_WITHIN)
 
 
+@pytest.mark.full
 def test_a_fixed_port_serves_every_attempt(start: Start, free_port: int) -> None:
     script = f"""{RANKS}
 assert os.environ["MASTER_PORT"] == "{free_port}"

@@ -427,6 +427,7 @@ def test_other_names_are_refused(world: shoal.World, tmp_path: Path) -> None:
         shoal.Run(tmp_path, fit.step, fit.data).restore()
 
 
+@pytest.mark.full
 def test_another_number_of_ranks_restores_no_random_state(tmp_path: Path) -> None:
     """But two such resumes are alike, and no two ranks draw the same."""
 

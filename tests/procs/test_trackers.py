@@ -137,6 +137,7 @@ def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path
     assert attempts == [[(step, step / 2) for step in range(*ends)] for ends in ((1, 7), (6, 10))]
 
 
+@pytest.mark.full
 def test_a_kill_leaves_no_half_note_of_wandb(
     world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,6 +261,7 @@ def ends_in_time(ranks: Ranks, directory: Path, function: Callable[..., Any], *g
     assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5 * busy
 
 
+@pytest.mark.full
 def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
     """FAILURES 20: rank 0 prepares for longer than a collective may take, in the midst of training;
     a hang after it is noticed in time."""
