@@ -257,7 +257,8 @@ class Launcher:
     def _tell_of(self, rank: int, text: str) -> None:
         """Tell how an attempt ended on the screen, and in the file of the rank that was first."""
         if self._logs is not None:
-            self._logs.append(self._ranks.index(rank), text)
+            # That of a hang may be on another machine.
+            self._logs.append(self._ranks.index(rank) if rank in self._ranks else 0, text)
         _tell(text)
 
     def _refuse(self, error: tuple[str, str, str]) -> None:
