@@ -38,6 +38,8 @@ _SLEEP = timedelta(days=1)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _JOIN_SECONDS = 5.0
 _HINT = b"shoal: saving after this step; Ctrl-C again ends at once\n"
+_CLEAR_LINE = b"\r\x1b[2K"
+"""In a terminal the line of progress stands there, and is drawn again below."""
 
 Kind = Literal["preempted", "interrupted", "failed"]
 _CODES: dict[Kind, int] = {"preempted": REQUEUE, "interrupted": 128 + signal.SIGINT, "failed": 1}
@@ -182,7 +184,7 @@ class Stopping:
             # A rank in a collective would not hear a handler in Python.
             signal.signal(signum, former if self._world.size == 1 else signal.SIG_DFL)
             if self._world.first:
-                os.write(2, _HINT)
+                os.write(2, _CLEAR_LINE * os.isatty(2) + _HINT)
         self.request(signal.Signals(signum).name, kind=kind)
         if callable(former) and former is not signal.default_int_handler:
             former(signum, frame)

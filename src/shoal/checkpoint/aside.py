@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
+from shoal.hangs.matching import ASIDE
 
 if TYPE_CHECKING:
     from shoal.checkpoint.tensors import Plan
@@ -30,7 +31,7 @@ class Job(Generic[T]):
         """How long it took, once it is over."""
         self._outcome: T | BaseException
         # Whoever needs it waits for it; a rank that fails must be able to end without.
-        self._thread = threading.Thread(target=self._run, args=(action,), name="shoal", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(action,), name=ASIDE, daemon=True)
         self._thread.start()
 
     def _run(self, action: Callable[[], T]) -> None:

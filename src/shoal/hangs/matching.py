@@ -52,6 +52,9 @@ _CALLS = {
     "alltoall_base_": _Call("all_to_all", 1, sized=False),
     "barrier": _Call("barrier", None),
 }
+ASIDE = "shoal aside"
+"""The name of threads that call collectives beside the main one. torch frees what holds calls up, when
+that is taken out, even if one of them is just coming to it: it waits until there are none."""
 _KEY = "BackendSelect"
 """Where calls are held up: below autograd and all modes, above the kernels of the devices. Called by
 redispatching, those run without Python's lock, which Gloo's threads need."""
@@ -78,8 +81,9 @@ class Matching:
             self._library.impl(name, checked, _KEY, with_keyset=True)
 
     def stop(self) -> None:
-        """Let calls pass again."""
-        if self._library is not None:
+        """Let calls pass again; not while threads called ASIDE may be about to make one."""
+        aside = any(thread.name == ASIDE for thread in threading.enumerate())
+        if self._library is not None and not aside:
             self._library._destroy()
             self._library = None
 

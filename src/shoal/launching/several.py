@@ -238,8 +238,7 @@ def _supervise(
         )
         agent = NodesAgent(spec, orders, rendezvous, nodes, label=label, preemptions=preemptions)
         agent.ask("tell", f"{label} waits at {nodes.address} for --nodes {nodes.text}\n")
-        agent.run()
-        rendezvous.end(agent.verdict or Verdict(kind="ended", code=1))
+        _run_to_end(agent, rendezvous)
     except ClosedError:
         if rendezvous is not None:
             rendezvous.depart()
@@ -251,6 +250,16 @@ def _supervise(
         # The store stays as long as the ranks have to save; then the launcher ends this process.
         _order(orders, "left", None)
         orders.recv_bytes()
+
+
+def _run_to_end(agent: NodesAgent, rendezvous: NodesRendezvous) -> None:
+    try:
+        agent.run()
+        rendezvous.end(agent.verdict or Verdict(kind="ended", code=1))
+    except (RendezvousError, DistError):
+        if agent.verdict is None:
+            raise
+        # All is decided, and the node that holds the store need not be there any more.
 
 
 def _order(orders: Connection, order: str, value: object) -> None:
