@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import shoal
 from hooked import HookedFiles
-from shoal.checkpoint import Checkpoints
+from shoal.checkpoint import Checkpoints, staging
 from shoal.parallel import engine_of
 from shoal.parallel.replicate import DDPEngine
 from shoal.streams import random_state
@@ -140,6 +140,7 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def train(world: shoal.World, training: Training) -> Ended:
     """The training function: the same the first time and after every kill."""
+    staging.BLOCK = 400  # bytes, so that a file takes several writes
     directory = training.directory
     dies = world.rank == training.victim
     fuse = Fuse(training.moment if dies else None)

@@ -73,6 +73,7 @@ class Matching:
     def __init__(self, rank: int) -> None:
         self.current: Collective | None = None
         self.found = False
+        self._comparing = True
         self._rank = rank
         self._library: Any = torch.library.Library("c10d", "IMPL")
         for name, call in _CALLS.items():
@@ -81,14 +82,18 @@ class Matching:
             self._library.impl(name, checked, _KEY, with_keyset=True)
 
     def stop(self) -> None:
-        """Let calls pass again; not while threads called ASIDE may be about to make one."""
-        aside = any(thread.name == ASIDE for thread in threading.enumerate())
-        if self._library is not None and not aside:
+        """Compare no more, from this call on; call it again, for what holds calls up to be taken out.
+
+        That is when no thread called ASIDE may be about to make one, on each rank for itself.
+        """
+        self._comparing = False
+        if self._library is not None and not any(t.name == ASIDE for t in threading.enumerate()):
             self._library._destroy()
             self._library = None
 
     def _checked(self, call: _Call, kernel: Any, keys: Any, *arguments: Any) -> Any:
-        if self.current is None and threading.current_thread() is threading.main_thread():
+        main = threading.current_thread() is threading.main_thread()
+        if self._comparing and self.current is None and main:
             self._compare(call, arguments)
         below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
         return kernel.redispatch(keys & below, *arguments)

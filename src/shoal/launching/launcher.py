@@ -93,6 +93,9 @@ class Launcher:
                 self._leave(128 + interrupted.signum)
             finally:
                 saved = self._workers.stop(interrupted.passed_on, self._grace)
+            if self._nodes is not None and self._agent.is_alive():
+                self._answer(None)  # it may go when the others have heard
+                self._agent.join(2 * self._nodes.silence)
             if saved:
                 return End(code=REQUEUE)
             raise

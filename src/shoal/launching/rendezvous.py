@@ -325,6 +325,11 @@ class NodesRendezvous(RendezvousHandler):
         """Go; the node with the store waits for the others, as long as they may be alive."""
         with suppress(DistError, RuntimeError):
             self._store.add(_DEPARTED, 1)
+        self.wait_for_others()
+
+    def wait_for_others(self) -> None:
+        """On the node with the store: until the others have departed, or must be dead."""
+        with suppress(DistError, RuntimeError):
             deadline = time.monotonic() + self._nodes.silence
             while self.hosts and time.monotonic() < deadline:
                 if self._store.add(_DEPARTED, 0) >= self._store.add(_ARRIVED, 0):

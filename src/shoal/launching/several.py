@@ -247,9 +247,10 @@ def _supervise(
         with suppress(RendezvousError, DistError):
             if rendezvous is not None:
                 rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))
-        # The store stays as long as the ranks have to save; then the launcher ends this process.
+        # The launcher answers when the ranks have saved. The store stays until others have heard.
         _order(orders, "left", None)
-        orders.recv_bytes()
+        if rendezvous is not None:
+            rendezvous.wait_for_others()
 
 
 def _run_to_end(agent: NodesAgent, rendezvous: NodesRendezvous) -> None:
