@@ -140,7 +140,7 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def train(world: shoal.World, training: Training) -> Ended:
     """The training function: the same the first time and after every kill."""
-    staging.BLOCK = 400  # bytes, so that a file takes several writes
+    staging.BLOCK = 500  # bytes, so that a file takes several writes
     directory = training.directory
     dies = world.rank == training.victim
     fuse = Fuse(training.moment if dies else None)

@@ -100,6 +100,7 @@ def cover(operations: list[str]) -> list[int]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("whole", [False, True])
 def test_killed_at_every_operation_of_a_save(
     whole: bool, undisturbed: Undisturbed, tmp_path: Path
@@ -127,6 +128,7 @@ def test_killed_at_every_operation_of_a_save(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # a run and its restart for each operation
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """FAILURES 5: as above, as many kills, each in a run of its own."""
