@@ -40,7 +40,7 @@ def restore(directory: Path) -> Loaded:
     return loaded
 
 
-def names(directory: Path) -> list[str]:
+def names(directory: AnyPath) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 

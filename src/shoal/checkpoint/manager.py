@@ -137,7 +137,8 @@ class Checkpoints:
 
     def where(self, step: int) -> AnyPath:
         """The directory of the save of `step` that was started last, once it is there."""
-        return self._store.where(step)
+        where: AnyPath = self._store.where(step)
+        return where
 
     def save(
         self,
@@ -315,7 +316,7 @@ class Checkpoints:
             except Exception:
                 self._store.discard(step)
                 raise
-            return self._store.publish(step).name
+            return str(self._store.publish(step).name)
 
         return self._agreement.attempt(contents.given, commit)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ class Leftover:
 
 def entries(folder: AnyPath, *, verify: bool) -> Iterator[Entry]:
     """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
-    for path in reversed(store_in(folder, Files()).candidates()):
+    newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
+    for path in reversed(newest_first):
         yield entry(path, verify=verify)
 
 
