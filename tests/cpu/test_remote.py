@@ -332,6 +332,31 @@ def test_names_are_in_the_order_of_saves() -> None:
     assert sorted(names, key=lambda name: name or Name(0)) == names
 
 
+def test_a_file_that_is_given_up_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "BLOCK", 1000)
+    place = path_from(f"bucket://{tmp_path}/run")
+    assert isinstance(place, RemotePath)
+    for size in (5, 2500):
+        with place.create() as file:
+            file.write(bytes(size))
+        del file
+        assert not place.exists()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_is_not_there_is_named(tmp_path: Path) -> None:
+    def refuse(operation: str, key: str) -> None:
+        if operation == "complete":
+            raise FileNotFoundError("The specified bucket does not exist")
+
+    Bucket.before = staticmethod(refuse)
+    with pytest.raises(CheckpointError, match="The specified bucket does not exist") as caught:
+        Checkpoints(path_from(f"bucket://{tmp_path}/run"), Alone()).check()
+    assert "fsspec" in caught.value.fix
+
+
 def test_no_room_is_no_question_there(place: AnyPath) -> None:
     assert Files().room(place) == (None, None)
 

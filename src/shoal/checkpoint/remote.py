@@ -29,6 +29,7 @@ BLOCK = 32 << 20
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://[^*?\[]+")
 # Errors of packages that have a type and no number.
 _CODES: tuple[tuple[type[Exception], int], ...] = (
+    (FileNotFoundError, errno.ENOENT),
     (FileExistsError, errno.EEXIST),
     (PermissionError, errno.EACCES),
     (NotADirectoryError, errno.ENOTDIR),
@@ -154,7 +155,7 @@ class RemotePath:
 
     def create(self) -> RemoteFile:
         """Open a new file, of nobody else's name; it is there once it has been finished."""
-        with self.asking():
+        with self.asking(writes=True):
             try:
                 file = self._open("wb")
             except FileNotFoundError:
@@ -184,13 +185,16 @@ class RemotePath:
             self._system.fs.get_file(self._key, str(target))
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Whatever goes wrong there, as an error that names this path and no secret."""
+    def asking(self, *, writes: bool = False) -> Iterator[None]:
+        """Whatever goes wrong there, as an error that names this path and no secret.
+
+        Who writes is not told that a file is missing: what is, a bucket maybe, must be named.
+        """
         try:
             yield
-        except FileNotFoundError:
-            raise self._missing() from None
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and not writes:
+                raise self._missing() from None
             code = error.errno if isinstance(error, OSError) else None
             known = (number for kind, number in _CODES if isinstance(error, kind))
             code = code or next(known, errno.EIO)
@@ -259,13 +263,13 @@ class RemoteFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         """Append all of `data`."""
-        with self._path.asking():
+        with self._path.asking(writes=True):
             self._file.write(data)
         return len(data)
 
     def finish(self) -> None:
         """Bring the whole file there: when this returns, it is."""
-        with self._path.asking():
+        with self._path.asking(writes=True):
             self._file.close()
         self._finished = True
 
