@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from processes import Alone
-from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles
+from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles, Files
+from shoal.checkpoint.store import damage, manifest_of
+from shoal.checkpoint.stores import store_in
 
 NUMBERS = 700
 
@@ -35,6 +37,12 @@ def restored(place: AnyPath) -> tuple[int, int]:
     version = loaded.state["version"]
     assert torch.equal(loaded.state["weight"], state(version)["weight"])
     return loaded.step, version
+
+
+def damaged(place: AnyPath) -> list[str]:
+    """What is listed as a checkpoint and is not whole."""
+    found = store_in(place / "checkpoints", Files()).candidates()
+    return [path.name for path in found if damage(path, manifest_of(path)) is not None]
 
 
 def names(place: AnyPath) -> list[str]:
