@@ -221,6 +221,7 @@ def test_the_tools_read_them(place: AnyPath, tmp_path: Path) -> None:
         checkpoint("ls", place / "nothing")
 
 
+@pytest.mark.full
 def test_the_tools_tell_of_a_store_that_can_not_be_reached(tmp_path: Path) -> None:
     place = path_from(f"bucket://{tmp_path}/run")
     save(begin(place), 1)

@@ -52,7 +52,7 @@ def failing_save(folder: Path, failing: Failing, hook: str) -> bool:
 @pytest.mark.parametrize(
     ("torn", "stride"),
     [
-        (False, 6),
+        (False, 9),
         pytest.param(True, 6, marks=pytest.mark.full),
         pytest.param(False, 1, marks=pytest.mark.full),
         pytest.param(True, 1, marks=pytest.mark.long),

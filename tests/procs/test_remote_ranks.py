@@ -132,12 +132,12 @@ def two() -> Iterator[Ranks]:
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(two: Ranks, tmp_path: Path) -> None:
-    two.call(train, Attempt(folder=tmp_path, last=5))
+    two.call(train, Attempt(folder=tmp_path, last=3))
     with Ranks(1) as one:
-        (ended,) = one.call(train, Attempt(folder=tmp_path))
-    assert ended.restored == 5
+        (ended,) = one.call(train, Attempt(folder=tmp_path, last=6))
+    assert ended.restored == 3
     assert coverage(tmp_path / "run").exact
-    assert kept(tmp_path) == ["step-8.a2"]
+    assert kept(tmp_path) == ["step-6.a2"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["events", "lock"]
 
 
@@ -162,6 +162,7 @@ def test_killed_in_a_save(
     assert kept(tmp_path) == ["step-8.a2"]
 
 
+@pytest.mark.full
 def test_a_refusal_on_one_rank_is_told_on_all_and_the_run_goes_on(two: Ranks, tmp_path: Path) -> None:
     attempt = Attempt(folder=tmp_path, last=4, victim=1, refused=True)
     ended = two.call(train, attempt)
@@ -203,6 +204,7 @@ def let_go(_: shoal.World) -> None:
     run.close()
 
 
+@pytest.mark.full
 def test_attempts_on_machines_that_share_nothing_but_the_store(two: Ranks, tmp_path: Path) -> None:
     """No lock reaches the other; the newer one goes on, the older one is told so on all ranks."""
     assert two.call(hold, tmp_path, "here") == [-1, -1]
@@ -229,6 +231,7 @@ def without_fsspec(world: shoal.World, folder: Path) -> None:
         hold(world, folder, "run")
 
 
+@pytest.mark.full
 def test_what_one_rank_lacks_all_are_told(two: Ranks, tmp_path: Path) -> None:
     for outcome in two.attempt(without_fsspec, tmp_path):
         assert isinstance(outcome, RankError)
