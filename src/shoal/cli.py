@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from .errors import CheckpointError, LaunchError, ShoalError
+from .submit import commands as jobs
 
 app = typer.Typer(
     name="shoal",
@@ -28,6 +29,10 @@ checkpoints = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(checkpoints)
+app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
+for command in (jobs.status, jobs.logs, jobs.cancel):
+    app.command()(command)
+app.add_typer(jobs.sites)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,221 @@
+"""A copy of the source as it is at submission: what was submitted is what runs, whenever that is."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import Any
+
+from shoal.errors import LaunchError
+from shoal.texts import is_secret, masked
+
+LARGEST = 10 << 20
+"""Files of more bytes are linked to and not copied: they are data."""
+MOST = 5000
+"""So many files are copied at most."""
+
+_SECRETS = (".env*", ".netrc", ".git-credentials", "*.pem", "*.key", "*.p12", "id_rsa*", "id_ed25519*")
+_CODE = (".py", ".pyi", ".ipynb", ".sh", ".md", ".c", ".cpp", ".cu", ".h")
+_PASSED_OVER = ("__pycache__", ".git", ".venv", "node_modules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files that belong to a script, relative to their root.
+
+    `copied` are copied; `linked`, files or directories, are data or are ignored by git, and linked to.
+    `secret` are left out by their name. `git` says of which commit they are, and how changed.
+    """
+
+    root: Path
+    script: Path
+    copied: tuple[PurePath, ...]
+    linked: tuple[PurePath, ...] = ()
+    secret: tuple[PurePath, ...] = ()
+    git: dict[str, Any] = field(default_factory=dict)
+    diff: bytes = b""
+
+
+def find_source(script: Path, *, without: Path) -> Source:
+    """What belongs to a script: its git checkout, or its directory; but not `without`, the run's.
+
+    Raises LaunchError where that are too many files.
+    """
+    script = script.resolve()
+    root = _checkout(script.parent)
+    source = _from_folder(script, without) if root is None else _from_git(root, script, without)
+    if len(source.copied) > MOST:
+        raise LaunchError(
+            given=f"the source of {script.name}: {source.root}",
+            found=f"{len(source.copied):,} files; at most {MOST:,} are copied for a job",
+            fix="move the script to a directory of its own, or `git init` there and ignore the rest; "
+            "or --no-copy, and change nothing until the job has ended",
+        )
+    return source
+
+
+def copy_source(source: Source, folder: Path) -> Path:
+    """Write the copy into `folder`/source, and beside it what tells of it; where the script is then.
+
+    Beside it are `git.json`, `changes.diff` and `packages.txt`. Nobody else may read any of it.
+    """
+    folder.chmod(0o700)
+    copy = folder / "source"
+    for path in source.copied:
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source.root / path, copy / path)
+    for path in source.linked:
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        (copy / path).symlink_to(source.root / path)
+    if source.git:
+        (folder / "git.json").write_text(json.dumps(masked(source.git), indent=2) + "\n")
+        (folder / "changes.diff").write_bytes(source.diff)
+    (folder / "packages.txt").write_text("".join(f"{line}\n" for line in packages()))
+    return copy / source.script.relative_to(source.root)
+
+
+def packages() -> list[str]:
+    """What is installed, one `name==version` each, as `pip freeze` would say it."""
+    found = {(each.metadata["Name"] or "", each.version) for each in metadata.distributions()}
+    return sorted((f"{name}=={version}" for name, version in found if name), key=str.lower)
+
+
+def import_paths(root: Path, copy: Path, given: Sequence[str]) -> tuple[str, ...]:
+    """Where Python would look inside of `root`, as the copy has it, so that imports find the copy.
+
+    These are entries of PYTHONPATH, which are `given`, and those of editable installations.
+    """
+    found = []
+    for entry in (*given, *sys.path[1:]):
+        path = Path(entry).absolute()
+        inside = path.is_relative_to(root) and not path.is_relative_to(Path(sys.prefix).absolute())
+        if entry and inside and path.is_dir():
+            found.append(str(copy / path.relative_to(root)))
+    return tuple(dict.fromkeys(found))
+
+
+def _from_git(root: Path, script: Path, without: Path) -> Source:
+    def listed(*options: str) -> list[PurePath]:
+        names = _git(root, "ls-files", "-z", *options).split(b"\0")
+        return [PurePath(os.fsdecode(name)) for name in names if name]
+
+    files = [*listed("--cached"), *listed("--others", "--exclude-standard")]
+    ignored = listed("--others", "--ignored", "--exclude-standard", "--directory")
+    kept, linked, secret = _sorted(root, files, without)
+    linked += [path for path in ignored if _may_link(root / path, without)]
+    if script.relative_to(root) not in kept:  # an ignored script is one nevertheless
+        kept.append(script.relative_to(root))
+        linked = [path for path in linked if not script.is_relative_to(root / path)]
+    names = [f":(exclude,literal){path}" for path in secret]
+    known = _git(root, "rev-parse", "--verify", "--quiet", "HEAD", needed=False)
+    commit = known.decode().strip()
+    diff = _git(root, "diff", "HEAD", "--binary", "--", ".", *names) if commit else b""
+    return Source(
+        root=root,
+        script=script,
+        copied=tuple(kept),
+        linked=tuple(linked),
+        secret=tuple(secret),
+        git={
+            "commit": commit,
+            "branch": _git(root, "branch", "--show-current").decode(errors="replace").strip(),
+            "remote": _git(root, "remote", "get-url", "origin", needed=False).decode().strip(),
+            "changed": bool(diff),
+            "untracked": [str(path) for path in listed("--others", "--exclude-standard")],
+        },
+        diff=diff,
+    )
+
+
+def _from_folder(script: Path, without: Path) -> Source:
+    root = script.parent
+    files, data = [script.relative_to(root)], []
+    for path, is_code in _walk(root, without):
+        (files if is_code else data).append(path.relative_to(root))
+        if len(files) > MOST:
+            break
+    kept, linked, secret = _sorted(root, list(dict.fromkeys(files)), without)
+    linked += [path for path in data if _may_link(root / path, without)]
+    return Source(
+        root=root, script=script, copied=tuple(kept), linked=tuple(linked), secret=tuple(secret)
+    )
+
+
+def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
+    """What is in a directory, each with whether it is code: files, and directories without any."""
+    for entry in sorted(folder.iterdir()):
+        if entry.name in _PASSED_OVER or entry.name.startswith(".") or entry == without:
+            continue
+        if not entry.is_dir() or entry.is_symlink():
+            yield entry, entry.suffix in _CODE
+        elif any(entry.glob("*.py")):
+            yield from _walk(entry, without)
+        else:
+            yield entry, False
+
+
+def _sorted(
+    root: Path, files: list[PurePath], without: Path
+) -> tuple[list[PurePath], list[PurePath], list[PurePath]]:
+    """Files to copy, files to link to, and files that look like secrets."""
+    kept: list[PurePath] = []
+    linked: list[PurePath] = []
+    secret: list[PurePath] = []
+    for path in dict.fromkeys(files):
+        whole = root / path
+        if whole.is_relative_to(without) or not whole.is_file():
+            continue  # deleted, or a submodule
+        if _is_secret(path):
+            secret.append(path)
+        elif whole.stat().st_size > LARGEST:
+            linked.append(path)
+        else:
+            kept.append(path)
+    return kept, linked, secret
+
+
+def _may_link(path: Path, without: Path) -> bool:
+    if path.name in _PASSED_OVER or path.name.startswith(".") or _is_secret(path):
+        return False  # caches and environments of tools
+    return path.exists() and not without.is_relative_to(path) and not path.is_relative_to(without)
+
+
+def _is_secret(path: PurePath) -> bool:
+    if any(fnmatch.fnmatch(path.name, pattern) for pattern in _SECRETS):
+        return True
+    return path.suffix not in _CODE and is_secret(re.sub(r"\W", "_", path.stem))
+
+
+def _checkout(folder: Path) -> Path | None:
+    """The root of the git checkout that a directory is in; None if it is in none."""
+    found = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel", needed=False)).rstrip("\n")
+    return Path(found).resolve() if found else None
+
+
+def _git(folder: Path, *arguments: str, needed: bool = True) -> bytes:
+    """What a git command prints; without git, or where it fails and is not `needed`, nothing."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return b""
+    if done.returncode and needed:
+        raise LaunchError(
+            given=f"git {' '.join(arguments[:2])} in {folder}",
+            found=done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}",
+            fix="mend the checkout, or --no-copy, and change nothing until the job has ended",
+        )
+    return b"" if done.returncode else done.stdout
