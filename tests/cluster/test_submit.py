@@ -92,7 +92,7 @@ class Jobs:
     def submit(self, *arguments: str) -> str:
         """Submit with run directory `run`; the number of the job, of a chain the first."""
         said = self.shoal("submit", "--run", "run", "--time", "10:00", *arguments)
-        return re.findall(r"^job (\d+)", said)[0]
+        return str(re.findall(r"^job (\d+)", said)[0])
 
     def slurm(self, *command: str) -> str:
         done = self.cluster.run(command, folder=self.folder)

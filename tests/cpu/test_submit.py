@@ -255,7 +255,7 @@ def test_nothing_is_drafted_from_nothing() -> None:
         draft("mine", "slurm_load_partitions: error\n", "")
 
 
-GOLDEN = {
+GOLDEN: dict[str, dict[str, object]] = {
     "gpu_p13": {"nodes": 4, "gpus": 4},
     "gpu_p2": {"nodes": 2, "gpus": 8, "partition": "gpu_p2", "time": 100 * HOUR},
     "gpu_p5": {"nodes": 4, "gpus": 3, "partition": "gpu_p5"},

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from batch import Fakes
 from shoal import cli
@@ -96,7 +95,8 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(fakes: Fakes) -> None:
     done = shoal("submit", "--time", "1:00:00", "--dry-run", "train.py", "--", "a b")
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "source/train.py 'a b')\n" in done.stdout  # and no line is folded
-    assert "never" not in done.stdout
+    assert "note:" not in done.stdout
+    assert "note: told to save 300 s before its end" in done.stderr
     assert (fakes.calls(), sorted(os.listdir())) == ([], ["train.py"])
 
 

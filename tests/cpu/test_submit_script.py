@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,7 +217,7 @@ def test_a_chain_goes_on_until_it_is_finished(fakes: Fakes, tmp_path: Path) -> N
 
 
 def test_elements_of_a_chain_of_arrays_end_each_by_itself(fakes: Fakes, tmp_path: Path) -> None:
-    each = {"chain": 2, "sweep": (("a",), ("b",)), "SLURM_ARRAY_JOB_ID": 42}
+    each: dict[str, Any] = {"chain": 2, "sweep": (("a",), ("b",)), "SLURM_ARRAY_JOB_ID": 42}
     assert finish(fakes, tmp_path / "run", 0, SLURM_ARRAY_TASK_ID=0, **each) == (0, [])
     finish(fakes, tmp_path / "run", 0, SLURM_ARRAY_TASK_ID=0, **each)
     finish(fakes, tmp_path / "run", 75, SLURM_ARRAY_TASK_ID=1, **each)

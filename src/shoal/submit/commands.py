@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -182,6 +180,8 @@ def logs(
     element: Annotated[int | None, typer.Option(metavar="N", help="Of an array; else all.")] = None,
 ) -> None:
     """Print the log of the newest submission of a run."""
+    import subprocess
+
     from .following import log_files
 
     files = log_files(run, element)
@@ -289,6 +289,8 @@ def _launcher(name: str | None) -> LauncherName | None:
 
 def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:
     """The words of each line of a file; empty lines and those that begin with # are passed over."""
+    import shlex
+
     if path is None:
         return ()
     try:

@@ -51,8 +51,8 @@ class Request:
 class Job:
     """A job that is decided: each value is what the batch script says; None is left out of it.
 
-    `choices` has those that Shoal made, by name: cpus, qos and lead. `lead` is how many seconds before its end
-    a job is told to save, and `requeue` whether it may then put itself back into the queue.
+    `lead` is how many seconds before its end a job is told to save, and `requeue` whether it may then
+    put itself back into the queue. `choices` has what Shoal chose, by name: cpus, qos and lead.
     """
 
     name: str

@@ -138,12 +138,14 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
 
 def _from_folder(script: Path, without: Path) -> Source:
     root = script.parent
-    files, data = [script.relative_to(root)], []
+    files: list[PurePath] = [script.relative_to(root)]
+    data: list[PurePath] = []
     for path, is_code in _walk(root, without):
-        (files if is_code else data).append(path.relative_to(root))
+        if path != script:
+            (files if is_code else data).append(path.relative_to(root))
         if len(files) > MOST:
             break
-    kept, linked, secret = _sorted(root, list(dict.fromkeys(files)), without)
+    kept, linked, secret = _sorted(root, files, without)
     linked += [path for path in data if _may_link(root / path, without)]
     return Source(
         root=root, script=script, copied=tuple(kept), linked=tuple(linked), secret=tuple(secret)

@@ -135,7 +135,8 @@ def _hand_over(script: Path, job: Job) -> tuple[str, ...]:
 
 
 def _place(request: Request, site: Site, run: Path, folder: Path, source: Source | None) -> Place:
-    script, paths = Path(request.script).resolve(), ()
+    script = Path(request.script).resolve()
+    paths: tuple[str, ...] = ()
     if source is not None:
         copy = folder / "source"
         script = copy / source.script.relative_to(source.root)
