@@ -89,7 +89,7 @@ def test_whatever_was_typed_arrives_as_it_was(fakes: Fakes, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
     [call] = fakes.calls("srun")
     script = f"{folder}/jobs/1/source/train.py"
-    assert call[3:] == ["/a python/$(touch broken)", script, *HOSTILE]
+    assert ranks(call) == ["/a python/$(touch broken)", script, *HOSTILE]
     assert not list(tmp_path.rglob("broken"))
 
 
@@ -104,6 +104,11 @@ def test_no_value_ends_a_line_that_sbatch_reads(field: str, value: str, tmp_path
 def test_other_options_are_spelled_in_full(option: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError):
         write(request(options=(option,)), PLAIN, place(tmp_path))
+
+
+def ranks(call: list[str]) -> list[str]:
+    """The command of each rank, without what stands around it."""
+    return call[call.index("-c") + 3 :]
 
 
 SHAPE = ("--nodes", "--ntasks", "--ntasks-per-node", "--gres")
@@ -166,6 +171,45 @@ def test_only_the_element_of_an_array_that_saved_is_requeued(fakes: Fakes, tmp_p
     )
     assert (code, asked) == (75, [[*ASKS, "42_1"], ["scontrol", "requeue", "42_1"]])
     assert fakes.calls("srun")[0][-2:] == ["--lr", "$(touch broken)"]
+
+
+RUNS = """#!/bin/bash
+# As srun does: each task runs what it is given; the highest code counts.
+shift
+SLURM_PROCID=0 "$@"; first=$?
+SLURM_PROCID=1 "$@"; second=$?
+exit $((first > second ? first : second))
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [((0, 0), 0), ((75, 75), 75), ((75, 143), 75), ((3, 143), 3), ((0, 9), 9)]
+)
+def test_the_code_is_that_of_the_first_rank_that_left(
+    codes: tuple[int, int], code: int, fakes: Fakes, tmp_path: Path
+) -> None:
+    (fakes.path / "srun").write_text(RUNS)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\ncodes=({codes[0]} {codes[1]})\nexit ${{codes[SLURM_PROCID]}}\n")
+    python.chmod(0o755)
+    where = place(tmp_path / "run", python=str(python))
+    done = run_script(write(request(), PLAIN, where), fakes)
+    assert (done.returncode, done.stderr) == (code, "")
+    assert [path.name for path in (tmp_path / "run/jobs/1").iterdir()] == ["ends"]
+
+
+def test_ranks_that_have_saved_are_no_failure_to_srun(fakes: Fakes, tmp_path: Path) -> None:
+    (fakes.path / "srun").write_text(RUNS.replace("exit $((", "echo $first $second; exit $(("))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nexit 75\n")
+    python.chmod(0o755)
+    text = write(request(), PLAIN, place(tmp_path / "run", python=str(python)))
+    assert run_script(text, fakes).stdout.splitlines()[0] == "0 0"
+    # Where that can't be kept, they say it themselves.
+    text = text.replace("first=$folder/", "first=$folder/none/")
+    done = run_script(text, fakes)
+    assert done.stdout.splitlines()[0] == "75 75"
+    assert done.returncode == 75
 
 
 @pytest.mark.parametrize("code", [0, 1, 137])
@@ -238,7 +282,7 @@ def test_inside_of_a_container(fakes: Fakes, tmp_path: Path) -> None:
         "--bind",
         f"{tmp_path}/run/jobs/1",
     ]
-    assert call[2:11] == [*inside, "an image.sif", "python"]
+    assert ranks(call)[:9] == [*inside, "an image.sif", "python"]
 
 
 def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def render(job: Job, site: Site, place: Place) -> str:
         requeue=job.requeue,
         requeues=job.requeues,
         requeue_code=REQUEUE,
-        launcher=job.launcher,
+        launcher=Shell(job.launcher),
         launch=Shell(_launch(job, site)),
         events=f"{place.run}/events/rank-0.jsonl",
         program=_words(_program(job, site, place)),
