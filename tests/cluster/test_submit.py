@@ -140,18 +140,23 @@ def losses(text: str) -> list[str]:
     return re.findall(r"^loss (\d+\.\d+)$", text, re.MULTILINE)
 
 
-SHAPES = {
-    "1 x 2": (["-n", "2"], 2),
-    "2 x 2": (["--nodes", "2", "-n", "4"], 4),
-    "2, 2, 1": (["--nodes", "3", "-n", "5"], 5),
-    "4 x 3 of 8 GPUs": (["--nodes", "4", "--gpus-per-node", "3"], 12),
-    "torchrun": (["--nodes", "2", "-n", "4", "--launcher", "torchrun"], 4),
-}
+LONG = [pytest.mark.long]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_same_loss_as_one_process(shape: str, jobs: Jobs, alone: str) -> None:
-    arguments, size = SHAPES[shape]
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        pytest.param(["--nodes", "3", "-n", "5"], 5, id="2, 2, 1"),
+        pytest.param(["-n", "2"], 2, id="1 x 2", marks=LONG),
+        pytest.param(["--nodes", "2", "-n", "4"], 4, id="2 x 2", marks=LONG),
+        pytest.param(["--nodes", "4"], 4, id="4 x 1", marks=LONG),
+        pytest.param(["--nodes=4", "--gpus-per-node=3"], 12, id="4 x 3 of 8 GPUs", marks=LONG),
+        pytest.param(
+            ["--nodes=2", "--processes=4", "--launcher=torchrun"], 4, id="torchrun", marks=LONG
+        ),
+    ],
+)
+def test_the_same_loss_as_one_process(arguments: list[str], size: int, jobs: Jobs, alone: str) -> None:
     jobs.submit(*arguments, "train.py", "--", "run", str(size), "0", "a b", "$HOME", "it's")
     jobs.wait(lambda: len(jobs.ends()) == 1)
     assert losses(jobs.log()) == [alone], jobs.log()
@@ -160,6 +165,7 @@ def test_the_same_loss_as_one_process(shape: str, jobs: Jobs, alone: str) -> Non
     assert "finished" in jobs.shoal("status", "run")
 
 
+@pytest.mark.long
 def test_an_array_shares_its_nodes(jobs: Jobs, alone: str) -> None:
     (jobs.folder / "sweep").write_text("one 2 0\ntwo 2 0\nthree 2 0\n")
     jobs.submit("-n", "2", "--sweep", "sweep", "train.py")
@@ -195,15 +201,17 @@ def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> No
     assert "goes back into the queue" in jobs.log("-1")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: str) -> None:
     """Slurm tells the ranks ahead of it, to within half a minute."""
     jobs.submit("--time", "1", "-n", "2", "train.py", "--", "run", "2", "30")
     jobs.wait(lambda: losses(jobs.log()) != [], timeout=200)
+    jobs.wait(lambda: len(jobs.ends()) == 2)
     assert losses(jobs.log()) == [alone]
     assert [code for _, code in jobs.ends()] == [75, 0]
 
 
+@pytest.mark.long
 def test_scancel_is_final(jobs: Jobs) -> None:
     """Ranks save, as on any SIGTERM, but the job does not go back into the queue."""
     number = jobs.submit("-n", "2", "train.py", "--", "run", "2", "0.5")
@@ -247,7 +255,7 @@ def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
     jobs.wait(jobs.gone)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
 def test_ranks_of_mpi_are_told_by_the_batch_script(mpirun: str, jobs: Jobs, alone: str) -> None:
     sites = jobs.folder / "config/shoal/sites"

@@ -153,7 +153,10 @@ def test_what_is_said_of_a_job() -> None:
         asked = request(**changes)
         return list(notes(asked, JEAN_ZAY, decide(asked, JEAN_ZAY, save=None)))
 
-    assert any("never tried" in note for note in said())
+    assert any("nobody has tried" in note for note in said())
+    plain = Site(name="plain", tried="here", requeue=False)
+    [lead, chain] = notes(request(), plain, decide(request(), plain, save=None))
+    assert "--chain N" in chain
     counted = "counts as 8 GPUs on each node, not 3: up to 640 GPU-hours"
     assert counted in said(nodes=4, gpus=3, partition="gpu_p5")
     assert "counts as 2 GPUs on each node, not 1: up to 40 GPU-hours" in said(gpus=1, cpus=11)

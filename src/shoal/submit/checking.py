@@ -161,7 +161,7 @@ def _against_processes(request: Request, partition: Partition, job: Job) -> Iter
 def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
     """What somebody wants to know of a job before it waits in a queue."""
     if not site.tried:
-        yield f"the site {site.name} is written from public pages and was never tried"
+        yield f"nobody has tried the file of the site {site.name} yet"
     partition = partition_of(request, site)
     charged = _charged(request, site, partition, job)
     if charged > request.gpus:
@@ -170,6 +170,8 @@ def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
     if job.qos is not None and request.qos is None:
         yield f"--qos={job.qos}: {job.choices['qos'].reason}"
     yield f"told to save {job.lead} s before its end: {job.choices['lead'].reason}"
+    if not job.requeue and job.chain == 1:
+        yield "this site does not requeue: --chain N submits N jobs that go on after each other"
     words = (*request.args, *(word for words in request.sweep for word in words))
     for secret in secret_options(words):
         yield f"{secret} and its value stand in the job's files; give secrets by variables"
