@@ -222,6 +222,7 @@ def test_scancel_is_final(jobs: Jobs) -> None:
     assert list((jobs.folder / "run/checkpoints").glob("step-*"))
 
 
+@pytest.mark.long
 def test_cancel_ends_a_job_after_its_save(jobs: Jobs) -> None:
     jobs.submit("-n", "2", "train.py", "--", "run", "2", "0.5")
     jobs.wait_for_step(2)

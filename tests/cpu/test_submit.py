@@ -155,7 +155,7 @@ def test_what_is_said_of_a_job() -> None:
 
     assert any("nobody has tried" in note for note in said())
     plain = Site(name="plain", tried="here", requeue=False)
-    [lead, chain] = notes(request(), plain, decide(request(), plain, save=None))
+    *_, chain = notes(request(), plain, decide(request(), plain, save=None))
     assert "--chain N" in chain
     counted = "counts as 8 GPUs on each node, not 3: up to 640 GPU-hours"
     assert counted in said(nodes=4, gpus=3, partition="gpu_p5")

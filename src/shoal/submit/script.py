@@ -57,7 +57,10 @@ def render(job: Job, site: Site, place: Place) -> str:
         autoescape=False,  # that is for HTML; _word quotes for shells
     )
     template = resources.files(__package__).joinpath("job.sh.jinja").read_text()
-    variables = [("PYTHONPATH", _python_path(place))] if place.python_path else []
+    # What ranks print is in the log when they do, and not lost when they are killed.
+    variables = [("PYTHONUNBUFFERED", Shell("${PYTHONUNBUFFERED-1}"))]
+    if place.python_path:
+        variables.append(("PYTHONPATH", _python_path(place)))
     if site.ports is not None:
         variables.append(("SHOAL_PORTS", Shell(f"${{SHOAL_PORTS:-{site.ports}}}")))
     text = environment.from_string(template).render(
