@@ -211,6 +211,31 @@ def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: str) -> None:
     assert [code for _, code in jobs.ends()] == [75, 0]
 
 
+LATE = """
+import os, signal, time
+
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(1)
+    os._exit(75)
+
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, save)
+while "SLURM_RESTART_COUNT" not in os.environ:
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.long
+def test_a_save_after_the_time_limit_counts_too(jobs: Jobs) -> None:
+    """Slurm gives a job a few seconds from SIGTERM to SIGKILL, and calls it timed out."""
+    (jobs.folder / "late.py").write_text(LATE)
+    jobs.submit("--time", "1", "-n", "2", "late.py")
+    jobs.wait(lambda: len(jobs.ends()) == 2, timeout=200)
+    assert [code for _, code in jobs.ends()] == [75, 0]
+    assert "DUE TO TIME LIMIT" in jobs.log()
+
+
 @pytest.mark.long
 def test_scancel_is_final(jobs: Jobs) -> None:
     """Ranks save, as on any SIGTERM, but the job does not go back into the queue."""

@@ -75,7 +75,7 @@ def _lines(name: str, kinds: list[Kind], config: str) -> Iterator[str]:
     yield "# centre's pages know more, such as cores per GPU, accounts and QoS."
     yield ""
     yield f"about = {json.dumps(cluster)}"
-    yield 'tried = ""'
+    yield 'tried = "no job yet; drafted from sinfo"'
     yield f"# JobRequeue = {_comment(said.get('JobRequeue', 'not said'))}"
     yield f"requeue = {'false' if said.get('JobRequeue') == '0' else 'true'}"
     wait = re.match(r"\d+", said.get("KillWait", ""))
