@@ -29,10 +29,6 @@ checkpoints = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(checkpoints)
-app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
-for command in (jobs.status, jobs.logs, jobs.cancel):
-    app.command()(command)
-app.add_typer(jobs.sites)
 
 
 def _print_version(wanted: bool) -> None:
@@ -145,6 +141,12 @@ def info() -> None:
     from .tables import plain_console
 
     show(plain_console())
+
+
+app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
+for command in (jobs.status, jobs.logs, jobs.cancel):
+    app.command()(command)
+app.add_typer(jobs.sites)
 
 
 Directory = Annotated[

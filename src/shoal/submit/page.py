@@ -52,12 +52,8 @@ def submission(console: Console, done: Submission, *, out: Path | None) -> None:
 def remarks(console: Console, done: Submission) -> None:
     """What is to be known of a job before it waits in a queue."""
     print_line(console, *(f"note: {note}" for note in done.notes))
-    for files, what in (
-        (done.linked, "not copied but linked to, being large or ignored by git"),
-        (done.secret, "left out of the copy, by the names of secrets"),
-    ):
-        if files:
-            print_line(console, f"note: {what}: {_some(files)}")
+    if done.linked:
+        print_line(console, f"note: not copied but linked to: {_some(done.linked)}")
 
 
 def status(console: Console, found: Status) -> None:

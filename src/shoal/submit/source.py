@@ -32,15 +32,14 @@ _PASSED_OVER = ("__pycache__", ".git", ".venv", "node_modules")
 class Source:
     """The files that belong to a script, relative to their root.
 
-    `copied` are copied; `linked`, files or directories, are data or are ignored by git, and linked to.
-    `secret` are left out by their name. `git` says of which commit they are, and how changed.
+    `copied` are copied; `linked`, files or directories, are linked to: data, what git ignores, and
+    files that are named like secrets. `git` says of which commit they are, and how changed.
     """
 
     root: Path
     script: Path
     copied: tuple[PurePath, ...]
     linked: tuple[PurePath, ...] = ()
-    secret: tuple[PurePath, ...] = ()
     git: dict[str, Any] = field(default_factory=dict)
     diff: bytes = b""
 
@@ -110,12 +109,12 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
 
     files = [*listed("--cached"), *listed("--others", "--exclude-standard")]
     ignored = listed("--others", "--ignored", "--exclude-standard", "--directory")
-    kept, linked, secret = _sorted(root, files, without)
+    kept, linked = _sorted(root, files, without)
     linked += [path for path in ignored if _may_link(root / path, without)]
     if script.relative_to(root) not in kept:  # an ignored script is one nevertheless
         kept.append(script.relative_to(root))
         linked = [path for path in linked if not script.is_relative_to(root / path)]
-    names = [f":(exclude,literal){path}" for path in secret]
+    names = [f":(exclude,literal){path}" for path in files if _is_secret(path)]
     known = _git(root, "rev-parse", "--verify", "--quiet", "HEAD", needed=False)
     commit = known.decode().strip()
     diff = _git(root, "diff", "HEAD", "--binary", "--", ".", *names) if commit else b""
@@ -124,7 +123,6 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
         script=script,
         copied=tuple(kept),
         linked=tuple(linked),
-        secret=tuple(secret),
         git={
             "commit": commit,
             "branch": _git(root, "branch", "--show-current").decode(errors="replace").strip(),
@@ -145,11 +143,9 @@ def _from_folder(script: Path, without: Path) -> Source:
             (files if is_code else data).append(path.relative_to(root))
         if len(files) > MOST:
             break
-    kept, linked, secret = _sorted(root, files, without)
+    kept, linked = _sorted(root, files, without)
     linked += [path for path in data if _may_link(root / path, without)]
-    return Source(
-        root=root, script=script, copied=tuple(kept), linked=tuple(linked), secret=tuple(secret)
-    )
+    return Source(root=root, script=script, copied=tuple(kept), linked=tuple(linked))
 
 
 def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
@@ -165,28 +161,21 @@ def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
             yield entry, False
 
 
-def _sorted(
-    root: Path, files: list[PurePath], without: Path
-) -> tuple[list[PurePath], list[PurePath], list[PurePath]]:
-    """Files to copy, files to link to, and files that look like secrets."""
+def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[PurePath], list[PurePath]]:
+    """Files to copy and files to link to."""
     kept: list[PurePath] = []
     linked: list[PurePath] = []
-    secret: list[PurePath] = []
     for path in dict.fromkeys(files):
         whole = root / path
         if whole.is_relative_to(without) or not whole.is_file():
             continue  # deleted, or a submodule
-        if _is_secret(path):
-            secret.append(path)
-        elif whole.stat().st_size > LARGEST:
-            linked.append(path)
-        else:
-            kept.append(path)
-    return kept, linked, secret
+        large = whole.stat().st_size > LARGEST
+        (linked if large or _is_secret(path) else kept).append(path)
+    return kept, linked
 
 
 def _may_link(path: Path, without: Path) -> bool:
-    if path.name in _PASSED_OVER or path.name.startswith(".") or _is_secret(path):
+    if path.name in _PASSED_OVER or path.name.startswith("."):
         return False  # caches and environments of tools
     return path.exists() and not without.is_relative_to(path) and not path.is_relative_to(without)
 

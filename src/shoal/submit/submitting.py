@@ -28,7 +28,7 @@ from .source import Source, copy_source, find_source, import_paths
 class Submission:
     """What `submit` did: the job, its script, what is to be said of it, the numbers Slurm gave it.
 
-    There are none where nothing was submitted. `linked` and `secret` are files that were not copied.
+    There are none where nothing was submitted. `linked` are files that are linked to and not copied.
     """
 
     job: Job
@@ -38,7 +38,6 @@ class Submission:
     folder: Path
     jobs: tuple[str, ...]
     linked: tuple[str, ...]
-    secret: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +101,6 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
         folder=folder,
         jobs=jobs,
         linked=tuple(map(str, source.linked)) if source else (),
-        secret=tuple(map(str, source.secret)) if source else (),
     )
 
 
