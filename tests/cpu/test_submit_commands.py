@@ -70,6 +70,7 @@ def test_a_job_is_submitted_and_told_about(fakes: Fakes) -> None:
         assert command in said
     folder = Path("runs/train/jobs/1")
     assert (folder / "source/train.py").read_text() == "print('trained')\n"
+    assert folder.stat().st_mode & 0o077 == 0
     record = json.loads((folder / "job.json").read_text())
     assert record["jobs"] == ["42"]
     assert record["command"] == "train.py --token '***'"
@@ -140,6 +141,7 @@ def test_a_sweep_is_an_array(fakes: Fakes) -> None:
         (["--time", "1:00:00", "--launcher", "aprun", "train.py"], "one of srun, torchrun, mpirun"),
         (["--time", "1:00:00", "--site", "nowhere", "train.py"], "the sites are jean-zay, plain"),
         (["--time", "1:00:00", "--gpus-per-node", "4", "-n", "1", "train.py"], "3 GPU-hours of 4"),
+        (["--time", "1:00:00", "--run", ".", "train.py"], "train.py lies in it"),
         (["--time", "1:00:00", "--name", "a\nb", "train.py"], "a control character"),
     ],
 )

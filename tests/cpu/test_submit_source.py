@@ -91,7 +91,6 @@ def test_no_secret_is_written(checkout: Path) -> None:
     written = [path.read_bytes() for path in files]
     assert written
     assert not any(b"hunter" in content for content in written)
-    assert folder.stat().st_mode & 0o077 == 0
 
 
 def test_what_git_says_is_kept(checkout: Path) -> None:
@@ -109,6 +108,22 @@ def test_what_git_says_is_kept(checkout: Path) -> None:
     listed = (folder / "packages.txt").read_text().splitlines()
     assert listed == packages()
     assert any(line.startswith("jinja2==") or line.startswith("Jinja2==") for line in listed)
+
+
+def test_what_runs_have_written_is_no_source(checkout: Path) -> None:
+    """Neither checkpoints nor the copies of earlier jobs, which would grow with each."""
+    (checkout / ".gitignore").write_text("data/\n")
+    for name in ("out/b/events/rank-0.jsonl", "out/b/checkpoints/step-1/x", "out/c/jobs/1/source/y.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("")
+    (checkout / "out/kept.py").write_text("")
+    (checkout / "linked").symlink_to(checkout / "data")
+    copied(checkout, "scripts/train.py", checkout / "runs/a/jobs/1")
+    copy = checkout / "runs/a/jobs/1/source"
+    assert [str(path.relative_to(copy)) for path in (copy / "out").rglob("*")] == ["out/kept.py"]
+    assert (copy / "linked/numbers").exists()
+    copied(checkout, "scripts/train.py", checkout / "runs/a/jobs/2")
+    assert not (checkout / "runs/a/jobs/2/source/runs").exists()
 
 
 def test_a_checkout_without_a_commit(tmp_path: Path) -> None:

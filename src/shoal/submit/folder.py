@@ -47,12 +47,12 @@ def next_folder(run: Path) -> Path:
 
 
 def make_folder(run: Path) -> Path:
-    """Make it; two who submit at once get one each."""
+    """Make it, for nobody else to enter; two who submit at once get one each."""
     while True:
         folder = next_folder(run)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
             return folder
 
 

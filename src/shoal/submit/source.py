@@ -65,9 +65,8 @@ def find_source(script: Path, *, without: Path) -> Source:
 def copy_source(source: Source, folder: Path) -> Path:
     """Write the copy into `folder`/source, and beside it what tells of it; where the script is then.
 
-    Beside it are `git.json`, `changes.diff` and `packages.txt`. Nobody else may read any of it.
+    Beside it are `git.json`, `changes.diff` and `packages.txt`.
     """
-    folder.chmod(0o700)
     copy = folder / "source"
     for path in source.copied:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +106,8 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
         names = _git(root, "ls-files", "-z", *options).split(b"\0")
         return [PurePath(os.fsdecode(name)) for name in names if name]
 
-    files = [*listed("--cached"), *listed("--others", "--exclude-standard")]
+    untracked = _outside_of_runs(root, listed("--others", "--exclude-standard"))
+    files = [*listed("--cached", "--recurse-submodules"), *untracked]
     ignored = listed("--others", "--ignored", "--exclude-standard", "--directory")
     kept, linked = _sorted(root, files, without)
     linked += [path for path in ignored if _may_link(root / path, without)]
@@ -126,9 +126,11 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
         git={
             "commit": commit,
             "branch": _git(root, "branch", "--show-current").decode(errors="replace").strip(),
-            "remote": _git(root, "remote", "get-url", "origin", needed=False).decode().strip(),
+            "remote": _git(root, "remote", "get-url", "origin", needed=False)
+            .decode(errors="replace")
+            .strip(),
             "changed": bool(diff),
-            "untracked": [str(path) for path in listed("--others", "--exclude-standard")],
+            "untracked": [str(path) for path in untracked],
         },
         diff=diff,
     )
@@ -148,6 +150,22 @@ def _from_folder(script: Path, without: Path) -> Source:
     return Source(root=root, script=script, copied=tuple(kept), linked=tuple(linked))
 
 
+def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
+    """The files that no run has written: these hold checkpoints, and copies of the source in turn."""
+    known: dict[PurePath, bool] = {}
+
+    def in_run(folder: PurePath) -> bool:
+        if folder not in known:
+            known[folder] = _is_run(root / folder) or (folder.parts != () and in_run(folder.parent))
+        return known[folder]
+
+    return [path for path in files if not in_run(path.parent)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "jobs/1").is_dir() or (folder / "events/rank-0.jsonl").is_file()
+
+
 def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
     """What is in a directory, each with whether it is code: files, and directories without any."""
     for entry in sorted(folder.iterdir()):
@@ -157,7 +175,7 @@ def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
             yield entry, entry.suffix in _CODE
         elif any(entry.glob("*.py")):
             yield from _walk(entry, without)
-        else:
+        elif not _is_run(entry):
             yield entry, False
 
 
@@ -167,10 +185,10 @@ def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[Pure
     linked: list[PurePath] = []
     for path in dict.fromkeys(files):
         whole = root / path
-        if whole.is_relative_to(without) or not whole.is_file():
-            continue  # deleted, or a submodule
-        large = whole.stat().st_size > LARGEST
-        (linked if large or _is_secret(path) else kept).append(path)
+        if whole.is_relative_to(without) or not whole.exists():
+            continue
+        to_copy = whole.is_file() and whole.stat().st_size <= LARGEST and not _is_secret(path)
+        (kept if to_copy else linked).append(path)
     return kept, linked
 
 

@@ -68,7 +68,13 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
             found=f"there is no file {script.absolute()}",
             fix="give the path of a Python file: shoal submit … train.py",
         )
-    run = (options.run or Path("runs") / script.stem).absolute()
+    run = (options.run or Path("runs") / script.stem).resolve()
+    if script.resolve().is_relative_to(run):
+        raise LaunchError(
+            given=f"--run {options.run}",
+            found=f"{script} lies in it, and would be copied with all that the run writes",
+            fix=f"--run {run / 'run'}, a directory of its own",
+        )
     request = replace(request, workers=workers_of(script.read_text(errors="replace"), request.args))
     job = decide(request, site, save=stopping_seconds(run))
     if not options.force:
@@ -82,7 +88,7 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
             if source is not None:
                 copy_source(source, folder)
             path = options.out or folder / SCRIPT
-            path.write_text(text, errors="surrogateescape")
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
             path.chmod(0o700)
             if options.out is None:
                 jobs = _hand_over(path, job)
