@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,12 @@ import pytest
 from batch import place, write
 from shoal.errors import LaunchError
 from shoal.submit import catalog
-from shoal.submit.checking import notes, objections, secret_options, without_secrets, workers_of
+from shoal.submit.checking import check, notes, objections, secret_options, without_secrets, workers_of
 from shoal.submit.deciding import decide
 from shoal.submit.drafting import draft
 from shoal.submit.measured import stopping_seconds
 from shoal.submit.request import Request
-from shoal.submit.site import Site, read_site
+from shoal.submit.site import Partition, Qos, Site, read_site
 from shoal.submit.times import gpu_hours, parse_time, spell_time
 
 HOUR = 3600
@@ -227,6 +229,22 @@ def test_own_sites_come_before_those_that_are_shipped(
     assert catalog.choose(None, "elsewhere").value.name == "other"
     with pytest.raises(LaunchError, match="jean-zay, plain, other"):
         catalog.choose("nowhere")
+
+
+def test_the_page_shows_a_site_and_a_refusal_as_they_are(repository: Path) -> None:
+    page = (repository / "docs/submit.md").read_text()
+    [text] = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    site = read_site("mine", text, "mine.toml")
+    named = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
+    known = {field.name for kind in (Site, Partition, Qos) for field in fields(kind)}
+    assert known - named == {"name", "partitions", "qos", "tried", "mpirun", "container", "options"}
+    asked = request(gpus=4, processes=1)
+    with pytest.raises(LaunchError) as caught:
+        check(asked, PLAIN, decide(asked, PLAIN, save=None))
+    assert str(caught.value).strip() in page
+    long = request(gpus=4, nodes=2, time=25 * HOUR)
+    job = decide(long, site, save=None)
+    assert (job.qos, list(objections(long, site, job))) == ("long", [])
 
 
 SINFO = """\

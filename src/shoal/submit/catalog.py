@@ -35,7 +35,8 @@ def entries() -> dict[str, Entry]:
     """All sites by name; the user's own stand in the place of those of the same name."""
     shipped = resources.files(__package__).joinpath("sites")
     found = {}
-    for file in sorted(shipped.iterdir(), key=lambda file: file.name):
+    files = (file for file in shipped.iterdir() if file.name.endswith(".toml"))
+    for file in sorted(files, key=lambda file: file.name):
         name = file.name.removesuffix(".toml")
         found[name] = Entry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
     for path in sorted(folder().glob("*.toml")):
