@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import CheckpointError, LaunchError, ShoalError
+from .submit import commands as jobs
 
 if TYPE_CHECKING:
     from .checkpoint import AnyPath
@@ -143,6 +144,12 @@ def info() -> None:
     from .tables import plain_console
 
     show(plain_console())
+
+
+app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
+for command in (jobs.status, jobs.logs, jobs.cancel):
+    app.command()(command)
+app.add_typer(jobs.sites)
 
 
 Directory = Annotated[
