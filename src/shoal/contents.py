@@ -70,8 +70,12 @@ class Contents:
                 state["state"],
                 lambda at, tensor: is_divided(tensor) or (self.in_parts and at not in before),
             )
-        info = {
-            "position": position,
+        info = {"position": position, **self.info()}
+        return {"state": state, "rank_state": random_state(), "info": info}
+
+    def info(self) -> dict[str, Any]:
+        """What is told to people about a checkpoint that is made now."""
+        return {
             "epoch": self._loader.epoch,
             "time": time.time(),
             "layout": str(self._world.layout),
@@ -79,7 +83,14 @@ class Contents:
             "versions": versions(),
             "config": dict(self._config),
         }
-        return {"state": state, "rank_state": random_state(), "info": info}
+
+    def form(self) -> dict[str, Any]:
+        """What there is to save by now, to see whether it can be; nothing is made equal. Collective."""
+        own = self._state if self._world.first else {}
+        return {
+            "steps": {name: step.form() for name, step in self._steps.items()},
+            "state": {name: item.state_dict() for name, item in own.items()},
+        }
 
     def template(self) -> dict[str, Any]:
         """Where the tensors of a state are to be read to that this rank holds parts of."""

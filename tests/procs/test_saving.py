@@ -303,6 +303,35 @@ def test_what_is_kept(world: shoal.World, tmp_path: Path) -> None:
         begin(world, tmp_path, keep_every=0)
 
 
+class Tags:
+    """State of a user that is a set, which no checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tags": {"a", "b"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"config": {"data": Path("data")}}, "info/config/data"),
+        ({"state": {"tags": Tags()}}, "state/state/tags/tags"),
+    ],
+)
+def test_what_can_not_be_saved_is_told_at_the_first_tick(
+    world: shoal.World, tmp_path: Path, options: dict[str, Any], where: str
+) -> None:
+    # A preemption may bring the first save, after days.
+    with begin(world, tmp_path, **options) as run:
+        for batch in run.loader.epochs(1):
+            run.steps["step"](batch)
+            with pytest.raises(CheckpointError, match=where):
+                run.tick()
+            break
+
+
 def test_a_checkpoint_says_what_it_is_of(world: shoal.World, tmp_path: Path) -> None:
     with begin(world, tmp_path, config={"rate": 0.05, "data": "none"}) as run:
         path = run.save()

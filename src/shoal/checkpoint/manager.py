@@ -132,6 +132,11 @@ class Checkpoints:
         found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
         return self._world.broadcast(found[0] if found else None)  # type: ignore[no-any-return]
 
+    def check_state(self, state: Tree, info: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where these are not what can be saved; nothing is written or copied."""
+        given = f"checkpoints in {self.directory}"
+        self._agreement.together(given, lambda: self._take_apart(state, {}, info))
+
     def save(
         self,
         step: int,
