@@ -84,7 +84,8 @@ class Run:
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
         self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
-        self._fence = Fence(self.directory / "attempts")
+        place = self.directory.absolute()  # wherever a script goes later
+        self._fence = Fence(place / "attempts")
         self.checkpoints = Checkpoints(
             self.directory / "checkpoints",
             self.world,
@@ -93,10 +94,8 @@ class Run:
             files=FencedFiles(self._fence),
         )
         self.checkpoints.check()
-        place = self.world.placement
-        self._lock = take_over(
-            self.directory, self._fence, self.world, job=place.job, attempt=place.attempt
-        )
+        job, attempt = self.world.placement.job, self.world.placement.attempt
+        self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._saves = Saves(self.world, self.events, must=must_save)
@@ -104,7 +103,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._curves = Curves(self.directory, chosen, first=self.world.first)
+        self._curves = Curves(place, chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
         self._folders: dict[str, Checkpoints] = {}
@@ -285,13 +284,7 @@ class Run:
 
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
-            self._folders[folder] = Checkpoints(
-                self.directory / folder,
-                self.world,
-                keep=1,
-                aside=self.checkpoints.aside,
-                files=FencedFiles(self._fence),
-            )
+            self._folders[folder] = self.checkpoints.beside(folder)
         return self._folders[folder]
 
     def close(self) -> None:

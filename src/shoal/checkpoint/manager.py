@@ -92,12 +92,9 @@ class Checkpoints:
         keep: int = 3,
         keep_every: int | None = None,
         files: Files | None = None,
-        aside: Aside | None = None,
     ) -> None:
         """Keep the newest `keep` ones known to be whole, everything newer than these, and those of
         every `keep_every`-th step.
-
-        Several may write by way of one `aside`, one after the other.
         """
         if keep < 1:
             raise CheckpointError(
@@ -114,8 +111,11 @@ class Checkpoints:
         self._agreement = Agreement(world)
         self._keep = keep
         self._keep_every = keep_every
-        self._store = Store(directory, files or Files())
-        self.aside = aside or Aside(world)
+        # The working directory may change, also while a save is under way aside.
+        self._files = files or Files()
+        self._store = Store(directory.absolute(), self._files)
+        self._sole = False
+        self.aside = Aside(world)
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
 
@@ -124,6 +124,15 @@ class Checkpoints:
         self._agreement.together(
             f"{self.directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
+
+    def beside(self, name: str) -> Checkpoints:
+        """Those in the directory `name` beside this one: only the one saved last is kept, whatever its
+        step. They wait for each other's saves."""
+        made = Checkpoints(self.directory.parent / name, self._world, keep=1, files=self._files)
+        made._store = Store(self._store.directory.parent / name, self._files)
+        made._sole = True
+        made.aside = self.aside
+        return made
 
     def newest(self) -> Path | None:
         """The newest directory that may be a checkpoint, whole or not."""
@@ -220,14 +229,14 @@ class Checkpoints:
         )
         skipped: list[Skipped] = []
         for name, text, invalid in found:
-            path = self.directory / name
+            path = self._store.directory / name
             if text is None:
-                skipped.append(Skipped(path, invalid))
+                skipped.append(Skipped(self.directory / name, invalid))
                 continue
             manifest = Manifest.parse(text.encode())
             damage = self._damage(path, manifest)
             if damage is not None:
-                skipped.append(Skipped(path, damage))
+                skipped.append(Skipped(self.directory / name, damage))
                 continue
             loaded = self._load(path, manifest, (template, elsewhere), tuple(skipped))
             self._verified.add(loaded.step)
@@ -263,7 +272,7 @@ class Checkpoints:
             raise outcome
         self._verified.add(contents.step)
         if self._world.rank == 0:
-            self._retire()
+            self._retire(contents.step)
         return self.directory / outcome
 
     def _write_all(self, contents: _Contents) -> str | CheckpointError:
@@ -316,19 +325,33 @@ class Checkpoints:
 
         return self._agreement.attempt(contents.given, commit)
 
-    def _retire(self) -> None:
-        kept = sorted(self._verified, reverse=True)[: self._keep]
-        if len(kept) < self._keep:
-            return
+    def _retire(self, saved: int) -> None:
         try:
-            for path in self._store.candidates():
+            found = self._store.candidates()
+            oldest = self._oldest_kept(found)
+            for path in found:
                 step = step_of(path)
-                if step < kept[-1] and (self._keep_every is None or step % self._keep_every):
+                old = step != saved if self._sole else step < oldest
+                if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
             # The new one is safe, so this is no reason to stop. Nor is a newer attempt, here: of it
             # the next save tells all ranks, and this is rank 0 alone.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
+
+    def _oldest_kept(self, found: list[Path]) -> int:
+        """The step before which none is needed any more; 0 where all are.
+
+        An attempt that ends after one save has seen two whole ones, that one and the one restored.
+        Older ones, of which it has seen none, then count by the sizes of their files.
+        """
+        kept = sorted(self._verified, reverse=True)[: self._keep]
+        if len(kept) < min(2, self._keep):
+            return 0
+        for path in found:
+            if len(kept) < self._keep and step_of(path) < kept[-1] and self._store.is_complete(path):
+                kept.append(step_of(path))
+        return kept[-1] if len(kept) == self._keep else 0
 
     def _survey(self) -> list[tuple[str, str | None, str]]:
         """Of each candidate its name and its manifest, or None and why that is invalid."""
@@ -354,7 +377,8 @@ class Checkpoints:
     ) -> Loaded:
         from shoal.checkpoint.tensors import load_tensors
 
-        given = f"the checkpoint {path}"
+        told = self.directory / path.name
+        given = f"the checkpoint {told}"
         group = self._world.group
         content, targets = self._agreement.together(
             given, lambda: self._targets(path, manifest, wanted)
@@ -369,7 +393,7 @@ class Checkpoints:
                 raise failure
             own = self._own(content, manifest)
             return Loaded(
-                path=path,
+                path=told,
                 step=manifest.step,
                 state=put_together(content["state"], targets),
                 rank_state=None if own is None else put_together(own, targets),

@@ -277,6 +277,14 @@ class Store:
                 return f"{name} {reason}"
         return None
 
+    def is_complete(self, path: Path) -> bool:
+        """Whether a candidate has a manifest and all files in their sizes."""
+        try:
+            records = self.manifest(path).files
+        except DamageError:
+            return False
+        return not any(record.difference(path / name, read=False) for name, record in records.items())
+
     def leftovers(self) -> list[Path]:
         """What is named like a checkpoint under way or being removed and is none, in order of steps."""
         whole = set(self.candidates())
@@ -290,7 +298,9 @@ class Store:
                 self._settle(step, path)
         for _, suffix, path in leftovers:
             if suffix == ".trash" and os.path.lexists(path):
-                self._remove_tree(path)
+                # What somebody has open, network file systems don't remove: that harms nothing.
+                with suppress(OSError):
+                    self._remove_tree(path)
 
     def begin(self, step: int, size: int = 0, files: int = 0) -> None:
         """Make room for a checkpoint; before any rank writes to it.
