@@ -65,6 +65,25 @@ def test_a_batch_that_no_step_took_is_not_missed(world: shoal.World, tmp_path: P
     assert next(data.epochs(1)).first == 2 * BATCH
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_restore_within_the_loop_goes_on_from_there(
+    world: shoal.World, tmp_path: Path, workers: int
+) -> None:
+    step, data = parts(world)
+    data = shoal.Loader((torch.ones(SAMPLES, 2),), world, batch_size=BATCH, num_workers=workers)
+    seen: list[tuple[int, int]] = []
+    with shoal.Run(tmp_path, step, data) as run:
+        for batch in data.epochs(2):
+            step(batch)
+            run.tick(every=2)
+            seen.append((step.number, batch.first))
+            if len(seen) == 5:  # a loss that has gone wrong, perhaps
+                restored = run.restore()
+                assert restored is not None
+                assert restored[:2] == (4, 20)
+    assert seen == [(1, 0), (2, 5), (3, 10), (4, 15), (5, 20), (5, 20), (6, 25), (7, 30), (8, 35)]
+
+
 def test_batches_finished_between_ticks_are_all_counted(world: shoal.World, tmp_path: Path) -> None:
     step, data = parts(world)
     with shoal.Run(tmp_path, step, data) as run:
@@ -100,6 +119,27 @@ def test_what_was_finished_after_a_save_is_not_counted_after_its_restore(
         run.restore()
         run.tick()
     assert step.number == 1
+
+
+def test_a_script_may_change_its_working_directory(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    step, data = parts(world)
+    with shoal.Run("a", step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick(every=1)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            world.log({"rate": 0.1})
+        assert run.save() == Path("a/checkpoints/step-4")
+        assert run.save(to="best") == Path("a/best/step-4")
+        restored = run.restore()
+    assert restored is not None
+    assert restored.path == Path("a/checkpoints/step-4")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "a" / "checkpoints" / "step-4").is_dir()
 
 
 def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
