@@ -51,6 +51,7 @@ class Fence:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._mine = ""
         self.number = 0
 
     def take(self) -> int:
@@ -69,7 +70,8 @@ class Fence:
             break
         with os.fdopen(file, "w") as stream:
             mine = {"host": socket.gethostname(), "process": os.getpid(), "when": time.time()}
-            stream.write(json.dumps(mine))
+            self._mine = json.dumps(mine)
+            stream.write(self._mine)
         for old in sorted(self._numbers())[:-_KEPT]:
             with suppress(OSError):
                 self._path(old).unlink()
@@ -82,13 +84,25 @@ class Fence:
     def check(self) -> None:
         """Raise CheckpointError where a later attempt has taken the run over."""
         newest = self.newest()
-        if self.number and newest > self.number:
+        if self.number and (newest > self.number or self._is_anothers(newest)):
             raise CheckpointError(
                 given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
                 found=f"{self._who(newest)}, has taken over: what this one saved now would be lost or "
                 "spoil the other's",
                 fix="end this process; the newer attempt goes on from the last checkpoint",
             )
+
+    def _is_anothers(self, newest: int) -> bool:
+        """Whether the run directory was removed and begun anew, where numbers begin at 1 again.
+
+        Only the rank that took the number knows; it is the one that commits.
+        """
+        if not self._mine or not newest:
+            return False
+        try:
+            return self._path(self.number).read_text() not in (self._mine, "")
+        except FileNotFoundError:
+            return True  # others' numbers are there, and this one never goes before a higher one
 
     def _who(self, number: int) -> Taken:
         # It may not have been written yet.
