@@ -33,6 +33,25 @@ class Stateful(Protocol):
         ...
 
 
+def check_options(state: object, config: object) -> None:
+    """Raise CheckpointError where a Run can't take these along."""
+    for name, given in (("state", state), ("config", config)):
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise CheckpointError(
+                given=f"shoal.Run(…, {name}={type(given).__name__})",
+                found="no dict whose keys are names",
+                fix=f"{name}={{'ema': ema}}" if name == "state" else f"{name}={{'rate': 0.1}}",
+            )
+        for key, item in given.items() if name == "state" else ():
+            methods = (getattr(item, each, None) for each in ("state_dict", "load_state_dict"))
+            if isinstance(item, type) or not all(map(callable, methods)):
+                raise CheckpointError(
+                    given=f"shoal.Run(…, state={{{key!r}: {type(item).__name__}}})",
+                    found="no object with state_dict and load_state_dict",
+                    fix="an object that has both, such as a shoal.EMA; plain values: config=",
+                )
+
+
 class Contents:
     """Steps, user state and the position in the data, by names; `config` is kept for people."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from shoal.checkpoint import (
     Job,
     take_over,
 )
-from shoal.contents import Contents, Stateful
+from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
@@ -31,6 +32,10 @@ from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
+
+_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
+_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "wandb"}
+"""What a run directory holds besides."""
 
 
 class Restored(NamedTuple):
@@ -81,6 +86,7 @@ class Run:
             )
         self.loader = loader
         self.world: World = loader.world
+        check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
         self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
@@ -284,6 +290,7 @@ class Run:
 
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
+            _check_folder(folder)
             self._folders[folder] = self.checkpoints.beside(folder)
         return self._folders[folder]
 
@@ -389,6 +396,17 @@ class Run:
             for name, step in self.steps.items()
             if step.last is not None
         }
+
+
+def _check_folder(name: object) -> None:
+    if isinstance(name, str) and _FOLDER.fullmatch(name) and name not in _OWN:
+        return
+    raise CheckpointError(
+        given=f"run.save(to={name!r})",
+        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
+        f"none of {', '.join(sorted(_OWN))}",
+        fix="run.save(to='best')",
+    )
 
 
 def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:

@@ -177,7 +177,7 @@ class Step:
         return self.form()
 
     def form(self) -> dict[str, Any]:
-        """What `state_dict` would return, with values that may still differ between ranks. Collective."""
+        """What `state_dict` returns, but for values that still differ between ranks. Collective."""
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": named(self.optimizer, self._names),

@@ -142,6 +142,41 @@ def test_a_script_may_change_its_working_directory(
     assert (tmp_path / "a" / "checkpoints" / "step-4").is_dir()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": "3"},
+        {"keep": 2.5},
+        {"keep_every": 2.5},
+        {"config": ["rate"]},
+        {"config": {1: 2}},
+        {"state": [1]},
+        {"state": {1: nn.Linear(1, 1)}},
+        {"state": {"a": object()}},
+        {"state": {"a": nn.Linear}},
+    ],
+)
+def test_options_that_can_not_be(world: shoal.World, tmp_path: Path, options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(CheckpointError) as refused:
+        shoal.Run(tmp_path, *parts(world), **options)
+    assert f"{name}=" in refused.value.given
+    assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "events", "", ".", "../b", "a/b", "/b", "a\nb", 3])
+def test_where_a_run_keeps_nothing_apart(world: shoal.World, tmp_path: Path, name: Any) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path / "a", step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick(every=1)
+        with pytest.raises(CheckpointError, match="beside checkpoints/"):
+            run.save(to=name)
+    assert len(list((tmp_path / "a" / "checkpoints").iterdir())) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
     world: shoal.World, tmp_path: Path
 ) -> None:

@@ -286,8 +286,9 @@ def test_the_interval_of_young_and_daly_costs_least(cost: float, hours: float) -
 def test_other_intervals_are_refused(world: shoal.World, tmp_path: Path, every: Any) -> None:
     with begin(world, tmp_path) as run, pytest.raises(CheckpointError, match=re.escape(repr(every))):
         run.tick(every=every)
-    with pytest.raises(CheckpointError, match="more than none"):
-        shoal.YoungDaly(mtbf=timedelta(0))
+    for mtbf in (timedelta(0), 3600):
+        with pytest.raises(CheckpointError, match="more than none"):
+            shoal.YoungDaly(mtbf=mtbf)  # type: ignore[arg-type]
 
 
 def test_what_is_kept(world: shoal.World, tmp_path: Path) -> None:

@@ -96,13 +96,15 @@ class Checkpoints:
         """Keep the newest `keep` ones known to be whole, everything newer than these, and those of
         every `keep_every`-th step.
         """
-        if keep < 1:
+        if type(keep) is not int or keep < 1:
             raise CheckpointError(
-                given=f"keep={keep}", found="no checkpoint would be kept", fix="keep=1 or more"
+                given=f"keep={keep!r}",
+                found="that is no number of checkpoints to keep",
+                fix="keep=1 or more",
             )
-        if keep_every is not None and keep_every < 1:
+        if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise CheckpointError(
-                given=f"keep_every={keep_every}",
+                given=f"keep_every={keep_every!r}",
                 found="the checkpoints of every so many steps are kept: 1 or more",
                 fix="keep_every=10_000, or leave it out",
             )
