@@ -7,7 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shoal.checkpoint import table
-from shoal.checkpoint.store import DamageError, Files, Manifest, Store, is_named, read_manifest
+from shoal.checkpoint.store import (
+    DamageError,
+    Files,
+    Manifest,
+    Store,
+    is_named,
+    open_file,
+    read_manifest,
+)
 
 THREADS = 8
 """More readers of one file system than this gain little, and take it from others."""
@@ -39,7 +47,8 @@ def problems(path: Path, *, read: bool) -> list[str]:
     if listed or not read:
         return listed
     try:
-        table.read((path / table.STATE).read_bytes(), said)
+        with open_file(path / table.STATE) as file:
+            table.read(file.read(), said)
     except (DamageError, OSError) as error:
         return [str(error)]
     return []
