@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,3 +313,21 @@ def test_a_run_does_not_resume_on_other_data(
     assert (other.position, again.number) == (0, 0)
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_on_a_full_disk_ends_no_training(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, data = parts(world)
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    with shoal.Run(tmp_path, step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick()
+        world.say("trained")
+        assert run.save().is_dir()
