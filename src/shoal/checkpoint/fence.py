@@ -26,6 +26,9 @@ from shoal.errors import CheckpointError
 
 _KEPT = 10
 
+SEEN_SECONDS = 60.0
+"""How long a network file system may show a directory as it was before."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
@@ -76,6 +79,33 @@ class Fence:
             with suppress(OSError):
                 self._path(old).unlink()
         return number
+
+    def mark(self) -> str:
+        """What the rank that took the number wrote there; other ranks look for it. Empty on those."""
+        return self._mine
+
+    def look_for(self, number: int, mark: str, within: float) -> None:
+        """Take over the number that another rank has taken, once this one sees what it wrote.
+
+        Raises CheckpointError where it does not: each would save its part into a place of its own.
+        """
+        until = time.monotonic() + within
+        while not self._shows(number, mark):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
+                    found=f"{self._path(number)}, which rank 0 has just written, is not there: the "
+                    "ranks were given different directories, or each machine has its own of this name",
+                    fix="give all ranks the same path (without the time or a process's number in it), "
+                    "on a file system that all machines share",
+                )
+            time.sleep(0.05)
+        self.number = number
+
+    def _shows(self, number: int, mark: str) -> bool:
+        with suppress(OSError):
+            return self._path(number).read_text() == mark
+        return False
 
     def newest(self) -> int:
         """The highest number taken; 0 for none."""
@@ -189,6 +219,11 @@ def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt:
             return None
         return Lock(directory / "lock", job=job, attempt=attempt), fence.take()
 
-    taken = Agreement(world).together(f"a Run in {directory}", take)
-    fence.number = world.broadcast(None if taken is None else taken[1])
+    given = f"a Run in {directory}"
+    agreement = Agreement(world)
+    taken = agreement.together(given, take)
+    first = None if taken is None else (taken[1], fence.mark(), str(directory))
+    number, mark, there = world.broadcast(first)
+    within = SEEN_SECONDS if str(directory) == there else 0.0
+    agreement.together(given, lambda: fence.look_for(number, mark, within))
     return None if taken is None else taken[0]
