@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,9 @@ _Silence = Annotated[
 ]
 
 
+_HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     *,
@@ -116,6 +120,8 @@ def run(
             fix=f"shoal run -n 2 {script}",
         )
     given = args or []
+    # Heard while ranks run; after them the exit code stands, and schedulers repeat themselves.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     raise typer.Exit(
         local.run(
             script,

@@ -290,3 +290,18 @@ def test_a_rank_is_killed_while_others_wait_for_its_answer(start: Start) -> None
     assert ended.code == 128 + signal.SIGKILL
     assert ended.err.count("where: rank 1 of 2") == 1
     assert run.members() == []
+
+
+LATE = """
+import atexit, os, signal
+from shoal.cli import main
+
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # when the ranks have long saved
+main()
+"""
+
+
+def test_a_signal_as_the_launcher_ends_does_not_change_its_code(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"raise SystemExit({REQUEUE})")
+    run = start("-c", LATE, "run", "-n", "1", "train.py")
+    assert run.end().code == REQUEUE
