@@ -26,6 +26,7 @@ from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
 from shoal.hangs.matching import Matching
+from shoal.hangs.trace import Recording
 from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
@@ -132,6 +133,8 @@ class World:
         self._watch: Watch | None = None
         if self.group is not None:
             self._matching = Matching(self.rank)
+            if isinstance(self.group, Recording):
+                self.group.compare(self._matching.check)
             self._watch = self._watched(self.group, self._matching)
             self._let_torch_wait()
         atexit.register(self.close)
@@ -351,7 +354,10 @@ class World:
         """Give all process groups a limit of torch's own that is not reached before the watch's."""
         longest = timedelta(seconds=max(self.limits.step, self.limits.prepare) + MARGIN_SECONDS)
         for group in list(dist.distributed_c10d._world.pg_names):
-            dist.distributed_c10d._set_pg_timeout(longest, group)
+            if isinstance(group, Recording):
+                group.allow(longest.total_seconds())
+            else:
+                dist.distributed_c10d._set_pg_timeout(longest, group)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
