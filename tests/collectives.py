@@ -1,4 +1,4 @@
-"""Everything that torch asks of a process group, compared with what it means, on tensors of every kind."""
+"""All that torch asks of a process group, compared with what it means, on tensors of every kind."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ DEBIAN = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")
 SECONDS = 120
 
 
-def command(program: str, size: int, folder: Path, *, libraries: bool = True) -> list[str]:
-    """What starts a script on so many ranks; `libraries` gives Debian's MPICH the name mpi4py asks for."""
+def command(program: str, size: int, folder: Path) -> list[str]:
+    """What starts a script on so many ranks; Debian's MPICH is given the name that mpi4py asks for."""
     path = shutil.which(program)
     if path is None:
         pytest.skip(f"needs {program}")
     variables = ["OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
-    options = ["--oversubscribe"] if "openmpi" in program else []
-    if libraries and "mpich" in program and DEBIAN.exists():
+    options = ["--oversubscribe", "--bind-to", "none"] if "openmpi" in program else []
+    if "mpich" in program and DEBIAN.exists():
         named = folder / "lib" / "libmpi.so.12"
         if not named.exists():
             named.parent.mkdir()
