@@ -211,7 +211,7 @@ def messages(rank: int, size: int) -> list[str]:
     for dtype in DTYPES:
         for layout, tensor in _layouts(values(rank, dtype)).items():
             found = _layouts(torch.zeros(4, 3, dtype=dtype))[layout]
-            works = [dist.isend(tensor, following, tag=7), dist.irecv(found, before, tag=7)]
+            works: list[Any] = [dist.isend(tensor, following, tag=7), dist.irecv(found, before, tag=7)]
             for work in works:
                 work.wait()
             wrong += _differ((dtype, layout), found, values(before, dtype))

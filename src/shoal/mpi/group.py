@@ -52,8 +52,9 @@ class Group(Members):
         kind, mean = buffers.operation(opts.reduceOp, value.dtype)
         wide, root = buffers.reducible(value), opts.rootRank
         spec = buffers.reduced(wide)
-        mine = (MPI.IN_PLACE, spec) if self._rank == root else (spec, None)
-        request = self._collectives.Ireduce(*mine, kind, root)
+        sent: Any = MPI.IN_PLACE if self._rank == root else spec
+        received = spec if self._rank == root else None
+        request = self._collectives.Ireduce(sent, received, kind, root)
 
         def finish(_: Statuses) -> None:
             if self._rank == root:

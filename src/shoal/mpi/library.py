@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,7 +65,7 @@ def begin(placement: Placement) -> Any:
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     atexit.unregister(_leave)
-    atexit.register(_leave, mpi)
+    atexit.register(_leave, mpi, os.getpid())
     _check(mpi, placement, given)
     return mpi
 
@@ -104,7 +105,9 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         raise LaunchError(
             given=given,
             found=f"{library}, whose world has {world.size} rank(s): it is not that launcher's MPI",
-            fix="use the mpirun of the library that mpi4py has, or "
+            fix="srun --mpi=pmix or pmi2 (srun --mpi=list names what there is), or mpirun"
+            if placement.launcher == "srun"
+            else "use the mpirun of the library that mpi4py has, or "
             "export MPI4PY_LIBMPI=/path/to/libmpi.so with that of your mpirun",
         )
     if world.rank != placement.rank:
@@ -122,11 +125,11 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         )
 
 
-def _leave(mpi: Any) -> None:
+def _leave(mpi: Any, process: int) -> None:
     """At the end of Python. MPI.Finalize waits for all ranks, so one that fails ends them instead."""
     import mpi4py
 
-    if mpi.Is_finalized():
+    if os.getpid() != process or mpi.Is_finalized():  # not in what was forked from this process
         return
     if getattr(sys, "last_value", None) is not None:  # its traceback has just been printed
         for stream in (sys.stdout, sys.stderr):

@@ -30,7 +30,11 @@ class Shared:
         self.groups = 0
 
 
-class Members(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup
+"""Untyped, since torch calls each method in one of the two ways that it declares them."""
+
+
+class Members(_ProcessGroup):  # type: ignore[misc]
     """The ranks of two communicators: one for collectives, one for messages with tags of the user's.
 
     `limit` is after how many seconds an operation is given up. Communicators are not freed: that is

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 
 from shoal.mpi.patience import Patience
 
@@ -40,7 +41,7 @@ class Record:
     """Whether somebody waits for it, or did."""
 
 
-class Operation(dist._Work):
+class Operation(Work):
     """Requests of MPI under way; what is done once they are over, or why they failed.
 
     `finish` is called once, with the statuses of the requests, on whichever thread finds them over.
@@ -69,17 +70,18 @@ class Operation(dist._Work):
         self._result = list(result)
         self._buffers = buffers  # kept alive: MPI knows their addresses only
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[list[Tensor]] | None = None
+        self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
         self._source = -1
-        self._mover: Mover | None = mover
+        self._mover = mover
+        self._aside = False
         if aside:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        if self._mover is not None:
+        if not self._aside:
+            self._aside = True
             self._mover.take(self)
-            self._mover = None
 
     def poll(self) -> bool:
         """Whether it is over; one thread at a time asks MPI."""
@@ -107,6 +109,7 @@ class Operation(dist._Work):
             elif time.monotonic() < self._deadline:
                 return False
             else:
+                self._mover.given_up.append(self)
                 raise dist.DistBackendError(
                     f"{self.record.operation} has waited for other ranks for {self._limit:g} s"
                 )
@@ -117,7 +120,7 @@ class Operation(dist._Work):
         self.record.done = True
         return True
 
-    def _fulfil(self, future: torch.futures.Future[list[Tensor]]) -> None:
+    def _fulfil(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:
             future.set_result(self._result)
         else:
@@ -138,7 +141,7 @@ class Operation(dist._Work):
             raise self._error
         return True
 
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+    def get_future(self) -> torch.futures.Future[Any]:
         """The result as a future, which the thread that moves operations fulfils."""
         with self._lock:
             if self._future is not None:
@@ -183,6 +186,8 @@ class Mover:
 
     def __init__(self) -> None:
         self._new: list[Operation] = []
+        self.given_up: list[Operation] = []
+        """Kept with their tensors, into which MPI may write yet."""
         self._wake = threading.Event()
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="shoal mpi", daemon=True)
