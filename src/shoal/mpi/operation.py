@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Operation(Work):
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
-        self._source = -1
+        self._statuses = [MPI.Status() for _ in requests]
         self._mover = mover
         self._aside = False
         if aside:
@@ -100,12 +101,10 @@ class Operation(Work):
         return True
 
     def _ask(self) -> bool:
-        statuses = [MPI.Status() for _ in self._requests]
         try:
-            if MPI.Request.Testall(self._requests, statuses):
+            if MPI.Request.Testall(self._requests, self._statuses):
                 if self._finish is not None:
-                    self._finish(statuses)
-                self._source = statuses[0].source if statuses else -1
+                    self._finish(self._statuses)
             elif time.monotonic() < self._deadline:
                 return False
             else:
@@ -176,7 +175,7 @@ class Operation(Work):
 
     def source_rank(self) -> int:
         """From which rank of the group something was received."""
-        return self._source
+        return self._statuses[0].source
 
     _source_rank = source_rank
 
@@ -185,7 +184,7 @@ class Mover:
     """The thread that moves on what nobody waits for. It ends with `stop`."""
 
     def __init__(self) -> None:
-        self._new: list[Operation] = []
+        self._new: deque[Operation] = deque()
         self.given_up: list[Operation] = []
         """Kept with their tensors, into which MPI may write yet."""
         self._wake = threading.Event()
@@ -215,8 +214,8 @@ class Mover:
                 patience = Patience(_ASIDE_SECONDS)
             if self._wake.is_set():
                 self._wake.clear()
-                new, self._new = self._new, []
-                under_way += new
+                while self._new:
+                    under_way.append(self._new.popleft())
                 patience = Patience(_ASIDE_SECONDS)
             under_way = [operation for operation in under_way if not operation.poll()]
             if under_way:
