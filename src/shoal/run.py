@@ -14,10 +14,15 @@ import torch
 
 from shoal.checkpoint import (
     Agreement,
+    AnyPath,
     Checkpoints,
     Fence,
     FencedFiles,
     Job,
+    how_to_remove,
+    is_url,
+    masked_url,
+    path_from,
     take_over,
 )
 from shoal.contents import Contents, Stateful
@@ -39,7 +44,7 @@ class Restored(NamedTuple):
     step: int
     position: int
     epoch: int
-    path: Path
+    path: AnyPath
 
 
 class Run:
@@ -48,14 +53,16 @@ class Run:
     `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
     else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
     the rank. `config` holds plain values that checkpoints are to keep for people: rates, paths. The
-    newest `keep` checkpoints are kept, and those of every `keep_every`-th step. A save that fails
-    while training goes on is told, and ends the run where `must_save` is set. `trackers` take what
+    newest `keep` checkpoints are kept, and those of every `keep_every`-th step. They are kept in
+    `checkpoints`, where that is given: another directory, or a URL of a file system that fsspec knows
+    (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
+    `must_save` is set. `trackers` take what
     `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
 
-    Raises CheckpointError, on all ranks, when the directory can't be written.
+    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written.
     """
 
     def __init__(
@@ -66,12 +73,13 @@ class Run:
         *,
         state: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
+        checkpoints: str | Path | None = None,
         keep: int = 3,
         keep_every: int | None = None,
         must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = _own_directory(directory)
         self.steps = _named_steps(step)
         if not isinstance(loader, Loader):
             raise DataError(
@@ -84,9 +92,12 @@ class Run:
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
         self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
-        self._fence = Fence(self.directory / "attempts")
+        self._place: AnyPath = Agreement(self.world).together(
+            f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
+        )
+        self._fence = Fence(self._place / "attempts")
         self.checkpoints = Checkpoints(
-            self.directory / "checkpoints",
+            self._place / "checkpoints",
             self.world,
             keep=keep,
             keep_every=keep_every,
@@ -112,7 +123,7 @@ class Run:
         self._closed = False
         self._free = False
         self._recorded = self._numbers()
-        self._saved: tuple[tuple[dict[str, int], int], Path, Job[Path]] | None = None
+        self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
         self._stopping.start()
@@ -210,14 +221,14 @@ class Run:
         if every is not None and moved and self._saves.due(every, self.step):
             self.save(wait=False)
 
-    def save(self, *, to: str | None = None, wait: bool = True) -> Path:
+    def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
         """Commit a checkpoint of everything from which the run goes on; its directory. Collective.
 
         Without `wait` it returns when the state has been copied, and the directory is there once the
         rest is done aside. Called again before anything has moved, it returns the checkpoint that it
         committed then; with user state, which may have changed since, that one is replaced.
-        `to="best"` keeps it in `best/` of the run directory instead, in the place of the one before;
-        `restore` does not look there.
+        `to="best"` keeps it in `best/` instead, beside `checkpoints/`, in the place of the one before;
+        `restore` does not look there. Of a directory at a URL, `str` gives its URL.
         """
         self._check_open()
         self._check_free()
@@ -242,7 +253,7 @@ class Run:
                 lambda: self.contents.take(position),
                 join=self.contents.in_parts,
             )
-            path = checkpoints.directory / f"step-{self.step}"
+            path = checkpoints.where(self.step)
             if to is None:
                 self._saved = (at, path, job)
             if not wait:
@@ -286,7 +297,7 @@ class Run:
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
             self._folders[folder] = Checkpoints(
-                self.directory / folder,
+                self._place / folder,
                 self.world,
                 keep=1,
                 aside=self.checkpoints.aside,
@@ -349,11 +360,11 @@ class Run:
         there = self.checkpoints.newest()
         if there is not None:
             raise CheckpointError(
-                given=f"training from the start in {self.directory}",
+                given=f"training from the start in {self._place}",
                 found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
                 "would take for this one's",
                 fix="run.restore() before the first batch, or another directory, or to start afresh: "
-                f"rm -r {self.directory}",
+                f"{how_to_remove(self._place)}",
             )
         self._free = True
 
@@ -394,6 +405,16 @@ class Run:
             for name, step in self.steps.items()
             if step.last is not None
         }
+
+
+def _own_directory(given: str | Path) -> Path:
+    if is_url(given):
+        raise CheckpointError(
+            given=f"shoal.Run({masked_url(str(given))!r}, …)",
+            found="events and the lock need a directory; only checkpoints can be elsewhere",
+            fix="shoal.Run('runs/a', …, checkpoints='s3://bucket/a')",
+        )
+    return Path(given)
 
 
 def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:

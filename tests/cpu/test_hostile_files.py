@@ -41,7 +41,8 @@ DEEP = 100_000
 def step(tmp_path: Path) -> Path:
     """A whole checkpoint."""
     state = {"weight": torch.arange(6.0).reshape(2, 3), "other": torch.ones(2)}
-    return Checkpoints(tmp_path / "run", Alone()).save(1, state, {}, {})
+    Checkpoints(tmp_path / "run", Alone()).save(1, state, {}, {})
+    return tmp_path / "run" / "step-1"
 
 
 def forge(step: Path, name: str, content: bytes) -> None:

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from processes import Alone
-from shoal.checkpoint import Checkpoints, Files, Loaded
-from shoal.checkpoint.store import DamageError, Manifest, Record, Store
+from shoal.checkpoint import AnyPath, Checkpoints, Files, Loaded
+from shoal.checkpoint.store import DamageError, Manifest, Record
+from shoal.checkpoint.stores import store_in
 from shoal.errors import CheckpointError
 
 FILES = ["manifest.json", "rank-0.safetensors", "state.json"]
@@ -39,7 +40,7 @@ def restore(directory: Path) -> Loaded:
     return loaded
 
 
-def names(directory: Path) -> list[str]:
+def names(directory: AnyPath) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
@@ -273,7 +274,7 @@ def test_reading_does_not_need_to_write(tmp_path: Path) -> None:
     (tmp_path / "step-3.partial").mkdir()
 
     class ReadOnly(NoRename):
-        def remove_directory(self, path: Path) -> None:
+        def remove_directory(self, path: AnyPath) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     loaded = Checkpoints(tmp_path, Alone(), files=ReadOnly()).restore()
@@ -285,7 +286,7 @@ def test_reading_does_not_need_to_write(tmp_path: Path) -> None:
 
 def test_what_can_not_be_removed_does_not_stop_a_run(tmp_path: Path) -> None:
     class NoUnlink(Files):
-        def unlink(self, path: Path) -> None:
+        def unlink(self, path: AnyPath) -> None:
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with pytest.warns(UserWarning, match="an old checkpoint can't be removed"):
@@ -317,7 +318,7 @@ def test_keep_is_at_least_one(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_given_back(tmp_path: Path) -> None:
     class Full(Files):
-        def sync_directory(self, path: Path) -> None:
+        def sync_directory(self, path: AnyPath) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     save(tmp_path, 1)
@@ -328,7 +329,7 @@ def test_a_full_disk_is_given_back(tmp_path: Path) -> None:
 
 
 def test_records_are_of_what_was_written(tmp_path: Path) -> None:
-    record = Store(tmp_path, Files()).write(3, "some", [b"ab", memoryview(b"c"), b""])
+    record = store_in(tmp_path, Files()).write(3, "some", [b"ab", memoryview(b"c"), b""])
     content = (tmp_path / "step-3.partial" / "some").read_bytes()
     assert content == b"abc"
     assert record == Record(3, hashlib.sha256(b"abc").hexdigest())

@@ -19,7 +19,7 @@ import shoal
 from commands import wait_for
 from hooked import HookedFiles
 from ranks import RankError, Ranks
-from shoal.checkpoint import Checkpoints, Fence, FencedFiles
+from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles
 from shoal.data.audit import coverage
 from shoal.errors import CheckpointError
 
@@ -38,7 +38,7 @@ class Stopped(HookedFiles, FencedFiles):
         self._note = note
         self.armed = False
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         if self.armed:
             self._left -= 1
             if self._left == -1:

@@ -305,8 +305,9 @@ def test_what_is_kept(world: shoal.World, tmp_path: Path) -> None:
 
 def test_a_checkpoint_says_what_it_is_of(world: shoal.World, tmp_path: Path) -> None:
     with begin(world, tmp_path, config={"rate": 0.05, "data": "none"}) as run:
-        path = run.save()
-    info = json.loads((path / "manifest.json").read_text())["manifest"]["info"]["dict"]
+        assert run.save() == tmp_path / "checkpoints" / "step-0"
+    manifest = tmp_path / "checkpoints" / "step-0" / "manifest.json"
+    info = json.loads(manifest.read_text())["manifest"]["info"]["dict"]
     assert info["config"] == {"dict": {"rate": 0.05, "data": "none"}}
     assert info["versions"]["dict"]["torch"] == torch.__version__
     assert abs(info["time"] - time.time()) < 60

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
 from shoal.checkpoint.aside import Aside, Job
+from shoal.checkpoint.files import Files
+from shoal.checkpoint.naming import step_of
+from shoal.checkpoint.paths import AnyPath, how_to_remove, open_file
 from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
-from shoal.checkpoint.store import DamageError, Files, Manifest, Record, Store, open_file, step_of
+from shoal.checkpoint.store import DamageError, Manifest, Record, Store, damage, manifest_of
+from shoal.checkpoint.stores import store_in
 from shoal.checkpoint.table import STATE, read
 from shoal.errors import CheckpointError
 from shoal.texts import masked
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 class Skipped:
     """A directory that a restore passed over, and why."""
 
-    path: Path
+    path: AnyPath
     reason: str
 
 
@@ -41,7 +43,7 @@ class Loaded:
     that were found damaged, newest first: whoever restores prints them.
     """
 
-    path: Path
+    path: AnyPath
     step: int
     state: Tree
     rank_state: Tree | None
@@ -86,7 +88,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         world: Ranks,
         *,
         keep: int = 3,
@@ -114,7 +116,7 @@ class Checkpoints:
         self._agreement = Agreement(world)
         self._keep = keep
         self._keep_every = keep_every
-        self._store = Store(directory, files or Files())
+        self._store: Store[Any] = store_in(directory, files or Files())
         self.aside = aside or Aside(world)
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
@@ -125,12 +127,18 @@ class Checkpoints:
             f"{self.directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
 
-    def newest(self) -> Path | None:
+    def newest(self) -> AnyPath | None:
         """The newest directory that may be a checkpoint, whole or not."""
         given = f"checkpoints in {self.directory}"
         rank = self._world.rank
         found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
-        return self._world.broadcast(found[0] if found else None)  # type: ignore[no-any-return]
+        name = self._world.broadcast(found[0].name if found else None)
+        return None if name is None else self.directory / name
+
+    def where(self, step: int) -> AnyPath:
+        """The directory of the save of `step` that was started last, once it is there."""
+        where: AnyPath = self._store.where(step)
+        return where
 
     def save(
         self,
@@ -140,7 +148,7 @@ class Checkpoints:
         info: Mapping[str, Any],
         *,
         join: bool = False,
-    ) -> Path:
+    ) -> AnyPath:
         """Save; when this returns, the checkpoint is on the disk. Returns its directory.
 
         As `start`, and waits.
@@ -155,7 +163,7 @@ class Checkpoints:
         info: Mapping[str, Any],
         *,
         join: bool = False,
-    ) -> Job[Path]:
+    ) -> Job[AnyPath]:
         """Take the state over, and save it while training goes on; the job gives the directory.
 
         When this returns, the state may change. Waits for the save before, if that is under way.
@@ -170,6 +178,7 @@ class Checkpoints:
         given = f"a checkpoint of step {step} in {self.directory}"
         self.aside.prepare()
         self.aside.wait()
+        self._store.expect(step)
         parts, own_parts, info_json = self._agreement.together(
             given, lambda: self._take_apart(state, rank_state, info)
         )
@@ -220,20 +229,20 @@ class Checkpoints:
                 skipped.append(Skipped(path, invalid))
                 continue
             manifest = Manifest.parse(text.encode())
-            damage = self._damage(path, manifest)
-            if damage is not None:
-                skipped.append(Skipped(path, damage))
+            reason = self._damage(path, manifest)
+            if reason is not None:
+                skipped.append(Skipped(path, reason))
                 continue
             loaded = self._load(path, manifest, (template, elsewhere), tuple(skipped))
             self._verified.add(loaded.step)
             return loaded
         if skipped:
-            where = shlex.quote(str(self.directory))
             listing = "; ".join(f"{one.path.name}: {one.reason}" for one in skipped)
             raise CheckpointError(
                 given=given,
                 found=f"none is whole: {listing}",
-                fix=f"to start afresh, rm -r {where}/step-* (or choose another directory)",
+                fix=f"to start afresh, {how_to_remove(self.directory, '/step-*')} "
+                "(or choose another directory)",
             )
         return None
 
@@ -251,7 +260,7 @@ class Checkpoints:
             )
         return parts, own_parts, described.json
 
-    def _write(self, contents: _Contents) -> Path:
+    def _write(self, contents: _Contents) -> AnyPath:
         """Aside: write this rank's file, and on rank 0 commit when all have; the directory."""
         outcome = self._agreement.attempt(contents.given, lambda: self._write_all(contents))
         if isinstance(outcome, CheckpointError):
@@ -307,7 +316,7 @@ class Checkpoints:
             except Exception:
                 self._store.discard(step)
                 raise
-            return self._store.publish(step).name
+            return str(self._store.publish(step).name)
 
         return self._agreement.attempt(contents.given, commit)
 
@@ -333,19 +342,22 @@ class Checkpoints:
         found: list[tuple[str, str | None, str]] = []
         for path in self._store.candidates():
             try:
-                found.append((path.name, self._store.manifest(path).render().decode(), ""))
-            except DamageError as damage:
-                found.append((path.name, None, str(damage)))
+                found.append((path.name, manifest_of(path).render().decode(), ""))
+            except DamageError as error:
+                found.append((path.name, None, str(error)))
         return found
 
-    def _damage(self, path: Path, manifest: Manifest) -> str | None:
+    def _damage(self, path: AnyPath, manifest: Manifest) -> str | None:
         world = self._world
-        found = world.gather(self._store.damage(path, manifest, share=world.rank, of=world.size))
+        mine = self._agreement.together(
+            f"the checkpoint {path}", lambda: damage(path, manifest, share=world.rank, of=world.size)
+        )
+        found = world.gather(mine)
         seen = ((reason, rank) for rank, reason in enumerate(found) if reason is not None)
         return next((f"{reason} (seen by rank {rank})" for reason, rank in seen), None)
 
     def _load(
-        self, path: Path, manifest: Manifest, wanted: Wanted, skipped: tuple[Skipped, ...]
+        self, path: AnyPath, manifest: Manifest, wanted: Wanted, skipped: tuple[Skipped, ...]
     ) -> Loaded:
         from shoal.checkpoint.tensors import load_tensors
 
@@ -375,7 +387,7 @@ class Checkpoints:
         return self._agreement.together(given, assemble)
 
     def _targets(
-        self, path: Path, manifest: Manifest, wanted: Wanted
+        self, path: AnyPath, manifest: Manifest, wanted: Wanted
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         from shoal.checkpoint.tensors import allocate
 
