@@ -60,8 +60,8 @@ def init(
     unless given). `seed` is the root of every random stream. `timeout` is how long a rank may wait for
     others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
     `prepare_timeout` holds. Then the rank that did not arrive is named, and all ranks end.
-    `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that nothing
-    is left behind.
+    `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that
+    nothing is left behind.
 
     With several ranks, torch gets as many threads as this rank has cores for itself, unless
     OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
