@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,12 @@ from shoal.checkpoint import (
     Job,
     how_to_remove,
     is_url,
+    lasting,
     masked_url,
     path_from,
     take_over,
 )
-from shoal.contents import Contents, Stateful
+from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
@@ -36,6 +38,10 @@ from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
+
+_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
+_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "wandb"}
+"""What a run directory holds besides."""
 
 
 class Restored(NamedTuple):
@@ -89,13 +95,14 @@ class Run:
             )
         self.loader = loader
         self.world: World = loader.world
+        check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
         self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
         )
-        self._fence = Fence(self._place / "attempts")
+        self._fence = Fence(lasting(self._place) / "attempts")
         self.checkpoints = Checkpoints(
             self._place / "checkpoints",
             self.world,
@@ -104,10 +111,8 @@ class Run:
             files=FencedFiles(self._fence),
         )
         self.checkpoints.check()
-        place = self.world.placement
-        self._lock = take_over(
-            self.directory, self._fence, self.world, job=place.job, attempt=place.attempt
-        )
+        job, attempt = self.world.placement.job, self.world.placement.attempt
+        self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._saves = Saves(self.world, self.events, must=must_save)
@@ -115,7 +120,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._curves = Curves(self.directory, chosen, first=self.world.first)
+        self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
         self._folders: dict[str, Checkpoints] = {}
@@ -296,13 +301,8 @@ class Run:
 
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
-            self._folders[folder] = Checkpoints(
-                self._place / folder,
-                self.world,
-                keep=1,
-                aside=self.checkpoints.aside,
-                files=FencedFiles(self._fence),
-            )
+            _check_folder(folder)
+            self._folders[folder] = self.checkpoints.beside(folder)
         return self._folders[folder]
 
     def close(self) -> None:
@@ -370,6 +370,8 @@ class Run:
 
     def _begin(self) -> None:
         self._check_free()
+        # The first save may be the last chance there is: what no checkpoint can hold is told before.
+        self.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
@@ -415,6 +417,17 @@ def _own_directory(given: str | Path) -> Path:
             fix="shoal.Run('runs/a', …, checkpoints='s3://bucket/a')",
         )
     return Path(given)
+
+
+def _check_folder(name: object) -> None:
+    if isinstance(name, str) and _FOLDER.fullmatch(name) and name not in _OWN:
+        return
+    raise CheckpointError(
+        given=f"run.save(to={name!r})",
+        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
+        f"none of {', '.join(sorted(_OWN))}",
+        fix="run.save(to='best')",
+    )
 
 
 def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:

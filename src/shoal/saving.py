@@ -35,10 +35,10 @@ class YoungDaly:
     mtbf: timedelta
 
     def __post_init__(self) -> None:
-        if not self.mtbf > timedelta(0):
+        if not isinstance(self.mtbf, timedelta) or not self.mtbf > timedelta(0):
             raise CheckpointError(
                 given=f"shoal.YoungDaly(mtbf={self.mtbf})",
-                found="the mean time between failures is more than none",
+                found="the mean time between failures is a timedelta, and more than none",
                 fix="shoal.YoungDaly(mtbf=timedelta(hours=8))",
             )
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.files import Files
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
-    from shoal.checkpoint.paths import AnyPath, how_to_remove, path_from
+    from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, path_from
     from shoal.checkpoint.remote import is_url, masked_url
     from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
 
@@ -26,7 +26,7 @@ _HOMES = {
     "files": ("Files",),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
-    "paths": ("AnyPath", "how_to_remove", "path_from"),
+    "paths": ("AnyPath", "how_to_remove", "lasting", "path_from"),
     "remote": ("is_url", "masked_url"),
     "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some"),
 }
@@ -46,6 +46,7 @@ __all__ = [
     "compare_names",
     "how_to_remove",
     "is_url",
+    "lasting",
     "masked_url",
     "path_from",
     "path_of",

@@ -31,6 +31,9 @@ from shoal.errors import CheckpointError
 _KEPT = 10
 _LONGEST = 10_000
 
+SEEN_SECONDS = 60.0
+"""How long a network file system may show a directory as it was before."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
@@ -57,6 +60,8 @@ class Fence:
 
     def __init__(self, directory: AnyPath) -> None:
         self._directory = directory
+        self._mine = ""
+        self._own: AnyPath | None = None
         self.number = 0
 
     def take(self) -> int:
@@ -72,14 +77,40 @@ class Fence:
                 old.unlink()
         return number
 
+    def mark(self) -> str:
+        """What the rank that took the number wrote there; other ranks look for it. Empty on those."""
+        return self._mine
+
+    def look_for(self, number: int, mark: str, within: float) -> None:
+        """Take over the number that another rank has taken, once this one sees what it wrote.
+
+        Raises CheckpointError where it does not: each would save its part into a place of its own.
+        """
+        until = time.monotonic() + within
+        while not self._shows(number, mark):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
+                    found=f"attempt {number}, which rank 0 has just written there, is not there: the "
+                    "ranks were given different directories, or each machine has its own of this name",
+                    fix="give all ranks the same path (without the time or a process's number in it), "
+                    "on a file system that all machines share",
+                )
+            time.sleep(0.05)
+        self.number = number
+
+    def _shows(self, number: int, mark: str) -> bool:
+        return any(_read(path) == mark for each, path in self._taken() if each == number)
+
     def newest(self) -> int:
         """The highest number taken; 0 for none."""
         return max((number for number, _ in self._taken()), default=0)
 
     def check(self) -> None:
         """Raise CheckpointError where a later attempt has taken the run over."""
-        newest = self.newest()
-        if self.number and newest > self.number:
+        taken = self._taken()
+        newest = taken[-1][0] if taken else 0
+        if self.number and (newest > self.number or self._is_anothers(taken)):
             raise CheckpointError(
                 given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
                 found=f"{self._who(newest)}, has taken over: what this one saved now would be lost or "
@@ -90,7 +121,8 @@ class Fence:
     def _claim(self, number: int) -> bool:
         """Take a number; False if another attempt has it, or takes it at this moment."""
         mine = {"host": socket.gethostname(), "process": os.getpid(), "when": time.time()}
-        text = json.dumps(mine).encode()
+        self._mine = json.dumps(mine)
+        text = self._mine.encode()
         if isinstance(self._directory, RemotePath):
             return self._claim_there(self._directory, number, text)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -101,6 +133,7 @@ class Fence:
             return False
         with os.fdopen(file, "wb") as stream:
             stream.write(text)
+        self._own = path
         return True
 
     def _claim_there(self, directory: RemotePath, number: int, text: bytes) -> bool:
@@ -111,17 +144,28 @@ class Fence:
             file.write(text)
             file.finish()
         if [each for each, _ in self._taken()].count(number) == 1:
+            self._own = path
             return True
         path.unlink()
         return False
 
+    def _is_anothers(self, taken: list[tuple[int, AnyPath]]) -> bool:
+        """Whether the run directory was removed and begun anew, where numbers begin at 1 again.
+
+        Only the rank that took the number knows; it is the one that commits.
+        """
+        if self._own is None or not taken:
+            return False
+        if self._own.name not in [path.name for _, path in taken]:
+            return True  # others' numbers are there, and this one never goes before a higher one
+        # Elsewhere no other file has its name; an empty one is being written.
+        return isinstance(self._own, Path) and _read(self._own) not in (self._mine, "")
+
     def _who(self, number: int) -> Taken:
-        path = next((path for each, path in self._taken() if each == number), None)
+        texts = [_read(path) for each, path in self._taken() if each == number]
         # It may not have been written yet.
-        with suppress(OSError, ValueError, TypeError):
-            if path is not None:
-                with open_file(path) as file:
-                    return Taken(number=number, **json.loads(file.read(_LONGEST)))
+        with suppress(ValueError, TypeError, IndexError):
+            return Taken(number=number, **json.loads(texts[0]))
         return Taken(number=number)
 
     def _taken(self) -> list[tuple[int, AnyPath]]:
@@ -133,6 +177,13 @@ class Fence:
             found = [(int(number), path) for number, path in split if number.isdecimal()]
             return sorted(found, key=lambda each: each[0])
         return []
+
+
+def _read(path: AnyPath) -> str:
+    """What an attempt has written; empty where that can't be read."""
+    with suppress(OSError), open_file(path) as file:
+        return file.read(_LONGEST).decode(errors="replace")
+    return ""
 
 
 class FencedFiles(Files):
@@ -208,6 +259,11 @@ def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt:
             return None
         return Lock(directory / "lock", job=job, attempt=attempt), fence.take()
 
-    taken = Agreement(world).together(f"a Run in {directory}", take)
-    fence.number = world.broadcast(None if taken is None else taken[1])
+    given = f"a Run in {directory}"
+    agreement = Agreement(world)
+    taken = agreement.together(given, take)
+    first = None if taken is None else (taken[1], fence.mark(), str(directory))
+    number, mark, there = world.broadcast(first)
+    within = SEEN_SECONDS if str(directory) == there else 0.0
+    agreement.together(given, lambda: fence.look_for(number, mark, within))
     return None if taken is None else taken[0]

@@ -15,9 +15,17 @@ from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
 from shoal.checkpoint.aside import Aside, Job
 from shoal.checkpoint.files import Files
 from shoal.checkpoint.naming import step_of
-from shoal.checkpoint.paths import AnyPath, how_to_remove, open_file
+from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
 from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
-from shoal.checkpoint.store import DamageError, Manifest, Record, Store, damage, manifest_of
+from shoal.checkpoint.store import (
+    DamageError,
+    Manifest,
+    Record,
+    Store,
+    damage,
+    is_complete,
+    manifest_of,
+)
 from shoal.checkpoint.stores import store_in
 from shoal.checkpoint.table import STATE, read
 from shoal.errors import CheckpointError
@@ -94,20 +102,19 @@ class Checkpoints:
         keep: int = 3,
         keep_every: int | None = None,
         files: Files | None = None,
-        aside: Aside | None = None,
     ) -> None:
         """Keep the newest `keep` ones known to be whole, everything newer than these, and those of
         every `keep_every`-th step.
-
-        Several may write by way of one `aside`, one after the other.
         """
-        if keep < 1:
+        if type(keep) is not int or keep < 1:
             raise CheckpointError(
-                given=f"keep={keep}", found="no checkpoint would be kept", fix="keep=1 or more"
+                given=f"keep={keep!r}",
+                found="that is no number of checkpoints to keep",
+                fix="keep=1 or more",
             )
-        if keep_every is not None and keep_every < 1:
+        if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise CheckpointError(
-                given=f"keep_every={keep_every}",
+                given=f"keep_every={keep_every!r}",
                 found="the checkpoints of every so many steps are kept: 1 or more",
                 fix="keep_every=10_000, or leave it out",
             )
@@ -116,8 +123,11 @@ class Checkpoints:
         self._agreement = Agreement(world)
         self._keep = keep
         self._keep_every = keep_every
-        self._store: Store[Any] = store_in(directory, files or Files())
-        self.aside = aside or Aside(world)
+        self._files = files or Files()
+        # The working directory may change, also while a save is under way aside.
+        self._store: Store[Any] = store_in(lasting(directory), self._files)
+        self._sole = False
+        self.aside = Aside(world)
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
 
@@ -126,6 +136,15 @@ class Checkpoints:
         self._agreement.together(
             f"{self.directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
+
+    def beside(self, name: str) -> Checkpoints:
+        """Those in the directory `name` beside this one: only the one saved last is kept, whatever its
+        step. They wait for each other's saves."""
+        made = Checkpoints(self.directory.parent / name, self._world, keep=1, files=self._files)
+        made._store = store_in(self._store.directory.parent / name, self._files)
+        made._sole = True
+        made.aside = self.aside
+        return made
 
     def newest(self) -> AnyPath | None:
         """The newest directory that may be a checkpoint, whole or not."""
@@ -137,8 +156,12 @@ class Checkpoints:
 
     def where(self, step: int) -> AnyPath:
         """The directory of the save of `step` that was started last, once it is there."""
-        where: AnyPath = self._store.where(step)
-        return where
+        return self.directory / self._store.where(step).name  # type: ignore[no-any-return]
+
+    def check_state(self, state: Tree, info: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where these are not what can be saved; nothing is written or copied."""
+        given = f"checkpoints in {self.directory}"
+        self._agreement.together(given, lambda: self._take_apart(state, {}, info))
 
     def save(
         self,
@@ -224,14 +247,14 @@ class Checkpoints:
         )
         skipped: list[Skipped] = []
         for name, text, invalid in found:
-            path = self.directory / name
+            path = self._store.directory / name
             if text is None:
-                skipped.append(Skipped(path, invalid))
+                skipped.append(Skipped(self.directory / name, invalid))
                 continue
             manifest = Manifest.parse(text.encode())
             reason = self._damage(path, manifest)
             if reason is not None:
-                skipped.append(Skipped(path, reason))
+                skipped.append(Skipped(self.directory / name, reason))
                 continue
             loaded = self._load(path, manifest, (template, elsewhere), tuple(skipped))
             self._verified.add(loaded.step)
@@ -267,7 +290,7 @@ class Checkpoints:
             raise outcome
         self._verified.add(contents.step)
         if self._world.rank == 0:
-            self._retire()
+            self._retire(contents.step)
         return self.directory / outcome
 
     def _write_all(self, contents: _Contents) -> str | CheckpointError:
@@ -320,19 +343,33 @@ class Checkpoints:
 
         return self._agreement.attempt(contents.given, commit)
 
-    def _retire(self) -> None:
-        kept = sorted(self._verified, reverse=True)[: self._keep]
-        if len(kept) < self._keep:
-            return
+    def _retire(self, saved: int) -> None:
         try:
-            for path in self._store.candidates():
+            found = self._store.candidates()
+            oldest = self._oldest_kept(found)
+            for path in found:
                 step = step_of(path)
-                if step < kept[-1] and (self._keep_every is None or step % self._keep_every):
+                old = step != saved if self._sole else step < oldest
+                if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
             # The new one is safe, so this is no reason to stop. Nor is a newer attempt, here: of it
             # the next save tells all ranks, and this is rank 0 alone.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
+
+    def _oldest_kept(self, found: list[Any]) -> int:
+        """The step before which none is needed any more; 0 where all are.
+
+        An attempt that ends after one save has seen two whole ones, that one and the one restored.
+        Older ones, of which it has seen none, then count by the sizes of their files.
+        """
+        kept = sorted(self._verified, reverse=True)[: self._keep]
+        if len(kept) < min(2, self._keep):
+            return 0
+        for path in found:
+            if len(kept) < self._keep and step_of(path) < kept[-1] and is_complete(path):
+                kept.append(step_of(path))
+        return kept[-1] if len(kept) == self._keep else 0
 
     def _survey(self) -> list[tuple[str, str | None, str]]:
         """Of each candidate its name and its manifest, or None and why that is invalid."""
@@ -361,7 +398,8 @@ class Checkpoints:
     ) -> Loaded:
         from shoal.checkpoint.tensors import load_tensors
 
-        given = f"the checkpoint {path}"
+        told = self.directory / path.name
+        given = f"the checkpoint {told}"
         group = self._world.group
         content, targets = self._agreement.together(
             given, lambda: self._targets(path, manifest, wanted)
@@ -376,7 +414,7 @@ class Checkpoints:
                 raise failure
             own = self._own(content, manifest)
             return Loaded(
-                path=path,
+                path=told,
                 step=manifest.step,
                 state=put_together(content["state"], targets),
                 rank_state=None if own is None else put_together(own, targets),

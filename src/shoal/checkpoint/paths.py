@@ -24,6 +24,11 @@ def path_from(given: str | Path) -> AnyPath:
     return connect(given) if isinstance(given, str) and is_url(given) else Path(given)
 
 
+def lasting(path: AnyPath) -> AnyPath:
+    """The same place wherever the process goes later: its working directory may change."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
 def open_file(path: AnyPath) -> BufferedReader:
     """Open a regular file to read. Raises OSError for what is none: a pipe would make readers wait
     for ever, and a link may lead anywhere."""

@@ -322,6 +322,15 @@ def damage(path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1) ->
     return None
 
 
+def is_complete(path: AnyPath) -> bool:
+    """Whether a candidate has a manifest and all files in their sizes. Raises RemoteError."""
+    try:
+        records = manifest_of(path).files
+    except DamageError:
+        return False
+    return not any(record.difference(path / name, read=False) for name, record in records.items())
+
+
 def manifest_of(path: AnyPath) -> Manifest:
     """The manifest of a checkpoint by the name of its step; raises DamageError.
 

@@ -46,7 +46,9 @@ class DiskStore(Store[Path]):
                 self._settle(name.step, path)
         for name, path in leftovers:
             if name.suffix == TRASH and os.path.lexists(path):
-                self.remove_tree(path)
+                # What somebody has open, network file systems don't remove: that harms nothing.
+                with suppress(OSError):
+                    self.remove_tree(path)
 
     def publish(self, step: int) -> Path:
         """See Store."""
