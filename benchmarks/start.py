@@ -4,6 +4,17 @@ Both start the same script, in turn, so that both see the same machine. Aims: `s
 0.6 x torchrun's time, `shoal --help` under 0.3 s.
 
     python benchmarks/start.py [--processes 2] [--repeats 7] [--json]
+    python benchmarks/start.py --scale 1 2 4 8 16 32 64 [--repeats 3] [--json]
+
+With `--scale` so many processes are started at once, each importing for itself, as srun and mpirun do
+it. Shown are the seconds of processor time that the imports take in a rank, the seconds until the
+slowest has imported, and those from there until `shoal.init` and a first barrier are over on all. For
+more ranks, and nodes of c cores with r ranks each, the start is modelled as
+
+    imports x max(1, r / c) + a + b x ranks
+
+where `imports` is the median of the processor time, and a and b come from least squares over what was
+measured. All ranks share this machine's cores, so b is more than on machines of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +23,7 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,6 +58,90 @@ def first_reduce(command: Sequence[str], script: Path, processes: int) -> float:
     if len(ends) != processes:
         raise RuntimeError(f"{len(ends)} of {processes} ranks reported")
     return max(ends) - started
+
+
+RANK = """
+import json, os, sys, time
+
+begun = float(sys.argv[2])
+import shoal
+from shoal import init
+spent, imported = time.process_time(), time.perf_counter()
+with init() as world:
+    world.barrier()
+    formed = time.perf_counter()
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump([spent, imported - begun, formed - begun], file)
+"""
+BEYOND = (256, 1024)
+
+
+def together(processes: int, script: Path) -> tuple[float, float, float]:
+    """Of ranks that start at once: processor seconds of imports, the slowest's import, then forming."""
+    with tempfile.TemporaryDirectory() as folder:
+        port, begun = str(free_port()), time.perf_counter()
+        size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), folder, str(begun)],
+                env=os.environ | size | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.DEVNULL,
+            )
+            for rank in range(processes)
+        ]
+        try:
+            codes = [rank.wait(timeout=300) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"exit codes {codes}")
+        each = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
+    spent, imported, formed = zip(*each, strict=True)
+    return statistics.median(spent), max(imported), max(formed) - max(imported)
+
+
+def scale(sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Spread]]:
+    """For each number of processes the three durations of `together`."""
+    found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in sizes}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "rank.py"
+        script.write_text(RANK)
+        together(1, script)  # for the file system's cache
+        for _ in range(repeats):
+            for size in sizes:
+                found[size].append(together(size, script))
+    names = ("imports, processor", "imports, slowest", "forming")
+    return {
+        str(size): dict(zip(names, map(spread, zip(*values, strict=True)), strict=True))
+        for size, values in found.items()
+    }
+
+
+def modelled(found: dict[str, dict[str, Spread]]) -> tuple[float, float, float]:
+    """The imports, a and b of the model, in seconds; one process forms no group and is left out."""
+    imports = statistics.median(each["imports, processor"].median for each in found.values())
+    forming = {int(size): each["forming"].median for size, each in found.items() if size != "1"}
+    if len(forming) < 2:
+        return imports, sum(forming.values()), 0.0
+    slope, base = statistics.linear_regression(list(forming), list(forming.values()))
+    return imports, base, slope
+
+
+def show_scale(sizes: Sequence[int], repeats: int, *, as_json: bool) -> None:
+    found = scale(sizes, repeats)
+    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f};", end=" ")
+    print(f"median (lowest to highest) of {repeats}, in seconds")
+    for size, durations in found.items():
+        for name, values in durations.items():
+            print(f"  {size:>4} processes, {name:20} {values}")
+    imports, base, slope = modelled(found)
+    print(f"modelled: {imports:.2f} x max(1, r / c) + {base:.2f} + {slope:.4f} x ranks;", end=" ")
+    print(", ".join(f"{n}: {imports + base + slope * n:.1f} s" for n in BEYOND), "with a core for each")
+    if as_json:
+        plain = {size: {name: asdict(v) for name, v in each.items()} for size, each in found.items()}
+        print(json.dumps({"measured": plain, "imports": imports, "a": base, "b": slope}))
 
 
 def free_port() -> int:
@@ -95,8 +191,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="so many ranks at once")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
+    if options.scale:
+        show_scale(options.scale, options.repeats, as_json=options.json)
+        return
     figures = measure(options.processes, options.repeats)
     print(f"{options.processes} processes on {len(os.sched_getaffinity(0))} cores;", end=" ")
     print(f"median (lowest to highest) of {options.repeats}, in seconds")

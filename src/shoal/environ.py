@@ -170,6 +170,13 @@ def set_variables(values: Mapping[str, str | None]) -> Iterator[None]:
         write_variables(before)
 
 
+@contextmanager
+def set_defaults(values: Mapping[str, str]) -> Iterator[None]:
+    """Set those of the variables that are not set yet for the length of a block."""
+    with set_variables({name: value for name, value in values.items() if name not in os.environ}):
+        yield
+
+
 def write_variables(values: Mapping[str, str | None]) -> None:
     """Set variables of this process for good (None removes one)."""
     for name, value in values.items():

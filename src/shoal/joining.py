@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from shoal import cores, environ, meeting
+from shoal import cores, environ, meeting, mpi
 from shoal.choice import GIVEN, Choice
 from shoal.device import choose_device
 from shoal.errors import LaunchError, LayoutError
@@ -26,6 +26,7 @@ from shoal.layout import Layout
 
 LAYOUT = "replicate=-1"
 TIMEOUT, PREPARE_TIMEOUT = 600.0, 3600.0
+MPI = "mpi"
 LONGEST = 365 * 86400.0
 """The longest time limit in seconds: torch can't count to infinity."""
 
@@ -72,7 +73,11 @@ def join(
             what="threads", value=now, reason="torch's own number: a process alone is left as it is"
         )
     else:
-        group = _form(placement, store, means.value, prepare_timeout)
+        name = means.value
+        if name == MPI:
+            name, stands_on = mpi.serve(placement)
+            means = dataclasses.replace(means, reason=f"{means.reason}; {stands_on}")
+        group = _form(placement, store, name, prepare_timeout)
         placement, machines = _share_machine(placement, group)
         count = cores.threads(placement.cores, now=now, variable=variable, launcher=placement.launcher)
         torch.set_num_threads(count.value)
@@ -126,6 +131,9 @@ def choose_backend(backend: str | None, device: torch.device, without_nccl: str 
 
     `without_nccl` says why GPUs can't be used by NCCL here, if they can't.
     """
+    if backend == MPI:
+        mpi.require(device)
+        return Choice(what="backend", value=MPI, reason=GIVEN)
     if backend is not None:
         choice = Choice(what="backend", value=backend, reason=GIVEN)
     elif without_nccl:
@@ -151,11 +159,11 @@ def choose_backend(backend: str | None, device: torch.device, without_nccl: str 
             rejected={"nccl": f"it needs a CUDA device{lacks}"},
         )
     if not dist.is_backend_available(choice.value):
-        here = [name for name in ("gloo", "nccl", "mpi", "xccl") if dist.is_backend_available(name)]
+        here = [name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)]
         raise LaunchError(
             given=f"backend={choice.value!r}",
             found=f"torch {torch.__version__} here has {', '.join(here)}",
-            fix="backend='gloo' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
+            fix="backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
         )
     return choice
 

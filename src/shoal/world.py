@@ -26,6 +26,7 @@ from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
 from shoal.hangs.matching import Matching
+from shoal.hangs.trace import Recording
 from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
@@ -55,11 +56,12 @@ def init(
     """Join the processes that a launcher started, or make a world of one.
 
     `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
-    CPU unless given), `device` where this rank computes (by local rank unless given). `seed` is the
-    root of every random stream. `timeout` is how long a rank may wait for others, in seconds, from the
-    first optimizer step on; before it, and within `World.preparing`, `prepare_timeout` holds. Then the
-    rank that did not arrive is named, and all ranks end. `deterministic` asks torch for
-    deterministic algorithms. Use it as a context manager, so that nothing is left behind.
+    CPU unless given; "mpi" under MPI's launchers), `device` where this rank computes (by local rank
+    unless given). `seed` is the root of every random stream. `timeout` is how long a rank may wait for
+    others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
+    `prepare_timeout` holds. Then the rank that did not arrive is named, and all ranks end.
+    `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that
+    nothing is left behind.
 
     With several ranks, torch gets as many threads as this rank has cores for itself, unless
     OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
@@ -133,6 +135,8 @@ class World:
         self._watch: Watch | None = None
         if self.group is not None:
             self._matching = Matching(self.rank)
+            if isinstance(self.group, Recording):
+                self.group.compare(self._matching.check)
             self._watch = self._watched(self.group, self._matching)
             self._let_torch_wait()
         atexit.register(self.close)
@@ -353,7 +357,10 @@ class World:
         """Give all process groups a limit of torch's own that is not reached before the watch's."""
         longest = timedelta(seconds=max(self.limits.step, self.limits.prepare) + MARGIN_SECONDS)
         for group in list(dist.distributed_c10d._world.pg_names):
-            dist.distributed_c10d._set_pg_timeout(longest, group)
+            if isinstance(group, Recording):
+                group.allow(longest.total_seconds())
+            else:
+                dist.distributed_c10d._set_pg_timeout(longest, group)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:

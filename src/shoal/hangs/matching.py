@@ -91,31 +91,43 @@ class Matching:
             self._library._destroy()
             self._library = None
 
-    def _checked(self, call: _Call, kernel: Any, keys: Any, *arguments: Any) -> Any:
+    def check(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], sized: bool
+    ) -> None:
+        """Compare a collective of a group that torch's dispatcher does not see."""
+        if self._compares():
+            self._compare(group, operation, tensors, sized)
+
+    def _compares(self) -> bool:
         main = threading.current_thread() is threading.main_thread()
-        if self._comparing and self.current is None and main:
-            self._compare(call, arguments)
+        return self._comparing and self.current is None and main
+
+    def _checked(self, call: _Call, kernel: Any, keys: Any, *arguments: Any) -> Any:
+        if self._compares() and all(tensor.device.type == "cpu" for tensor in _flat(arguments)):
+            script = next(each for each in arguments if isinstance(each, torch.ScriptObject))
+            tensors = [] if call.argument is None else _flat(arguments[call.argument])
+            group = dist.ProcessGroup.unbox(script)
+            self._compare(group, call.operation, tensors, call.sized)
         below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
         return kernel.redispatch(keys & below, *arguments)
 
-    def _compare(self, call: _Call, arguments: Sequence[Any]) -> None:
-        script = next(each for each in arguments if isinstance(each, torch.ScriptObject))
-        group = dist.ProcessGroup.unbox(script)
-        if group.size() == 1 or any(tensor.device.type != "cpu" for tensor in _flat(arguments)):
+    def _compare(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], sized: bool
+    ) -> None:
+        if group.size() == 1:
             return
-        tensors = [] if call.argument is None else _flat(arguments[call.argument])
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
         shown = describe([tensor.shape for tensor in tensors], dtypes)
-        sizes = [tensor.numel() for tensor in tensors] if call.sized else []
+        sizes = [tensor.numel() for tensor in tensors] if sized else []
         place = str(stacks.own_line(stacks.stack(sys._getframe())))
         mine = (
-            f"{call.operation} {dtypes} {sizes}"[:_LONGEST],
-            f"{call.operation} of {shown}" if shown else call.operation,
+            f"{operation} {dtypes} {sizes}"[:_LONGEST],
+            f"{operation} of {shown}" if shown else operation,
             f"rank {self._rank} on {socket.gethostname()}",
             place[-_LONGEST:],
         )
         self.current = Collective(
-            group=group.group_name, number=-1, operation=call.operation, tensors=shown, done=False
+            group=group.group_name, number=-1, operation=operation, tensors=shown, done=False
         )
         try:
             everyone = _exchange("\n".join(mine), group)

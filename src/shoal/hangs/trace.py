@@ -1,17 +1,18 @@
-"""What torch's flight recorder knows of this process's collectives.
+"""What torch's flight recorder, or a process group of Shoal's own, knows of this process's collectives.
 
-It is on by default, for Gloo and for NCCL, and keeps the newest 2,000: operation, sizes, dtypes and
-whether each has ended. Sending and receiving on Gloo are not in it; they only count.
+The recorder is on by default, for Gloo and for NCCL, and keeps the newest 2,000: operation, sizes,
+dtypes and whether each has ended. Sending and receiving on Gloo are not in it; they only count.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch.distributed as dist
+from torch import Tensor
 from torch._C import _distributed_c10d
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
@@ -46,23 +47,50 @@ class Collective:
         return f"{self.operation} of {self.tensors}" if self.tensors else self.operation
 
 
+class Entry(NamedTuple):
+    """A collective, when it was begun, in ns since 1970, and by which thread."""
+
+    begun: int
+    thread: str
+    collective: Collective
+
+
+Check = Callable[[dist.ProcessGroup, str, Sequence[Tensor], bool], None]
+"""Compares a collective with those of the other ranks before it begins: `Matching.check`."""
+
+
+@runtime_checkable
+class Recording(Protocol):
+    """A process group whose calls pass neither torch's flight recorder nor its dispatcher."""
+
+    def recorded(self) -> list[Entry]:
+        """What the recorder would know of it, oldest first."""
+        ...
+
+    def compare(self, check: Check) -> None:
+        """Call `check` before each collective from now on."""
+        ...
+
+    def allow(self, seconds: float) -> None:
+        """Give each operation that begins from now on so much time."""
+        ...
+
+
 def newest() -> int:
     """The number of the newest record; those of worlds that are over are not newer."""
-    return max((entry["record_id"] for entry in _entries()), default=-1)
+    return max((entry["record_id"] for entry in _dumped()), default=-1)
 
 
 def collectives(after: int) -> list[Collective]:
-    """All recorded collectives with numbers above `after`, oldest first."""
-    return [_read(entry) for entry in _entries() if entry["record_id"] > after]
+    """All recorded collectives, oldest first; of torch's records those with numbers above `after`."""
+    return [entry.collective for entry in _entries(after)]
 
 
 def outstanding(after: int, threads: Collection[str]) -> Collective | None:
     """The oldest collective that has not ended; those that `threads` began do not count."""
-    for entry in _entries():
-        if entry["record_id"] > after and entry["thread_id"] not in threads:
-            found = _read(entry)
-            if not found.done:
-                return found
+    for entry in _entries(after):
+        if not entry.collective.done and entry.thread not in threads:
+            return entry.collective
     return None
 
 
@@ -86,7 +114,23 @@ def describe(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
     return f"{text} and {len(sizes) - 1} more" if len(sizes) > 1 else text
 
 
-def _entries() -> list[Mapping[str, Any]]:
+def _entries(after: int) -> list[Entry]:
+    entries = [
+        Entry(entry["time_created_ns"], entry["thread_id"], _read(entry))
+        for entry in _dumped()
+        if entry["record_id"] > after
+    ]
+    own = [entry for group in recording() for entry in group.recorded()]
+    return sorted([*entries, *own], key=lambda entry: entry.begun) if own else entries
+
+
+def recording() -> Iterator[Recording]:
+    """The process groups of this process that keep their own records."""
+    known: list[object] = list(dist.distributed_c10d._world.pg_names)
+    return (group for group in known if isinstance(group, Recording))
+
+
+def _dumped() -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for name in _DUMPS:
         dump = getattr(_distributed_c10d, name, None)

@@ -19,7 +19,7 @@ import torch
 
 from shoal import environ
 
-EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote")
+EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi")
 """Those extras of Shoal that add something to a script; the others serve its own development."""
 
 PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")

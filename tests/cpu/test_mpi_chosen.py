@@ -1,0 +1,42 @@
+"""backend="mpi" where it can't be had: said before anything is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal import environ
+from shoal.errors import LaunchError
+from shoal.joining import choose_backend
+from shoal.mpi import require, serve
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.mpi.library.find_spec", lambda name: object())
+    assert choose_backend("mpi", CPU).value == "mpi"
+
+
+def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.mpi.library.find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match="the package mpi4py is not installed"):
+        require(CPU)
+
+
+def test_it_serves_no_gpu() -> None:
+    with pytest.raises(LaunchError, match="what is in the CPU's memory"):
+        choose_backend("mpi", torch.device("cuda", 1))
+
+
+def test_torchrun_starts_no_ranks_of_mpi() -> None:
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    with pytest.raises(LaunchError, match="starts processes that are no ranks of MPI"):
+        serve(environ.placement(variables, cpus=2))
