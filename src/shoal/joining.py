@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shoal import cores, environ, meeting
+from shoal import cores, environ, meeting, network
 from shoal.choice import GIVEN, Choice
 from shoal.device import choose_device
 from shoal.errors import LaunchError, LayoutError
@@ -30,7 +30,9 @@ LONGEST = 365 * 86400.0
 class Joined:
     """A process in its world: its place, how the world is divided, and what was decided for that.
 
-    `told` is what rank 0 tells people about it; empty elsewhere and for a world of one.
+    `told` is what rank 0 tells people about it; empty elsewhere and for a world of one. `host` is the
+    address by which other ranks reach this one. `variables` are those of the environment that were
+    set for the engines.
     """
 
     placement: Placement
@@ -39,6 +41,8 @@ class Joined:
     group: dist.ProcessGroup | None
     choices: tuple[Choice[object], ...]
     told: str
+    host: str = "127.0.0.1"
+    variables: tuple[str, ...] = ()
 
 
 def join(
@@ -58,25 +62,34 @@ def join(
         torch.cuda.set_device(place.value)
     means = choose_backend(backend, place.value)
     group, told = None, ""
+    way: network.Way | None = None
+    written: dict[str, str] = {}
     variable, now = environ.threads_variable(), torch.get_num_threads()
     if placement.size == 1:
         count = Choice(
             what="threads", value=now, reason="torch's own number: a process alone is left as it is"
         )
     else:
-        group = _form(placement, means.value, prepare_timeout)
+        group, way, written = _form(placement, means.value, prepare_timeout)
         placement, machines = _share_machine(placement, group)
         count = cores.threads(placement.cores, now=now, variable=variable, launcher=placement.launcher)
         torch.set_num_threads(count.value)
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
+            told += "".join(f"; {name}={value}" for name, value in written.items())
     return Joined(
         placement=placement,
         layout=division.value,
         device=place.value,
         group=group,
-        choices=(*placement.choices, count, place, means, division, limits),
+        choices=(
+            *placement.choices,
+            *([] if way is None else [way.choice]),
+            *(count, place, means, division, limits),
+        ),
         told=told,
+        host="127.0.0.1" if way is None else way.address,
+        variables=tuple(written),
     )
 
 
@@ -146,18 +159,30 @@ _WORLDS = itertools.count()
 """Numbers of the worlds of this process: a launcher's store outlives them, with their addresses."""
 
 
-def _form(placement: Placement, backend: str, timeout: float) -> dist.ProcessGroup:
-    address = f"tcp://{placement.address}:{placement.port}"
+def _form(
+    placement: Placement, backend: str, timeout: float
+) -> tuple[dist.ProcessGroup, network.Way | None, dict[str, str]]:
+    """The group of all ranks, the way by which they talk between machines, and the variables set."""
+    host = f"[{placement.address}]" if ":" in placement.address else placement.address
+    address = f"tcp://{host}:{placement.port}"
     rank, size, met = placement.rank, placement.size, placement.meeting
+    way, written = None, {}
     try:
-        store = (
+        found = (
             next(rendezvous(address, rank, size, timeout=timedelta(seconds=timeout)))[0]
             if met is None
             else meeting.meet(met, rank=rank, size=size, timeout=timeout)
         )
+        store = dist.PrefixStore(f"shoal/world/{next(_WORLDS)}", found)  # type: ignore[attr-defined]
+        given = environ.interface_variable()
+        if placement.nodes > 1:
+            way = network.agree(store, rank=rank, size=size, given=given, timeout=timeout)
+            written = environ.write_defaults(_interface_variables(way.choice.value, backend))
+        else:
+            network.check_given(given)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"shoal/world/{next(_WORLDS)}", store),  # type: ignore[attr-defined]
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -175,7 +200,13 @@ def _form(placement: Placement, backend: str, timeout: float) -> dist.ProcessGro
     group = dist.group.WORLD
     if group is None:  # pragma: no cover - init_process_group has just set it
         raise RuntimeError("torch.distributed has no default group after init_process_group")
-    return group
+    return group, way, written
+
+
+def _interface_variables(name: str, backend: str) -> dict[str, str]:
+    """What tells the engines to use this interface; Gloo is always one, for what is not on a GPU."""
+    # NCCL and RCCL take any name that begins so, unless it is marked as a whole.
+    return {environ.GLOO: name, **({environ.NCCL: f"={name}"} if "nccl" in backend else {})}
 
 
 def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:

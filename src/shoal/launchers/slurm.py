@@ -46,10 +46,11 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         )
     attempt = integer(env, "SLURM_RESTART_COUNT", 0)
     job = integer(env, "SLURM_JOB_ID")
+    name = f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{job}"
     cores = _cores(env, cpus, tasks[node])
     meeting = meet(
         env,
-        job=f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}-{attempt}",
+        job=f"{name}.{step}-{attempt}",
         hosts=_first_rank(env, hosts, _ranks_here(env, rank, tasks[node]), node),
         number=job * 61 + step,
     )
@@ -65,6 +66,8 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         port=meeting.ports[0],
         launcher="srun",
         attempt=attempt,
+        # Requeued when a node was cut off, whose ranks live on and hold what they hold.
+        job=name,
         meeting=meeting,
         reason=spell(env, ("SLURM_STEP_ID", *_NAMES, *_LISTS)),
         choices=(cores, *meeting.choices),
