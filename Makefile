@@ -2,7 +2,7 @@
 # Paths are relative throughout, so a checkout may lie in a directory with a space in its name.
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo docs test test-rest test-all lint format clean
+.PHONY: help venv demo docs test test-rest test-long test-all lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
 
@@ -30,13 +30,17 @@ lint: venv ## ruff and mypy
 	@$(PY) -m mypy $(CODE)
 
 test: lint ## lint, then the tests that need neither root nor system packages
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full'
+	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not long'
 
-test-rest: venv ## only what `make test` leaves out: system packages, the rest of long tables
-	@$(PY) -m pytest $(IN_PARALLEL) -m 'system or full'
+test-rest: venv ## what CI runs besides: system packages, more of long tables
+	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not long'
+
+test-long: venv ## all the rest of long tables: half an hour
+	@$(PY) -m pytest $(IN_PARALLEL) -m long
 
 test-all: test ## everything
 	@$(MAKE) test-rest
+	@$(MAKE) test-long
 
 format: venv ## let ruff rewrite the code
 	@$(PY) -m ruff check --fix $(CODE) docs/convert

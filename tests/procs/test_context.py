@@ -165,7 +165,7 @@ def test_the_comparison_notices_mutations(
     assert two.call(trained, [shoal.Context(), strategy], mutation)[0].distance(expected) > 1e-4
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", [shoal.DDP(), shoal.FSDP()])
 def test_compiled_it_trains_alike(two: Ranks, expected: Trained, strategy: Any) -> None:
     for found in two.call(trained, [shoal.Context(), strategy], "", "inductor"):

@@ -112,7 +112,7 @@ def test_an_example_gives_the_same_on_two_processes(
         assert (tmp_path / "two/picture.png").stat().st_size > 10_000
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Path) -> None:
     """Derived plans, measured stages and all; checkpoints and averages with each."""
     small = "--bytes 40000 --context 16 --width 64 --layers 2 --steps 6 --batch-size 8 --ema 0.5"
@@ -126,8 +126,13 @@ def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Pat
         assert final_number(line) == pytest.approx(expected, abs=1.5e-4), layout
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("loop", FINETUNE)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(loop, marks=pytest.mark.long if given else pytest.mark.full)
+        for loop, given in FINETUNE.items()
+    ],
+)
 def test_a_transformers_model_gives_the_same_on_two_processes(
     loop: str, repository: Path, tmp_path: Path
 ) -> None:

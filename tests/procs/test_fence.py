@@ -43,7 +43,8 @@ class Stopped(HookedFiles, FencedFiles):
             self._left -= 1
             if self._left == -1:
                 self._note.write_text(self.names[-1])
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # To this thread: another one would let this one go on for a moment.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def begin(world: shoal.World, folder: Path, attempt: int, stopper: int = -1, stop_at: int = -1) -> None:

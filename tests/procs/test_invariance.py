@@ -59,7 +59,7 @@ def _cases() -> list[Any]:
             size,
             row,
             id=f"{size}ranks-{_identify(row)}",
-            marks=[] if (size, row) in covered else [pytest.mark.full],
+            marks=[] if (size, row) in covered else [pytest.mark.long],
         )
         for size, row in table
     ]

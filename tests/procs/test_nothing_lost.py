@@ -99,9 +99,10 @@ def cover(operations: list[str]) -> list[int]:
     ]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "whole", [pytest.param(False, marks=pytest.mark.full), pytest.param(True, marks=pytest.mark.long)]
+)
 def test_killed_at_every_operation_of_a_save(
     whole: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
@@ -127,7 +128,7 @@ def test_killed_at_every_operation_of_a_save(
     assert_nothing_lost(Training(directory=tmp_path), undisturbed)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(900)  # a run and its restart for each operation
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
@@ -140,8 +141,9 @@ def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: 
         assert_nothing_lost(Training(directory=directory), undisturbed)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=pytest.mark.long if s > 1 else pytest.mark.full) for s in range(6)]
+)
 def test_killed_at_random_moments(seed: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """In the restore, in forward, in backward, in the update, between: what is lost is done again."""
     chance = random.Random(seed)

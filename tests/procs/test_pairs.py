@@ -12,7 +12,9 @@ from pairs import PAGE, PAIRS, Pair, attempt, layout, page, read, starting
 from ranks import Ranks
 
 QUICK = {"EMA", "factory", "own loop", "tied"}
-"""The features that `make test` tries, with FSDP; all pairs in `make test-all`."""
+"""The features that `make test` tries, with FSDP."""
+WIDER = {"FSDP", "Tensor", "Pipeline"}
+"""What CI tries with all else, uncompiled; all pairs in `make test-all`."""
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +34,14 @@ def test_the_page_has_every_pair_and_nothing_else(said: dict[Pair, str | None]) 
     assert page(text, said) == text
 
 
+def _marks(pair: Pair) -> list[pytest.MarkDecorator]:
+    if "FSDP" in pair and QUICK & {*pair}:
+        return []
+    return [pytest.mark.full if WIDER & {*pair} and "inductor" not in pair else pytest.mark.long]
+
+
 def _parameters() -> list[Any]:
-    return [
-        pytest.param(
-            pair,
-            id=" x ".join(pair),
-            marks=[] if "FSDP" in pair and QUICK & {*pair} else [pytest.mark.full],
-        )
-        for pair in PAIRS
-    ]
+    return [pytest.param(pair, id=" x ".join(pair), marks=_marks(pair)) for pair in PAIRS]
 
 
 @pytest.mark.parametrize("pair", _parameters())

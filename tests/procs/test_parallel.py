@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -240,16 +241,24 @@ CASES = [
 
 
 def _parameters() -> list[Any]:
-    """All cases; in `make test` each way on two processes, in both precisions."""
+    """All cases; `make test` tries each way on two processes, CI each layout, in both precisions."""
     small = [case for case in CASES if case.size <= 2]
     covered = cover(small, lambda case: ((case.way, case.layout), case.precision))
+    mixed = random.Random(0).sample(CASES, len(CASES))  # so that batches take turns
+    wider = cover(mixed, lambda case: ((case.way, case.layout), case.precision))
+
+    def marks(case: Case) -> list[pytest.MarkDecorator]:
+        if case in covered:
+            return []
+        return [pytest.mark.full if case in wider else pytest.mark.long]
+
     return [
         pytest.param(
             case,
             id="-".join(
                 map(str, (case.way, case.layout, case.batch, case.micro_batches, case.precision))
             ),
-            marks=[] if case in covered else [pytest.mark.full],
+            marks=marks(case),
         )
         for case in CASES
     ]

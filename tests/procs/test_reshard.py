@@ -334,7 +334,7 @@ def rows() -> list[Any]:
             found.append(pytest.param(model, (source,), target, id=name, marks=marks))
     for model, table in TABLES.items():
         for target in table:
-            name, marks = f"{model}: all -> {target}", [pytest.mark.full]
+            name, marks = f"{model}: all -> {target}", [pytest.mark.long]
             found.append(pytest.param(model, tuple(table), target, id=name, marks=marks))
     return found
 

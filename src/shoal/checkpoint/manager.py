@@ -320,8 +320,9 @@ class Checkpoints:
                 step = step_of(path)
                 if step < kept[-1] and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
-        except OSError as error:
-            # The new one is safe, so this is no reason to stop.
+        except (OSError, CheckpointError) as error:
+            # The new one is safe, so this is no reason to stop. Nor is a newer attempt, here: of it
+            # the next save tells all ranks, and this is rank 0 alone.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
 
     def _survey(self) -> list[tuple[str, str | None, str]]:
