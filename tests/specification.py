@@ -208,7 +208,7 @@ def mutate(mutation: str, world: shoal.World, engine: Any) -> None:
 
 
 def _arrays(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: whole(p.detach()).numpy().copy() for name, p in model.named_parameters()}
+    return {name: whole(p.detach()).cpu().numpy().copy() for name, p in model.named_parameters()}
 
 
 def distance(found: Trained, expected: Trained, floor: float = LEARNING_RATE) -> float:

@@ -133,9 +133,9 @@ def tasks(names: Names, called: dict[str, Any]) -> dict[str, shoal.Task]:
     }
 
 
-def autocast(names: Names) -> AbstractContextManager[Any]:
+def autocast(names: Names, device: str = "cpu") -> AbstractContextManager[Any]:
     kinds = [kind for name, kind in HALVES.items() if name in names]
-    return torch.autocast("cpu", kinds[0]) if kinds else nullcontext()
+    return torch.autocast(device, kinds[0]) if kinds else nullcontext()
 
 
 def expected(names: Names) -> Trained:
@@ -242,7 +242,7 @@ class Training:
         if "script" in self.names:
             call = torch.jit.script(step.model)
         for micro in batch:
-            with autocast(self.names):
+            with autocast(self.names, self.world.device.type):
                 inputs = shown(self.names, micro) if call is self.models.get("critic") else micro[0]
                 total, count = step.task.loss(call(inputs), micro)
             batch.backward(total, count, step.model)
@@ -263,7 +263,7 @@ class Training:
 
     def _parameters(self, ending: str) -> dict[str, Any]:
         return {
-            f"{name}.{key}{ending}": whole(p.detach()).numpy().copy()
+            f"{name}.{key}{ending}": whole(p.detach()).cpu().numpy().copy()
             for name, model in self.models.items()
             for key, p in model.named_parameters()
         }

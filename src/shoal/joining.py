@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from shoal import cores, environ, meeting, network
@@ -60,17 +64,22 @@ def join(
     place = choose_device(device, placement)
     if place.value.type == "cuda":
         torch.cuda.set_device(place.value)
-    means = choose_backend(backend, place.value)
+    store = None if placement.size == 1 else _meet(placement, prepare_timeout)
+    lacking = ""
+    if store is not None and backend is None:
+        lacking = shared(_exchange(placement, place.value, store, prepare_timeout))
+    means = choose_backend(backend, place.value, lacking)
     group, told = None, ""
     way: network.Way | None = None
     written: dict[str, str] = {}
     variable, now = environ.threads_variable(), torch.get_num_threads()
-    if placement.size == 1:
+    if store is None:
         count = Choice(
             what="threads", value=now, reason="torch's own number: a process alone is left as it is"
         )
     else:
-        group, way, written = _form(placement, means.value, prepare_timeout)
+        way, written = _choose_way(placement, store, means.value, prepare_timeout)
+        group = _form(placement, store, means.value, prepare_timeout)
         placement, machines = _share_machine(placement, group)
         count = cores.threads(placement.cores, now=now, variable=variable, launcher=placement.launcher)
         torch.set_num_threads(count.value)
@@ -126,10 +135,20 @@ def check_limits(timeout: float, prepare_timeout: float) -> Choice[tuple[float, 
     )
 
 
-def choose_backend(backend: str | None, device: torch.device) -> Choice[str]:
-    """How the ranks talk: as given, else by the device. Raises LaunchError if torch lacks it."""
+def choose_backend(backend: str | None, device: torch.device, without_nccl: str = "") -> Choice[str]:
+    """How the ranks talk: as given, else by the device. Raises LaunchError if torch lacks it.
+
+    `without_nccl` says why GPUs can't be used by NCCL here, if they can't.
+    """
     if backend is not None:
         choice = Choice(what="backend", value=backend, reason=GIVEN)
+    elif without_nccl:
+        choice = Choice(
+            what="backend",
+            value="gloo",
+            reason=without_nccl,
+            rejected={"nccl": "it needs a GPU for each rank"},
+        )
     elif device.type == "cuda":
         choice = Choice(
             what="backend",
@@ -159,54 +178,101 @@ _WORLDS = itertools.count()
 """Numbers of the worlds of this process: a launcher's store outlives them, with their addresses."""
 
 
-def _form(
-    placement: Placement, backend: str, timeout: float
-) -> tuple[dist.ProcessGroup, network.Way | None, dict[str, str]]:
-    """The group of all ranks, the way by which they talk between machines, and the variables set."""
-    host = f"[{placement.address}]" if ":" in placement.address else placement.address
-    address = f"tcp://{host}:{placement.port}"
+def _meet(placement: Placement, timeout: float) -> Store:
+    """The store of this world, which all ranks of it reach."""
+    address = _address(placement)
     rank, size, met = placement.rank, placement.size, placement.meeting
-    way, written = None, {}
-    try:
-        found = (
+    with _explained(placement):
+        store = (
             next(rendezvous(address, rank, size, timeout=timedelta(seconds=timeout)))[0]
             if met is None
             else meeting.meet(met, rank=rank, size=size, timeout=timeout)
         )
-        store = dist.PrefixStore(f"shoal/world/{next(_WORLDS)}", found)  # type: ignore[attr-defined]
-        given = environ.interface_variable()
-        if placement.nodes > 1:
-            way = network.agree(store, rank=rank, size=size, given=given, timeout=timeout)
-            written = environ.write_defaults(_interface_variables(way.choice.value, backend))
-        else:
-            network.check_given(given)
+    return PrefixStore(f"shoal/world/{next(_WORLDS)}", store)
+
+
+def _exchange(
+    placement: Placement, device: torch.device, store: Store, timeout: float
+) -> list[tuple[str, str]]:
+    """Of each rank its machine and its GPU, or the kind of its device."""
+    name = device.type
+    if name == "cuda":
+        name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    keys = [f"device/{rank}" for rank in range(placement.size)]
+    with _explained(placement):
+        store.set(keys[placement.rank], json.dumps([socket.gethostname(), name]))
+        store.wait(keys, timedelta(seconds=timeout))
+        return [tuple(json.loads(each)) for each in store.multi_get(keys)]
+
+
+def shared(everyone: Sequence[tuple[str, str]]) -> str:
+    """Why NCCL can't serve these ranks, each given by its machine and GPU; empty where it can."""
+    if not any(name.startswith("GPU") for _, name in everyone):
+        return ""
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, name) in enumerate(everyone):
+        if not name.startswith("GPU"):
+            return f"rank {rank}, on {host}, has no GPU"
+        if (host, name) in first:
+            return f"ranks {first[host, name]} and {rank} share a GPU of {host}"
+        first[host, name] = rank
+    return ""
+
+
+def _choose_way(
+    placement: Placement, store: Store, backend: str, timeout: float
+) -> tuple[network.Way | None, dict[str, str]]:
+    """How ranks of several machines talk, and the variables that were set for the engines to know."""
+    given = environ.interface_variable()
+    if placement.nodes == 1:
+        network.check_given(given)
+        return None, {}
+    rank, size = placement.rank, placement.size
+    with _explained(placement):
+        way = network.agree(store, rank=rank, size=size, given=given, timeout=timeout)
+    # Gloo in any case, for what is not on a GPU. NCCL, and RCCL by the same name, take any
+    # interface whose name begins so, unless it is marked as whole.
+    known = {environ.GLOO: way.choice.value}
+    known |= {environ.NCCL: f"={way.choice.value}"} if "nccl" in backend else {}
+    return way, environ.write_defaults(known)
+
+
+def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:
+    with _explained(placement):
         dist.init_process_group(
             backend,
             store=store,
-            rank=rank,
-            world_size=size,
+            rank=placement.rank,
+            world_size=placement.size,
             timeout=timedelta(seconds=timeout),
         )
+    group = dist.group.WORLD
+    if group is None:  # pragma: no cover - init_process_group has just set it
+        raise RuntimeError("torch.distributed has no default group after init_process_group")
+    return group
+
+
+def _address(placement: Placement) -> str:
+    host = f"[{placement.address}]" if ":" in placement.address else placement.address
+    return f"tcp://{host}:{placement.port}"
+
+
+@contextmanager
+def _explained(placement: Placement) -> Iterator[None]:
+    """Raises LaunchError for what torch raises where ranks don't meet."""
+    address = _address(placement)
+    try:
+        yield
     except (dist.DistError, RuntimeError, ValueError) as error:
         in_use = "EADDRINUSE" in str(error)
         raise LaunchError(
-            given=f"rank {rank} of {size} at {address} ({placement.launcher})",
+            given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
             found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
             fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
             if in_use
             else "check that every rank was started, and that the first rank's host can be reached: "
             f"ping {placement.address}",
         ) from None
-    group = dist.group.WORLD
-    if group is None:  # pragma: no cover - init_process_group has just set it
-        raise RuntimeError("torch.distributed has no default group after init_process_group")
-    return group, way, written
-
-
-def _interface_variables(name: str, backend: str) -> dict[str, str]:
-    """What tells the engines to use this interface; Gloo is always one, for what is not on a GPU."""
-    # NCCL and RCCL take any name that begins so, unless it is marked as a whole.
-    return {environ.GLOO: name, **({environ.NCCL: f"={name}"} if "nccl" in backend else {})}
 
 
 def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:

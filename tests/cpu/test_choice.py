@@ -15,7 +15,7 @@ from shoal.cores import share, threads
 from shoal.device import choose_device
 from shoal.environ import placement
 from shoal.errors import LaunchError
-from shoal.joining import check_limits, choose_backend, choose_layout
+from shoal.joining import check_limits, choose_backend, choose_layout, shared
 from shoal.launchers import LAUNCHERS, Placement
 
 REFUSED = "slurm-1-of-2-per-node"
@@ -134,6 +134,25 @@ def test_the_backend() -> None:
     assert (choice.value, choice.reason) == ("gloo", "the device is a CPU")
     assert "CUDA" in choice.rejected["nccl"]
     assert choose_backend("gloo", torch.device("cpu")).reason == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("everyone", "found"),
+    [
+        ([("a", "cpu"), ("a", "cpu")], ""),
+        ([("a", "GPU 1"), ("a", "GPU 2"), ("b", "GPU 1")], ""),
+        ([("a", "GPU 1"), ("a", "GPU 2"), ("a", "GPU 1")], "ranks 0 and 2 share a GPU of a"),
+        ([("a", "GPU 1"), ("b", "cpu")], "rank 1, on b, has no GPU"),
+    ],
+)
+def test_gpus_that_nccl_can_not_use(everyone: list[tuple[str, str]], found: str) -> None:
+    assert shared(everyone) == found
+
+
+def test_a_gpu_for_several_ranks() -> None:
+    choice = choose_backend(None, torch.device("cuda", 0), "ranks 0 and 1 share a GPU of a")
+    assert (choice.value, choice.reason) == ("gloo", "ranks 0 and 1 share a GPU of a")
+    assert set(choice.rejected) == {"nccl"}
 
 
 def test_nccl_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
