@@ -10,6 +10,7 @@ import ctypes
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -19,12 +20,16 @@ from contextlib import suppress
 _SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
 _ETH_P_ALL = 0x0003
 _PR_SET_TIMERSLACK = 29
-_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_TIMESTAMPNS = 32, 33, 35
+_TIME = struct.Struct("ll")
 _HEADER = 10
 
 _LONGEST_FRAME = 1 << 17
 _BUFFER = 1 << 25
 _AT_ONCE = 64
+_EARLY = 0.0003
+"""Seconds for which it asks again and again before a frame is due: to be woken takes its time."""
+_NOTES = socket.CMSG_SPACE(_TIME.size)
 
 
 def _open(name: str) -> socket.socket:
@@ -39,13 +44,14 @@ def _open(name: str) -> socket.socket:
     # Of root alone; the usual limits hold less than what is under way.
     for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
         port.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+    port.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
     port.bind((name, _ETH_P_ALL))
     port.setblocking(False)
     return port
 
 
 def switch(seconds: float, names: list[str]) -> None:
-    """Pass frames on, each `seconds` after it has come, until this process is killed."""
+    """Pass frames on, each `seconds` after the kernel had it, until this process is killed."""
     # A switch waits for no other process of this machine, where that can be had.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -56,15 +62,15 @@ def switch(seconds: float, names: list[str]) -> None:
     kept: deque[tuple[float, socket.socket, bytes]] = deque()
     print("ready", flush=True)
     while True:
-        patience = max(0.0, kept[0][0] - time.monotonic()) if kept else None
+        patience = max(0.0, kept[0][0] - _EARLY - time.time()) if kept else None
         for port in select.select(ports, (), (), patience)[0]:
-            due = time.monotonic() + seconds
             with suppress(OSError):  # all is read, or the cable is cut
                 for _ in range(_AT_ONCE):
-                    frame = port.recv(_LONGEST_FRAME)
+                    frame, notes, _, _ = port.recvmsg(_LONGEST_FRAME, _NOTES)
                     behind[frame[_HEADER + 6 : _HEADER + 12]] = port
-                    kept.append((due, port, frame))
-        while kept and kept[0][0] <= time.monotonic():
+                    whole, parts = _TIME.unpack(notes[0][2])
+                    kept.append((whole + parts / 1e9 + seconds, port, frame))
+        while kept and kept[0][0] <= time.time():
             _, source, frame = kept.popleft()
             known = behind.get(frame[_HEADER : _HEADER + 6])
             for port in [known] if known is not None else ports:

@@ -47,6 +47,11 @@ class Network:
                 known = ["nodad"] if ":" in address else []
                 ip("-n", space, "addr", "add", address, "dev", "eth0", *known)
             ip("-n", space, "link", "set", "eth0", "up")
+            for family in ("-4", "-6"):
+                # What comes to the host itself is looked up first of all, so that nothing else
+                # could be said about it: a little later leaves room for `drop`.
+                ip(family, "-n", space, "rule", "add", "pref", "10", "lookup", "local")
+                ip(family, "-n", space, "rule", "del", "pref", "0", "lookup", "local")
             ip("-n", switch, "link", "set", f"v{host}", "master", "br0", "up")
 
     def remove(self) -> None:
@@ -86,19 +91,17 @@ class Network:
     def drop(self, host: str, ports: str, *, source: str) -> None:
         """Let a host drop, without an answer, what another sends to its TCP ports (`1-1023`)."""
         for address in self.hosts[source]:
-            family, rule = self._rule(address, ports)
-            ip(*family, "-n", self.space(host), "rule", "add", *rule)
+            self._rule("add", host, ports, address)
 
     def accept(self, host: str, ports: str, *, source: str) -> None:
         """Undo `drop`."""
         for address in self.hosts[source]:
-            family, rule = self._rule(address, ports)
-            ip(*family, "-n", self.space(host), "rule", "del", *rule)
+            self._rule("del", host, ports, address)
 
-    def _rule(self, address: str, ports: str) -> tuple[list[str], list[str]]:
-        alone = address.partition("/")[0]
-        rule = f"from {alone} iif eth0 ipproto tcp dport {ports} blackhole".split()
-        return (["-6"] if ":" in alone else []), rule
+    def _rule(self, action: str, host: str, ports: str, source: str) -> None:
+        rule = f"pref 1 from {source.partition('/')[0]} iif eth0 ipproto tcp dport {ports} blackhole"
+        family = "-6" if ":" in source else "-4"
+        ip(family, "-n", self.space(host), "rule", action, *rule.split())
 
     def processes(self, host: str) -> list[psutil.Process]:
         """All processes of a host."""

@@ -57,6 +57,10 @@ class Job:
     folder: Path
     nodes: list[str]
 
+    def is_done(self) -> bool:
+        """Whether the second attempt has come to its end."""
+        return "attempt 1" in self.log
+
     @property
     def log(self) -> str:
         return (self.folder / "log").read_text()
@@ -89,7 +93,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, di
         cluster.network.cut(jobs["link"].nodes[0])
         cluster.kill(jobs["node"].nodes[-1])
         for job in jobs.values():
-            wait_for(lambda job=job: "attempt 1" in job.log, timeout=120)
+            wait_for(job.is_done, timeout=120)
             (job.folder / "go on").touch()
         yield cluster, jobs
 

@@ -62,9 +62,9 @@ def idle_again(cluster: Cluster) -> Iterator[None]:
 def look(
     cluster: Cluster, folder: Path, **variables: str
 ) -> tuple[subprocess.CompletedProcess[str], float]:
-    """What three ranks on two nodes say, and how long it took."""
+    """What rank 0 on node01 and rank 1 on node02 say, and how long it took."""
     (folder / "look.py").write_text(LOOK)
-    command = ["srun", "-N2", "-n3", "--kill-on-bad-exit=1", sys.executable, "look.py"]
+    command = ["srun", "-wnode01,node02", "-n2", "--kill-on-bad-exit=1", sys.executable, "look.py"]
     begun = time.monotonic()
     done = cluster.run(command, folder=folder, variables=variables)
     return done, time.monotonic() - begun
@@ -78,15 +78,15 @@ def test_nothing_is_set_where_a_hosts_own_name_is_its_loopback(
     cluster.name_hosts(own=own, version=version)
     done, _ = look(cluster, tmp_path)
     assert done.returncode == 0, done.stderr
-    why = "all 3 ranks have reached node01 (rank 0) by it"
-    assert done.stdout.splitlines() == [repr((3, "eth0", "eth0", why))] * 3
+    why = "all 2 ranks have reached node01 (rank 0) by it"
+    assert done.stdout.splitlines() == [repr((2, "eth0", "eth0", why))] * 2
     assert done.stderr.count("; GLOO_SOCKET_IFNAME=eth0\n") == 1
 
 
 def test_an_interface_that_was_chosen_is_kept(cluster: Cluster, tmp_path: Path) -> None:
     done, _ = look(cluster, tmp_path, GLOO_SOCKET_IFNAME="eth0", GIVEN="eth0")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("given: GLOO_SOCKET_IFNAME=eth0") == 3
+    assert done.stdout.count("given: GLOO_SOCKET_IFNAME=eth0") == 2
     assert "; GLOO_SOCKET_IFNAME" not in done.stderr
 
 
@@ -94,7 +94,7 @@ def test_an_interface_that_was_chosen_is_kept(cluster: Cluster, tmp_path: Path) 
     ("name", "said"),
     [
         ("eth9", r"found: node01 has no interface eth9 .*; it has lo .*, eth0 \(10\.77\.0\.11"),
-        ("lo", r"found: lo: node02 \(rank 2\) did not reach node01 \(rank 0\) by it: 127\.0\.0\.1"),
+        ("lo", r"found: lo: node02 \(rank 1\) did not reach node01 \(rank 0\) by it: 127\.0\.0\.1"),
     ],
 )
 def test_a_wrong_interface_is_refused(name: str, said: str, cluster: Cluster, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_wrong_interface_is_refused(name: str, said: str, cluster: Cluster, tm
 @pytest.mark.parametrize(
     ("ports", "said"),
     [
-        (EPHEMERAL, r"eth0: node02 \(rank 2\) did not reach node01 \(rank 0\) by it: .*timed out"),
+        (EPHEMERAL, r"eth0: node02 \(rank 1\) did not reach node01 \(rank 0\) by it: .*timed out"),
         (MEETING, r"found: node02 can't reach node01: no answer of any kind in 1\d s; .*timed out"),
     ],
 )
@@ -127,7 +127,8 @@ def test_ports_that_are_dropped(ports: str, said: str, cluster: Cluster, tmp_pat
 def training(cluster: Cluster, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """In the middle of it: ranks 0 and 1 on node01 and 2 on node02, which wait for 5 s at most."""
     (tmp_path / "train.py").write_text(TRAIN)
-    command = ["srun", "-N2", "-n3", "-o", "log", sys.executable, str(tmp_path / "train.py"), "5"]
+    command = ["srun", "-wnode01,node02", "-n3", "-o", "log", sys.executable]
+    command += [str(tmp_path / "train.py"), "5"]
     with cluster.start(command, folder=tmp_path) as process:
         wait_for(lambda: len(list(tmp_path.glob("trained-*"))) == 3)
         yield process

@@ -37,7 +37,7 @@ def where(tmp_path: Path) -> list[str]:
             ["SLURM_NTASKS=1, SLURM_NTASKS_PER_NODE=2", "drop --ntasks"],
         ),
         (
-            "salloc -N2 -n2 srun mpirun.openmpi -n 1",
+            "salloc -N2 -n2 srun mpirun.openmpi --mca plm isolated --mca ras ^slurm -n 1",
             ["OMPI_COMM_WORLD_SIZE=1, SLURM_STEP_NUM_TASKS=2", "each would be a world of its own"],
         ),
         (
