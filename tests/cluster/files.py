@@ -43,7 +43,7 @@ SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
 ReturnToService=2
 JobRequeue=1
-SlurmdTimeout=10
+SlurmdTimeout={silence}
 MessageTimeout=5
 KillWait=5
 MailProg=/bin/true
@@ -63,8 +63,11 @@ def addresses(number: int) -> tuple[str, ...]:
     return f"{NETWORK}.{number}/24", f"{NETWORK_6}:{number}/64"
 
 
-def write(folder: Path, nodes: Sequence[str]) -> None:
-    """Write all that the daemons of a cluster read, but for the hosts files."""
+def write(folder: Path, nodes: Sequence[str], *, silence: int) -> None:
+    """Write all that the daemons of a cluster read, but for the hosts files.
+
+    After `silence` seconds without an answer a node counts as down.
+    """
     for name in ("state", "munge", *(f"spool-{node}" for node in nodes)):
         (folder / name).mkdir(parents=True)
     folder.chmod(0o755)
@@ -75,7 +78,9 @@ def write(folder: Path, nodes: Sequence[str]) -> None:
     for number in range(GPUS):
         os.mknod(folder / f"gpu{number}", 0o600 | 0o020000, os.makedev(1, 3))
     last = numbered(nodes)[nodes[-1]]
-    text = _CONF.format(folder=folder, network=NETWORK, nodes=len(nodes), last=last, gpus=GPUS)
+    text = _CONF.format(
+        folder=folder, network=NETWORK, nodes=len(nodes), last=last, gpus=GPUS, silence=silence
+    )
     (folder / "slurm.conf").write_text(text)
     gpus = f"AutoDetect=off\nName=gpu File={folder}/gpu[0-{GPUS - 1}]\n"
     (folder / "gres.conf").write_text(gpus)

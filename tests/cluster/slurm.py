@@ -53,10 +53,16 @@ def missing() -> str:
 
 
 class Cluster:
-    """A cluster with `nodes` nodes, node01 …, and a login node, ctl; gone after the `with` block."""
+    """A cluster with `nodes` nodes, node01 …, and a login node, ctl; gone after the `with` block.
 
-    def __init__(self, folder: Path, *, nodes: int = 4, prefix: str | None = None) -> None:
+    A node that is silent for `silence` seconds counts as down; Slurm looks every few seconds.
+    """
+
+    def __init__(
+        self, folder: Path, *, nodes: int = 4, silence: int = 10, prefix: str | None = None
+    ) -> None:
         self.folder = folder
+        self._silence = silence
         self.nodes = [f"node{number:02d}" for number in range(1, nodes + 1)]
         self._prefix = prefix or f"s{secrets.token_hex(3)}"
         numbers = files.numbered(self.nodes)
@@ -78,7 +84,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         try:
-            files.write(self.folder, self.nodes)
+            files.write(self.folder, self.nodes, silence=self._silence)
             self.name_hosts()
             self.network.create()
             munge = self.folder / "munge"
@@ -197,9 +203,10 @@ class Cluster:
                     found.append(process)
         return found
 
-    def wait_idle(self) -> None:
-        """Wait until all nodes are there and have nothing to do."""
-        _wait_for(self._is_idle, "the nodes")
+    def wait_idle(self, *nodes: str) -> None:
+        """Wait until these nodes, or all of them, are there and have nothing to do."""
+        wanted = set(nodes or self.nodes)
+        _wait_for(lambda: wanted <= self._idle(), f"of the nodes {', '.join(sorted(wanted))}, some")
 
     def close(self) -> None:
         """Kill all processes of all nodes, and remove the networks."""
@@ -240,11 +247,10 @@ class Cluster:
         }
         (self.folder / _STATE).write_text(json.dumps(state))
 
-    def _is_idle(self) -> bool:
-        with suppress(IndexError, OSError):
-            done = self.run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%n"])
-            return sorted(done.stdout.split()) == self.nodes
-        return False
+    def _idle(self) -> set[str]:
+        with suppress(IndexError, OSError):  # the login node is only just being made
+            return set(self.run(["sinfo", "-h", "-N", "-t", "idle", "-o", "%n"]).stdout.split())
+        return set()
 
 
 def _end(process: psutil.Process) -> None:

@@ -39,7 +39,11 @@ with shoal.init(seed=1) as world:
         run.restore()
         for batch in data.epochs(2):
             step(batch)
-            run.tick(every=1)
+            try:
+                run.tick(every=1)
+            except shoal.errors.CheckpointError as error:
+                Path("refused").write_text(f"{world.placement.attempt} {error.found}")
+                raise
             if step.number == 5 and world.placement.attempt == 0 and len(sys.argv) > 1:
                 run.save()
                 Path(f"stopped-{world.rank}").touch()
@@ -48,6 +52,9 @@ with shoal.init(seed=1) as world:
     result = shoal.evaluate(step, (inputs, targets))
     world.say(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
 """
+
+
+LOSS = re.compile(r"^loss (\S+) attempt (\d)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +73,18 @@ class Job:
         return (self.folder / "log").read_text()
 
 
-def submit(cluster: Cluster, folder: Path, nodes: int) -> Job:
-    """Start a job, a rank for each node, and wait until it is in the middle."""
+def submit(cluster: Cluster, folder: Path, nodes: int) -> str:
+    """Submit a job, a rank for each node; its number."""
     folder.mkdir()
     (folder / "train.py").write_text(TRAIN)
     options = f"#SBATCH -N{nodes} -n{nodes} --exclusive --requeue --open-mode=append -o log"
     run = f"srun {sys.executable} {folder}/train.py stop"
     (folder / "job.sh").write_text(f"#!/bin/bash\n{options}\n{run}\n")
-    number = cluster.run(["sbatch", "--parsable", "job.sh"], folder=folder).stdout.strip()
+    return cluster.run(["sbatch", "--parsable", "job.sh"], folder=folder).stdout.strip()
+
+
+def in_the_middle(cluster: Cluster, folder: Path, nodes: int, number: str) -> Job:
+    """The job when all of its ranks are in the middle of their training."""
     wait_for(lambda: len(list(folder.glob("stopped-*"))) == nodes)
     listed = cluster.run(["scontrol", "show", "job", number]).stdout
     (names,) = re.findall(r"\bNodeList=(node\S+)", listed)
@@ -86,9 +97,13 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, di
     if missing():
         pytest.skip(missing())
     folder = tmp_path_factory.mktemp("faults")
-    with Cluster(folder / "cluster", nodes=8) as cluster:
+    with Cluster(folder / "cluster", nodes=8, silence=5) as cluster:
         sizes = {"slurmd": 1, "link": 1, "node": 2}
-        jobs = {name: submit(cluster, folder / name, size) for name, size in sizes.items()}
+        numbers = {name: submit(cluster, folder / name, size) for name, size in sizes.items()}
+        jobs = {
+            name: in_the_middle(cluster, folder / name, sizes[name], number)
+            for name, number in numbers.items()
+        }
         cluster.kill_slurmd(jobs["slurmd"].nodes[0])
         cluster.network.cut(jobs["link"].nodes[0])
         cluster.kill(jobs["node"].nodes[-1])
@@ -105,14 +120,15 @@ def alone(jobs: tuple[Cluster, dict[str, Job]], tmp_path_factory: pytest.TempPat
     (folder / "train.py").write_text(TRAIN)
     done = jobs[0].run([sys.executable, "train.py"], folder=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()[1]
+    ((loss, _),) = LOSS.findall(done.stdout)
+    return str(loss)
 
 
 @pytest.mark.parametrize("fault", ["slurmd", "link", "node"])
 def test_the_job_goes_on_elsewhere(
     fault: str, jobs: tuple[Cluster, dict[str, Job]], alone: str
 ) -> None:
-    assert re.findall(r"^loss (\S+) attempt (\d)$", jobs[1][fault].log, re.MULTILINE) == [(alone, "1")]
+    assert LOSS.findall(jobs[1][fault].log) == [(alone, "1")]
 
 
 @pytest.mark.parametrize("fault", ["slurmd", "link"])
@@ -120,16 +136,18 @@ def test_ranks_that_live_on_unseen_change_no_checkpoint_any_more(
     fault: str, jobs: tuple[Cluster, dict[str, Job]]
 ) -> None:
     cluster, job = jobs[0], jobs[1][fault]
-    wait_for(lambda: "has taken over" in job.log)
-    script = f"{job.folder}/train.py"
-    wait_for(lambda: not cluster.running(job.nodes[0], script))
+    wait_for((job.folder / "refused").exists)
+    wait_for(lambda: not cluster.running(job.nodes[0], f"{job.folder}/train.py"))
+    attempt, _, why = (job.folder / "refused").read_text().partition(" ")
+    assert attempt == "0"
+    assert re.search(r"attempt 2, process \d+ on node\d\d .* has taken over", why)
 
 
-def test_nothing_is_left(jobs: tuple[Cluster, dict[str, Job]]) -> None:
+def test_nodes_come_back_and_nothing_is_left(jobs: tuple[Cluster, dict[str, Job]]) -> None:
     cluster, all_jobs = jobs
+    dead, headless = all_jobs["node"].nodes[-1], all_jobs["slurmd"].nodes[0]
     cluster.network.mend(all_jobs["link"].nodes[0])
-    cluster.revive(all_jobs["node"].nodes[-1])
-    cluster.revive_slurmd(all_jobs["slurmd"].nodes[0])
-    cluster.wait_idle()
-    for node in cluster.nodes:
-        assert not cluster.running(node, "train.py")
+    cluster.revive(dead)
+    cluster.revive_slurmd(headless)
+    cluster.wait_idle(dead, headless)
+    wait_for(lambda: not [node for node in cluster.nodes if cluster.running(node, "train.py")])
