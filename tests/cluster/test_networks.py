@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.slurm import Cluster
+from cluster.network import Network
+from cluster.slurm import Cluster, missing
 from commands import wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
@@ -83,6 +85,31 @@ def test_nothing_is_set_where_a_hosts_own_name_is_its_loopback(
     assert done.stderr.count("; GLOO_SOCKET_IFNAME=eth0\n") == 1
 
 
+def test_hosts_that_have_no_address_but_of_version_6(tmp_path: Path) -> None:
+    """Ranks as any launcher starts them that names an address and a port."""
+    if missing():
+        pytest.skip(missing())
+    (tmp_path / "look.py").write_text(LOOK)
+    network = Network(f"n{secrets.token_hex(3)}", {"a": ("fd79::1/64",), "b": ("fd79::2/64",)})
+    known = "WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=fd79::1"
+    ranks = []
+    try:
+        network.create()
+        for rank, host in enumerate(network.hosts):
+            own = [f"RANK={rank}", f"GROUP_RANK={rank}", "MASTER_PORT=5000"]
+            command = ["ip", "netns", "exec", network.space(host), "env", *known.split(), *own]
+            command += [sys.executable, "look.py"]
+            ranks.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        said = [process.communicate(timeout=100)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+        network.remove()
+    assert said[0].count("(2, 'eth0', 'eth0', 'all 2 ranks have reached ") == 2
+    assert said[1] == ""
+
+
+@pytest.mark.long
 def test_an_interface_that_was_chosen_is_kept(cluster: Cluster, tmp_path: Path) -> None:
     done, _ = look(cluster, tmp_path, GLOO_SOCKET_IFNAME="eth0", GIVEN="eth0")
     assert done.returncode == 0, done.stderr
