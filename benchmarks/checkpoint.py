@@ -50,6 +50,7 @@ import shoal
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.aside import Aside
 from shoal.shares import share
+from shoal.world import CHECKED_STEPS
 from spread import Spread, quartiles
 
 LAYOUTS = {"alone": "replicate=1", "DDP": "replicate=2", "FSDP": "shard=2"}
@@ -196,6 +197,8 @@ def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
 
 def measure(world: shoal.World, name: str, folder: Path, megabytes: int, rounds: int) -> dict[str, Any]:
     training = Training(world, megabytes)
+    for _ in range(CHECKED_STEPS + 1):
+        world.stepping()  # the check of collectives, of the first steps, is over
     saves, copy = contenders(world, training), copied(training)
     names = list(saves)
     found: dict[str, list[dict[str, float]]] = {who: [] for who in names}

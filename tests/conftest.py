@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
 MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
+
+
+def pytest_configure() -> None:
+    # Under nohup it is ignored, also by the commands that tests start and send it.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

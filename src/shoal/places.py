@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from pathlib import Path
 
 
+@functools.cache  # asked for each frame of a stack, at each collective of the first steps
 def is_library(filename: str) -> bool:
     """Whether code of this file is of Python, an installed package or Shoal; `<string>` is too."""
     path = Path(filename)

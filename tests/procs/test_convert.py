@@ -102,13 +102,12 @@ def test_the_converted_script_ends_with_the_same_loss(
     assert outcome(tmp_path / "run", text, command)[1] == pytest.approx(last, rel=1e-5)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "command", "arguments"),
     [
-        ("plain_ddp.py", TWO, ()),
-        pytest.param("with_accelerate.py", TWO, (), marks=pytest.mark.full),
-        pytest.param("with_lightning.py", ALONE, ("2",), marks=pytest.mark.full),
+        pytest.param("plain_ddp.py", TWO, (), marks=pytest.mark.full),
+        pytest.param("with_accelerate.py", TWO, (), marks=pytest.mark.long),
+        pytest.param("with_lightning.py", ALONE, ("2",), marks=pytest.mark.long),
     ],
 )
 def test_the_scripts_as_they_are_end_much_alike(

@@ -366,7 +366,7 @@ def compiled(world: shoal.World, how: str | None) -> list[float]:
     return [step(batch).loss for batch in loader.epochs(1)]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_units_are_compiled(two: Ranks) -> None:
     with shoal.init() as world:
         expected = compiled(world, None)

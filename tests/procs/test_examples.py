@@ -141,7 +141,7 @@ def test_a_transformers_model_gives_the_same_on_two_processes(
     assert (tmp_path / "two/adapter/adapter_model.safetensors").exists() == (loop == "lora")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_transformers_model_ends_the_same_in_both_loops(repository: Path, tmp_path: Path) -> None:
     script = str(repository / "examples/finetune.py")
     given, own = (

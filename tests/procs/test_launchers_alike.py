@@ -123,7 +123,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
 def test_mpirun(mpirun: str, processes: int, alone: str, tmp_path: Path) -> None:
     command = [program(mpirun), *(["--oversubscribe"] if "openmpi" in mpirun else [])]

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -14,11 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-import shoal
 from commands import GONE_WITHIN, Command, Ended, wait_for
 from ranks import free_port
 from shoal import events
@@ -133,22 +130,12 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         each.clean_up()
 
 
-def alone(directory: Path) -> dict[int, float]:
+def alone(folder: Path) -> dict[int, float]:
     """The losses of one process that nobody disturbs, by step."""
-    with shoal.init(seed=0) as world:
-        torch.manual_seed(0)
-        inputs = torch.randn(41, 6, dtype=torch.float64)
-        targets = torch.randint(0, 3, (41,))
-        net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-        model = shoal.parallelize(net, world)
-        task = shoal.Task(lambda out, b: (F.cross_entropy(out, b[1], reduction="sum"), len(b[1])))
-        step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task, clip=1.0)
-        data = shoal.Loader((inputs, targets), world, batch_size=12)
-        with shoal.Run(directory, step, data) as run:
-            for batch in data.epochs(5):
-                step(batch)
-                run.tick()
-    return losses(directory)
+    folder.mkdir()
+    (folder / "script.py").write_text(f"MOST = 99\n{textwrap.dedent(TRAIN)}")
+    subprocess.run([sys.executable, "script.py"], cwd=folder, check=True, capture_output=True)
+    return losses(folder / "run")
 
 
 def losses(directory: Path) -> dict[int, float]:

@@ -148,7 +148,7 @@ def test_blocks_that_run_again_in_backward(two: Ranks) -> None:
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_stages_compiled(two: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None)

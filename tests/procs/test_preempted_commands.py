@@ -128,8 +128,13 @@ def test_one_rank_is_told(start: Start) -> None:
     assert_goes_on(start, *shoal_run())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGHUP, signal.SIGUSR2)),
+    ],
+)
 def test_the_launcher_is_told(signum: signal.Signals, start: Start) -> None:
     run = start(*shoal_run("--preemptions", "3", "--restarts", "3"))
     run.wait_ready(2)

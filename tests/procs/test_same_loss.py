@@ -34,7 +34,7 @@ def found(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Curve
     return curves
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_curve_is_of_all_steps_on_the_processes_it_names(found: Curves) -> None:
     assert [[point.step for point in curve] for curve in found.values()] == [[*range(1, STEPS + 1)]] * 4
     processes = {name: [point.processes for point in curve] for name, curve in found.items()}
@@ -46,7 +46,7 @@ def test_every_curve_is_of_all_steps_on_the_processes_it_names(found: Curves) ->
     }
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_curves_are_one_and_learn(script: ModuleType, found: Curves) -> None:
     one, *others = found.values()
     assert one[-1].loss < 0.6 * one[0].loss
@@ -62,7 +62,7 @@ def test_distances_are_those_of_the_same_step(script: ModuleType) -> None:
     assert script.resized([*other, script.Point(3, 0.5, 3)]) == 2
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_picture_is_the_same_again(script: ModuleType, found: Curves, tmp_path: Path) -> None:
     for name in ("one.svg", "other.svg"):
         script.draw(found, tmp_path / name)

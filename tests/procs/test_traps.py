@@ -421,8 +421,7 @@ def compiled(world: shoal.World, compile: str | None) -> tuple[list[float], int]
     return log(model, world, compile=compile), counters["stats"]["unique_graphs"]
 
 
-@FULL
-@pytest.mark.full
+@pytest.mark.long
 def test_a_bare_sequential_is_compiled_in_buckets_of_any_size(started: Callable[[str], Ranks]) -> None:
     """torch asserts on buckets below one MiB, and compiles nothing of a Sequential in its DDP."""
     expected, none = in_one_process(compiled, None)

@@ -92,6 +92,7 @@ def test_a_module_that_skips_fails_in_ci(repository: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.system
+@pytest.mark.long  # CI is a fresh checkout itself
 @pytest.mark.timeout(900)
 def test_a_fresh_checkout_sets_itself_up(repository: Path, tmp_path: Path) -> None:
     """In a folder with a space in its name; mended when half made; done the second time."""
