@@ -20,6 +20,15 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(100)]
 HOSTS = {name: (f"10.78.0.{n}/24", f"fd78::{n}/64") for n, name in enumerate("abc", 1)}
 PORT = 5000
 
+# Before all else on this machine, where that can be had: what is measured is the link.
+FIRST = """
+import os
+try:
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+except OSError:
+    pass
+"""
+
 # Takes all that comes; of each caller, as it hangs up, the bytes per second after the first million.
 SERVER = """
 import socket, threading, time
@@ -45,14 +54,9 @@ for _ in range(int(sys.argv[2])):
     call.sendall(bytes(1 << 20))
 """
 
-# How long it takes to connect: one frame there, one back, and no process in between. Before others
-# of this machine, where that can be had: what is measured is the link, and not who else computes.
+# How long it takes to connect: one frame there, one back, and no process in between.
 CONNECT = """
-import os, socket, sys, time
-try:
-    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-except OSError:
-    pass
+import socket, sys, time
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
 for _ in range(int(sys.argv[2])):
     with socket.socket(family) as call:
@@ -72,7 +76,7 @@ class Links(Network):
 
     def on(self, host: str, code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*self.enter(host), sys.executable, "-c", code, *map(str, arguments)],
+            [*self.enter(host), sys.executable, "-c", FIRST + code, *map(str, arguments)],
             capture_output=True,
             text=True,
             timeout=60,
@@ -116,7 +120,7 @@ def links() -> Iterator[Links]:
 
 @pytest.fixture(scope="module")
 def server(links: Links) -> Iterator[subprocess.Popen[str]]:
-    with running([*links.enter("b"), sys.executable, "-c", SERVER]) as process:
+    with running([*links.enter("b"), sys.executable, "-c", FIRST + SERVER]) as process:
         yield process
 
 
