@@ -230,11 +230,7 @@ def _choose_way(
     rank, size = placement.rank, placement.size
     with _explained(placement):
         way = network.agree(store, rank=rank, size=size, given=given, timeout=timeout)
-    # Gloo in any case, for what is not on a GPU. NCCL, and RCCL by the same name, take any
-    # interface whose name begins so, unless it is marked as whole.
-    known = {environ.GLOO: way.choice.value}
-    known |= {environ.NCCL: f"={way.choice.value}"} if "nccl" in backend else {}
-    return way, environ.write_defaults(known)
+    return way, environ.write_defaults(network.engine_variables(way.choice.value, backend))
 
 
 def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:

@@ -24,7 +24,7 @@ import psutil
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shoal.choice import GIVEN, Choice
-from shoal.environ import GLOO
+from shoal.environ import GLOO, NCCL
 from shoal.errors import LaunchError
 from shoal.meeting import answering, await_all, listen
 
@@ -99,6 +99,13 @@ def interfaces() -> list[Interface]:
                 )
             )
     return found
+
+
+def engine_variables(name: str, backend: str) -> dict[str, str]:
+    """What tells the engines of a backend to use this interface."""
+    # Gloo in any case, for what is not on a GPU. NCCL, and RCCL by the same name, take any
+    # interface whose name begins so, unless it is marked as whole.
+    return {GLOO: name, **({NCCL: f"={name}"} if "nccl" in backend else {})}
 
 
 def check_given(given: str) -> None:

@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from shoal.environ import set_variables, write_defaults
 from shoal.errors import LaunchError
-from shoal.network import Interface, Report, Way, agree, check_given, decide, interfaces
+from shoal.network import (
+    Interface,
+    Report,
+    Way,
+    agree,
+    check_given,
+    decide,
+    engine_variables,
+    interfaces,
+)
 
 LO = Interface(name="lo", addresses=("127.0.0.1",))
 SLOW = Interface(name="eth0", addresses=("10.0.0.1",), speed=1000)
@@ -122,3 +132,10 @@ def test_what_answers_but_is_not_rank_0_is_not_taken_for_it(
         first, second = together(2)
     assert str(first) == str(second)
     assert "something else answers there" in first.found
+
+
+def test_variables_of_engines_are_set_where_the_user_has_not() -> None:
+    assert engine_variables("ib0", "gloo") == {"GLOO_SOCKET_IFNAME": "ib0"}
+    known = engine_variables("ib0", "cpu:gloo,cuda:nccl")
+    with set_variables({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": None}):
+        assert write_defaults(known) == {"NCCL_SOCKET_IFNAME": "=ib0"}
