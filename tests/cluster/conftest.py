@@ -13,5 +13,6 @@ from cluster.slurm import Cluster, missing
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if missing():
         pytest.skip(missing())
-    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
+    # Slurm shall not be the first to notice what is cut.
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", silence=60) as running:
         yield running
