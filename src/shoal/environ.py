@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from shoal.launchers import Commands, Placement, detect, marks_found
 
@@ -19,6 +20,9 @@ REPORTS = "SHOAL_REPORTS"
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The network interfaces that Gloo, and NCCL or RCCL, take."""
+
+SITE = "SHOAL_SITE"
+"""The site that `shoal submit` takes where none is named."""
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
@@ -129,6 +133,38 @@ def reports() -> int | None:
     """The pipe to the launcher of this very process, and not of one that started it; None without."""
     process, _, descriptor = os.environ.get(REPORTS, "").partition(":")
     return int(descriptor) if process == str(os.getpid()) else None
+
+
+def config_folder() -> Path:
+    """Where the user's own settings are: `$XDG_CONFIG_HOME/shoal`, or `~/.config/shoal`."""
+    given = os.environ.get("XDG_CONFIG_HOME", "")
+    # Relative paths are invalid by the specification of these variables.
+    base = Path(given) if os.path.isabs(given) else Path("~/.config").expanduser()
+    return base / "shoal"
+
+
+def site() -> str:
+    """The site that the user has named for all submissions; empty for none."""
+    return os.environ.get(SITE, "")
+
+
+def python_path() -> list[str]:
+    """The entries of PYTHONPATH."""
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def outside_of_jobs() -> dict[str, str]:
+    """The environment without what a Slurm job around this process says of itself.
+
+    A job that is submitted from within another would take its numbers of nodes and tasks for its own.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        return dict(os.environ)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SRUN_", "SLURMD_")) or name == "SLURM_CONF"
+    }
 
 
 @contextmanager

@@ -118,9 +118,14 @@ class Events:
             self._refused = True
 
 
-def read(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The events of one file in order, without the lines that a kill cut in two."""
+def read(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """The events of one file in order, without the lines that a kill cut in two.
+
+    With `last` only those in so many bytes at its end.
+    """
     with Path(path).open("rb") as lines:
+        if last is not None:
+            lines.seek(max(0, os.fstat(lines.fileno()).st_size - last))
         for line in lines:
             try:
                 event = json.loads(line)

@@ -18,9 +18,9 @@ from shoal.texts import printable
 _NARROW = 14
 
 
-def plain_console() -> Console:
-    """The standard output, without styles: it may be a file or somebody's pipe."""
-    return Console(color_system=None, highlight=False)
+def plain_console(*, stderr: bool = False) -> Console:
+    """The standard output or stderr, without styles: it may be a file or somebody's pipe."""
+    return Console(color_system=None, highlight=False, stderr=stderr)
 
 
 def make_table(*headers: str, right: Collection[str] = ()) -> Table:

@@ -1,0 +1,90 @@
+"""Jobs of a run that were submitted: how they are, and how to end them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.launchers import REQUEUE
+
+from . import slurm
+from .folder import (
+    End,
+    Record,
+    logs,
+    mark_cancelled,
+    newest_folder,
+    read_ends,
+    read_record,
+)
+from .measured import last_events
+from .slurm import Queued
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The newest submission of a run: what Slurm still knows, how jobs ended, how far training is.
+
+    `step` is the last event of a step, `saved` that of a save, as rank 0 recorded them.
+    """
+
+    folder: Path
+    record: Record
+    queued: tuple[Queued, ...]
+    ends: tuple[End, ...]
+    step: dict[str, Any] | None
+    saved: dict[str, Any] | None
+
+
+def status(run: Path) -> Status:
+    """How the newest submission of a run is. Raises LaunchError where there is none, or no Slurm."""
+    folder = newest_folder(run)
+    record = read_record(folder)
+    last = _last(last_events(run), ("step", "save"))
+    return Status(
+        folder=folder,
+        record=record,
+        queued=tuple(slurm.queued(record.jobs)),
+        ends=tuple(read_ends(folder)),
+        step=last.get("step"),
+        saved=last.get("save"),
+    )
+
+
+def log_files(run: Path, element: int | None) -> list[Path]:
+    """The log of the newest submission; of an array that of one element, or of all."""
+    folder = newest_folder(run)
+    count = read_record(folder).elements
+    return logs(folder, range(count) if element is None else [element])
+
+
+def cancel(run: Path, *, now: bool) -> Record:
+    """End the newest submission of a run: what waits at once, what runs after it has saved.
+
+    With `now` all at once, as scancel does it. Returns what was cancelled.
+    """
+    folder = newest_folder(run)
+    record = read_record(folder)
+    mark_cancelled(folder)
+    if now:
+        slurm.cancel(record.jobs)
+        return record
+    slurm.cancel(record.jobs, "--state=PENDING")
+    told = [f"--signal={record.signal}", "--state=RUNNING"]
+    slurm.cancel(record.jobs, *told, *(["--batch"] if record.to_batch else []))
+    return record
+
+
+def outcome(code: int) -> str:
+    """What an exit code of a job means, in words."""
+    if code == 0:
+        return "finished"
+    if code == REQUEUE:
+        return "saved, to go on"
+    return f"failed with {code}" if code < 128 else f"killed by signal {code - 128}"
+
+
+def _last(events: Iterable[dict[str, Any]], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {event["event"]: event for event in events if event["event"] in kinds}

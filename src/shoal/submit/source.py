@@ -1,0 +1,230 @@
+"""A copy of the source as it is at submission: what was submitted is what runs, whenever that is."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import Any
+
+from shoal.errors import LaunchError
+from shoal.texts import is_secret, masked
+
+LARGEST = 10 << 20
+"""Files of more bytes are linked to and not copied: they are data."""
+MOST = 5000
+"""So many files are copied at most."""
+
+_SECRETS = (".env*", ".netrc", ".git-credentials", "*.pem", "*.key", "*.p12", "id_rsa*", "id_ed25519*")
+_CODE = (".py", ".pyi", ".ipynb", ".sh", ".md", ".c", ".cpp", ".cu", ".h")
+_PASSED_OVER = ("__pycache__", ".git", ".venv", "node_modules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files that belong to a script, relative to their root.
+
+    `copied` are copied; `linked`, files or directories, are linked to: data, what git ignores, and
+    files that are named like secrets. `git` says of which commit they are, and how changed.
+    """
+
+    root: Path
+    script: Path
+    copied: tuple[PurePath, ...]
+    linked: tuple[PurePath, ...] = ()
+    git: dict[str, Any] = field(default_factory=dict)
+    diff: bytes = b""
+
+
+def find_source(script: Path, *, without: Path) -> Source:
+    """What belongs to a script: its git checkout, or its directory; but not `without`, the run's.
+
+    Raises LaunchError where that are too many files.
+    """
+    script = script.resolve()
+    root = _checkout(script.parent)
+    source = _from_folder(script, without) if root is None else _from_git(root, script, without)
+    if len(source.copied) > MOST:
+        raise LaunchError(
+            given=f"the source of {script.name}: {source.root}",
+            found=f"{len(source.copied):,} files; at most {MOST:,} are copied for a job",
+            fix="move the script to a directory of its own, or `git init` there and ignore the rest; "
+            "or --no-copy, and change nothing until the job has ended",
+        )
+    return source
+
+
+def copy_source(source: Source, folder: Path) -> Path:
+    """Write the copy into `folder`/source, and beside it what tells of it; where the script is then.
+
+    Beside it are `git.json`, `changes.diff` and `packages.txt`.
+    """
+    copy = folder / "source"
+    for path in source.copied:
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source.root / path, copy / path)
+    for path in source.linked:
+        (copy / path).parent.mkdir(parents=True, exist_ok=True)
+        (copy / path).symlink_to(source.root / path)
+    if source.git:
+        (folder / "git.json").write_text(json.dumps(masked(source.git), indent=2) + "\n")
+        (folder / "changes.diff").write_bytes(source.diff)
+    (folder / "packages.txt").write_text("".join(f"{line}\n" for line in packages()))
+    return copy / source.script.relative_to(source.root)
+
+
+def packages() -> list[str]:
+    """What is installed, one `name==version` each, as `pip freeze` would say it."""
+    found = {(each.metadata["Name"] or "", each.version) for each in metadata.distributions()}
+    return sorted((f"{name}=={version}" for name, version in found if name), key=str.lower)
+
+
+def import_paths(root: Path, copy: Path, given: Sequence[str]) -> tuple[str, ...]:
+    """Where Python would look inside of `root`, as the copy has it, so that imports find the copy.
+
+    These are entries of PYTHONPATH, which are `given`, and those of editable installations.
+    """
+    found = []
+    for entry in (*given, *sys.path[1:]):
+        path = Path(entry).absolute()
+        inside = path.is_relative_to(root) and not path.is_relative_to(Path(sys.prefix).absolute())
+        if entry and inside and path.is_dir():
+            found.append(str(copy / path.relative_to(root)))
+    return tuple(dict.fromkeys(found))
+
+
+def _from_git(root: Path, script: Path, without: Path) -> Source:
+    def listed(*options: str) -> list[PurePath]:
+        names = _git(root, "ls-files", "-z", *options).split(b"\0")
+        return [PurePath(os.fsdecode(name)) for name in names if name]
+
+    untracked = _outside_of_runs(root, listed("--others", "--exclude-standard"))
+    files = [*listed("--cached", "--recurse-submodules"), *untracked]
+    ignored = listed("--others", "--ignored", "--exclude-standard", "--directory")
+    kept, linked = _sorted(root, files, without)
+    linked += [path for path in ignored if _may_link(root / path, without)]
+    if script.relative_to(root) not in kept:  # an ignored script is one nevertheless
+        kept.append(script.relative_to(root))
+        linked = [path for path in linked if not script.is_relative_to(root / path)]
+    names = [f":(exclude,literal){path}" for path in files if _is_secret(path)]
+    known = _git(root, "rev-parse", "--verify", "--quiet", "HEAD", needed=False)
+    commit = known.decode().strip()
+    diff = _git(root, "diff", "HEAD", "--binary", "--", ".", *names) if commit else b""
+    return Source(
+        root=root,
+        script=script,
+        copied=tuple(kept),
+        linked=tuple(linked),
+        git={
+            "commit": commit,
+            "branch": _git(root, "branch", "--show-current").decode(errors="replace").strip(),
+            "remote": _git(root, "remote", "get-url", "origin", needed=False)
+            .decode(errors="replace")
+            .strip(),
+            "changed": bool(diff),
+            "untracked": [str(path) for path in untracked],
+        },
+        diff=diff,
+    )
+
+
+def _from_folder(script: Path, without: Path) -> Source:
+    root = script.parent
+    files: list[PurePath] = [script.relative_to(root)]
+    data: list[PurePath] = []
+    for path, is_code in _walk(root, without):
+        if path != script:
+            (files if is_code else data).append(path.relative_to(root))
+        if len(files) > MOST:
+            break
+    kept, linked = _sorted(root, files, without)
+    linked += [path for path in data if _may_link(root / path, without)]
+    return Source(root=root, script=script, copied=tuple(kept), linked=tuple(linked))
+
+
+def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
+    """The files that no run has written: these hold checkpoints, and copies of the source in turn."""
+    known: dict[PurePath, bool] = {}
+
+    def in_run(folder: PurePath) -> bool:
+        if folder not in known:
+            known[folder] = _is_run(root / folder) or (folder.parts != () and in_run(folder.parent))
+        return known[folder]
+
+    return [path for path in files if not in_run(path.parent)]
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "jobs/1").is_dir() or (folder / "events/rank-0.jsonl").is_file()
+
+
+def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
+    """What is in a directory, each with whether it is code: files, and directories without any."""
+    for entry in sorted(folder.iterdir()):
+        if entry.name in _PASSED_OVER or entry.name.startswith(".") or entry == without:
+            continue
+        if not entry.is_dir() or entry.is_symlink():
+            yield entry, entry.suffix in _CODE
+        elif any(entry.glob("*.py")):
+            yield from _walk(entry, without)
+        elif not _is_run(entry):
+            yield entry, False
+
+
+def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[PurePath], list[PurePath]]:
+    """Files to copy and files to link to."""
+    kept: list[PurePath] = []
+    linked: list[PurePath] = []
+    for path in dict.fromkeys(files):
+        whole = root / path
+        if whole.is_relative_to(without) or not whole.exists():
+            continue
+        to_copy = whole.is_file() and whole.stat().st_size <= LARGEST and not _is_secret(path)
+        (kept if to_copy else linked).append(path)
+    return kept, linked
+
+
+def _may_link(path: Path, without: Path) -> bool:
+    if path.name in _PASSED_OVER or path.name.startswith("."):
+        return False  # caches and environments of tools
+    return path.exists() and not without.is_relative_to(path) and not path.is_relative_to(without)
+
+
+def _is_secret(path: PurePath) -> bool:
+    if any(fnmatch.fnmatch(path.name, pattern) for pattern in _SECRETS):
+        return True
+    return path.suffix not in _CODE and is_secret(re.sub(r"\W", "_", path.stem))
+
+
+def _checkout(folder: Path) -> Path | None:
+    """The root of the git checkout that a directory is in; None if it is in none."""
+    found = os.fsdecode(_git(folder, "rev-parse", "--show-toplevel", needed=False)).rstrip("\n")
+    return Path(found).resolve() if found else None
+
+
+def _git(folder: Path, *arguments: str, needed: bool = True) -> bytes:
+    """What a git command prints; without git, or where it fails and is not `needed`, nothing."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return b""
+    if done.returncode and needed:
+        raise LaunchError(
+            given=f"git {' '.join(arguments[:2])} in {folder}",
+            found=done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}",
+            fix="mend the checkout, or --no-copy, and change nothing until the job has ended",
+        )
+    return b"" if done.returncode else done.stdout

@@ -1,0 +1,201 @@
+"""`shoal submit`: decide, check, copy the source, write the script, hand it to Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal import environ
+from shoal.errors import LaunchError
+
+from . import slurm
+from .checking import check, notes, without_secrets, workers_of
+from .deciding import decide
+from .folder import SCRIPT, Record, make_folder, next_folder, write_record
+from .measured import stopping_seconds
+from .request import Job, Request
+from .script import Place, render
+from .site import Site
+from .source import Source, copy_source, find_source, import_paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What `submit` did: the job, its script, what is to be said of it, the numbers Slurm gave it.
+
+    There are none where nothing was submitted. `linked` are files that are linked to and not copied.
+    """
+
+    job: Job
+    script: str
+    notes: tuple[str, ...]
+    run: Path
+    folder: Path
+    jobs: tuple[str, ...]
+    linked: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to submit. `run` is the run directory, None being runs/NAME of NAME.py.
+
+    A dry run makes nothing. With `out` the script is written there and not submitted. `copy` is
+    whether the job runs a copy of the source, `force` whether objections are passed over.
+    """
+
+    run: Path | None = None
+    dry: bool = False
+    out: Path | None = None
+    copy: bool = True
+    force: bool = False
+
+
+def submit(request: Request, site: Site, options: Options) -> Submission:
+    """Submit a job, or what `options` say instead.
+
+    Raises LaunchError where the script is not there, where something speaks against the job, or where
+    Slurm refuses it; then nothing is left behind.
+    """
+    script = Path(request.script)
+    if not script.is_file():
+        raise LaunchError(
+            given=str(script),
+            found=f"there is no file {script.absolute()}",
+            fix="give the path of a Python file: shoal submit … train.py",
+        )
+    run = (options.run or Path("runs") / script.stem).resolve()
+    if script.resolve().is_relative_to(run):
+        raise LaunchError(
+            given=f"--run {options.run}",
+            found=f"{script} lies in it, and would be copied with all that the run writes",
+            fix=f"--run {run / 'run'}, a directory of its own",
+        )
+    request = replace(request, workers=workers_of(script.read_text(errors="replace"), request.args))
+    job = decide(request, site, save=stopping_seconds(run))
+    if not options.force:
+        check(request, site, job)
+    source = find_source(script, without=run) if options.copy else None
+    folder = next_folder(run) if options.dry else _make_folder(run)
+    jobs: tuple[str, ...] = ()
+    try:
+        text = render(job, site, _place(request, site, run, folder, source))
+        if not options.dry:
+            if source is not None:
+                copy_source(source, folder)
+            path = options.out or folder / SCRIPT
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
+            path.chmod(0o700)
+            if options.out is None:
+                jobs = _hand_over(path, job)
+                write_record(folder, _record(jobs, request, site, job))
+    except BaseException as error:
+        if not options.dry and not jobs:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _unwritable(run, error) from None
+        raise
+    return Submission(
+        job=job,
+        script=text,
+        notes=tuple(notes(request, site, job)),
+        run=run,
+        folder=folder,
+        jobs=jobs,
+        linked=tuple(map(str, source.linked)) if source else (),
+    )
+
+
+def _make_folder(run: Path) -> Path:
+    try:
+        return make_folder(run)
+    except OSError as error:
+        raise _unwritable(run, error) from None
+
+
+def _unwritable(run: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        given=f"the run directory {run}",
+        found=str(error),
+        fix="--run DIR with a directory that you may write to, and that the nodes see",
+    )
+
+
+def _hand_over(script: Path, job: Job) -> tuple[str, ...]:
+    """Submit the job, or all of a chain; where one of these is refused the others are taken back."""
+    jobs: list[str] = []
+    try:
+        for _ in range(job.chain):
+            jobs.append(slurm.submit(script, after=jobs[-1] if jobs else None))
+    except BaseException:
+        if jobs:
+            slurm.cancel(jobs)
+        raise
+    return tuple(jobs)
+
+
+def _place(request: Request, site: Site, run: Path, folder: Path, source: Source | None) -> Place:
+    script = Path(request.script).resolve()
+    paths: tuple[str, ...] = ()
+    if source is not None:
+        copy = folder / "source"
+        script = copy / source.script.relative_to(source.root)
+        paths = import_paths(source.root, copy, environ.python_path())
+    # An image has a Python of its own.
+    python = sys.executable if request.container is None else "python"
+    return Place(
+        folder=str(folder),
+        directory=os.getcwd(),
+        run=str(run),
+        script=str(script),
+        args=request.args,
+        sweep=request.sweep,
+        python=request.python or site.python or python,
+        image=request.container,
+        python_path=paths,
+        stage=staged(request.stage),
+    )
+
+
+def staged(paths: Sequence[str]) -> tuple[str, ...]:
+    """What is to be staged, as absolute paths. Raises LaunchError for what nodes can't get so."""
+    found: dict[str, str] = {}
+    for path in paths:
+        whole = os.path.abspath(path)
+        name = os.path.basename(whole)
+        if not name or not os.path.exists(whole):
+            why = f"there is no {whole}" if name else "the whole file system"
+            raise LaunchError(
+                given=f"--stage {path}",
+                found=why,
+                fix="--stage with a file or a directory that is there",
+            )
+        if name in found:
+            raise LaunchError(
+                given=f"--stage {found[name]}, --stage {whole}",
+                found=f"both would be {name} on a node",
+                fix="rename one of them, or stage a directory that holds both",
+            )
+        found[name] = whole
+    return tuple(found.values())
+
+
+def _record(jobs: tuple[str, ...], request: Request, site: Site, job: Job) -> Record:
+    return Record(
+        jobs=jobs,
+        submitted=time.time(),
+        site=site.name,
+        command=shlex.join((request.script, *without_secrets(request.args))),
+        nodes=job.nodes,
+        gpus=job.gpus,
+        processes=job.processes,
+        time=job.time,
+        signal=job.signal,
+        to_batch=job.to_batch,
+        elements=job.elements,
+    )

@@ -1,0 +1,180 @@
+"""The copy of the source: what is in it, what is linked to, what is left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import LaunchError
+from shoal.submit import source as module
+from shoal.submit.source import copy_source, find_source, import_paths, packages
+
+ODD = "it's a\n$(touch broken) file.py"
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with all kinds of files, of which some changed after the commit."""
+    root = tmp_path / "project"
+    (root / "scripts").mkdir(parents=True)
+    git(tmp_path, "init", "-q", "-b", "main", "project")
+    (root / "scripts/train.py").write_text("import helper\n")
+    (root / "helper.py").write_text("before = 1\n")
+    (root / "gone.py").write_text("")
+    (root / ODD).write_text("")
+    (root / "settings.py").write_text("")
+    (root / ".gitignore").write_text("data/\nruns/\n*.so\n__pycache__/\n")
+    (root / ".env").write_text("TOKEN=hunter2\n")
+    git(root, "add", "-A")
+    git(root, "commit", "-q", "-m", "one")
+    git(root, "remote", "add", "origin", "https://me:hunter2@example.org/project.git")
+    (root / "helper.py").write_text("after = 2\n")
+    (root / ".env").write_text("TOKEN=hunter3\n")
+    (root / "gone.py").unlink()
+    (root / "new.py").write_text("new = 1\n")
+    (root / "api_key.txt").write_text("hunter4\n")
+    (root / "data").mkdir()
+    (root / "data/numbers").write_text("1 2 3\n")
+    (root / "fast.so").write_bytes(b"\0")
+    (root / "__pycache__").mkdir()
+    (root / "__pycache__/x.pyc").write_bytes(b"\0")
+    (root / "runs/a").mkdir(parents=True)
+    return root
+
+
+def copied(root: Path, script: str, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return copy_source(find_source(root / script, without=root / "runs/a"), folder)
+
+
+def test_it_is_the_source_as_it_is_now(checkout: Path) -> None:
+    folder = checkout / "runs/a/jobs/1"
+    script = copied(checkout, "scripts/train.py", folder)
+    copy = folder / "source"
+    assert script == copy / "scripts/train.py"
+    (checkout / "helper.py").write_text("later = 3\n")
+    assert (copy / "helper.py").read_text() == "after = 2\n"
+    assert (copy / "new.py").read_text() == "new = 1\n"
+    assert (copy / ODD).exists()
+    assert not (copy / "gone.py").exists()
+    assert not (copy / "__pycache__").exists()
+    assert not (copy / "runs").exists()
+
+
+def test_what_git_ignores_is_linked_to(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LARGEST", 100)
+    (checkout / "large.bin").write_bytes(b"0" * 101)
+    copied(checkout, "scripts/train.py", checkout / "runs/a/jobs/1")
+    copy = checkout / "runs/a/jobs/1/source"
+    for name in ("data", "fast.so", "large.bin"):
+        assert (copy / name).is_symlink()
+        assert (copy / name).resolve() == checkout / name
+    assert (copy / "data/numbers").read_text() == "1 2 3\n"
+
+
+def test_no_secret_is_written(checkout: Path) -> None:
+    folder = checkout / "runs/a/jobs/1"
+    found = find_source(checkout / "scripts/train.py", without=checkout / "runs/a")
+    assert not {".env", "api_key.txt"} & set(map(str, found.copied))
+    copied(checkout, "scripts/train.py", folder)
+    assert (folder / "source/.env").resolve() == checkout / ".env"  # the script may want it
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    written = [path.read_bytes() for path in files]
+    assert written
+    assert not any(b"hunter" in content for content in written)
+
+
+def test_what_git_says_is_kept(checkout: Path) -> None:
+    folder = checkout / "runs/a/jobs/1"
+    copied(checkout, "scripts/train.py", folder)
+    said = json.loads((folder / "git.json").read_text())
+    assert len(said["commit"]) == 40
+    assert (said["branch"], said["changed"]) == ("main", True)
+    assert said["remote"] == "https://***@example.org/project.git"
+    assert "new.py" in said["untracked"]
+    changes = (folder / "changes.diff").read_text()
+    assert "-before = 1" in changes
+    assert "+after = 2" in changes
+    assert "deleted file" in changes
+    listed = (folder / "packages.txt").read_text().splitlines()
+    assert listed == packages()
+    assert any(line.startswith("jinja2==") or line.startswith("Jinja2==") for line in listed)
+
+
+def test_what_runs_have_written_is_no_source(checkout: Path) -> None:
+    """Neither checkpoints nor the copies of earlier jobs, which would grow with each."""
+    (checkout / ".gitignore").write_text("data/\n")
+    for name in ("out/b/events/rank-0.jsonl", "out/b/checkpoints/step-1/x", "out/c/jobs/1/source/y.py"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("")
+    (checkout / "out/kept.py").write_text("")
+    (checkout / "linked").symlink_to(checkout / "data")
+    copied(checkout, "scripts/train.py", checkout / "runs/a/jobs/1")
+    copy = checkout / "runs/a/jobs/1/source"
+    assert [str(path.relative_to(copy)) for path in (copy / "out").rglob("*")] == ["out/kept.py"]
+    assert (copy / "linked/numbers").exists()
+    copied(checkout, "scripts/train.py", checkout / "runs/a/jobs/2")
+    assert not (checkout / "runs/a/jobs/2/source/runs").exists()
+
+
+def test_a_checkout_without_a_commit(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "train.py").write_text("")
+    script = copied(tmp_path, "train.py", tmp_path / "runs/a/jobs/1")
+    assert script.exists()
+
+
+def test_a_script_that_git_ignores_is_copied(checkout: Path) -> None:
+    (checkout / "data/train.py").write_text("x = 1\n")
+    script = copied(checkout, "data/train.py", checkout / "runs/a/jobs/1")
+    assert script.read_text() == "x = 1\n"
+    assert not script.is_symlink()
+    assert not script.parent.is_symlink()
+
+
+def test_without_git_it_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    for name in ("train.py", "package/inner.py", "package/table.csv", "data/numbers", ".hidden/x.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "runs/a").mkdir(parents=True)
+    copied(tmp_path, "train.py", tmp_path / "runs/a/jobs/1")
+    copy = tmp_path / "runs/a/jobs/1/source"
+    links = {str(path.relative_to(copy)): path.is_symlink() for path in copy.rglob("*")}
+    assert links == {
+        "train.py": False,
+        "package": False,
+        "package/inner.py": False,
+        "package/table.csv": True,
+        "data": True,
+    }
+    assert not (tmp_path / "runs/a/jobs/1/git.json").exists()
+
+
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.setattr(module, "MOST", 3)
+    for name in "abcde":
+        (tmp_path / f"{name}.py").write_text("")
+    with pytest.raises(LaunchError, match="at most 3 are copied"):
+        find_source(tmp_path / "a.py", without=tmp_path / "runs")
+
+
+def test_imports_from_the_checkout_find_the_copy(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PYTHONPATH, and what an editable installation adds to where Python looks."""
+    copy = tmp_path / "copy"
+    monkeypatch.setattr(
+        sys, "path", [str(checkout), str(tmp_path), str(checkout / "scripts"), sys.prefix]
+    )
+    assert import_paths(checkout, copy, [str(checkout), "/usr"]) == (str(copy), str(copy / "scripts"))
