@@ -139,7 +139,8 @@ def through_shoal(world: shoal.World, training: Training) -> Save:
     aside = Aside(world)
 
     def begin(directory: Path) -> Wait:
-        checkpoints = Checkpoints(directory, world, aside=aside)
+        checkpoints = Checkpoints(directory, world)
+        checkpoints.aside = aside
         return checkpoints.start(1, {"step": training.step.state_dict()}, {}, {}).wait
 
     return begin

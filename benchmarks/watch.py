@@ -44,7 +44,7 @@ def begin(world: shoal.World, mode: str) -> ExitStack:
         watch = Watch(
             world.group,
             limits=Limits(step=600.0, prepare=3600.0),
-            one_machine=True,
+            address="127.0.0.1",
             directory=lambda: None,
             checked=lambda: None if matching is None else matching.current,
         )

@@ -18,6 +18,9 @@ THREADS = "OMP_NUM_THREADS"
 REPORTS = "SHOAL_REPORTS"
 """The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
 
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""The network interfaces that Gloo, and NCCL or RCCL, take."""
+
 SITE = "SHOAL_SITE"
 """The site that `shoal submit` takes where none is named."""
 
@@ -70,6 +73,11 @@ def visible_devices() -> dict[str, str]:
 def threads_variable() -> str:
     """OMP_NUM_THREADS as this process was given it; empty if it was not."""
     return os.environ.get(THREADS, "")
+
+
+def interface_variable() -> str:
+    """GLOO_SOCKET_IFNAME as the user has set it; empty if not."""
+    return os.environ.get(GLOO, "")
 
 
 def worker_threads(processes: int, env: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -186,6 +194,8 @@ def write_variables(values: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def write_defaults(values: Mapping[str, str]) -> None:
-    """Set those of the variables for good that are not set yet."""
-    write_variables({name: value for name, value in values.items() if name not in os.environ})
+def write_defaults(values: Mapping[str, str]) -> dict[str, str]:
+    """Set those of the variables for good that are not set yet, and return them."""
+    unset = {name: value for name, value in values.items() if name not in os.environ}
+    write_variables(unset)
+    return unset

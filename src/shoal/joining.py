@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from shoal import cores, environ, meeting, mpi
+from shoal import cores, environ, meeting, mpi, network
 from shoal.choice import GIVEN, Choice
 from shoal.device import choose_device
 from shoal.errors import LaunchError, LayoutError
@@ -35,7 +35,9 @@ LONGEST = 365 * 86400.0
 class Joined:
     """A process in its world: its place, how the world is divided, and what was decided for that.
 
-    `told` is what rank 0 tells people about it; empty elsewhere and for a world of one.
+    `told` is what rank 0 tells people about it; empty elsewhere and for a world of one. `host` is the
+    address by which other ranks reach this one. `variables` are those of the environment that were
+    set for the engines.
     """
 
     placement: Placement
@@ -44,6 +46,8 @@ class Joined:
     group: dist.ProcessGroup | None
     choices: tuple[Choice[object], ...]
     told: str
+    host: str = "127.0.0.1"
+    variables: tuple[str, ...] = ()
 
 
 def join(
@@ -67,6 +71,8 @@ def join(
         lacking = shared(_exchange(placement, place.value, store, prepare_timeout))
     means = choose_backend(backend, place.value, lacking)
     group, told = None, ""
+    way: network.Way | None = None
+    written: dict[str, str] = {}
     variable, now = environ.threads_variable(), torch.get_num_threads()
     if store is None:
         count = Choice(
@@ -77,19 +83,27 @@ def join(
         if name == MPI:
             name, stands_on = mpi.serve(placement)
             means = dataclasses.replace(means, reason=f"{means.reason}; {stands_on}")
+        way, written = _choose_way(placement, store, name, prepare_timeout)
         group = _form(placement, store, name, prepare_timeout)
         placement, machines = _share_machine(placement, group)
         count = cores.threads(placement.cores, now=now, variable=variable, launcher=placement.launcher)
         torch.set_num_threads(count.value)
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
+            told += "".join(f"; {name}={value}" for name, value in written.items())
     return Joined(
         placement=placement,
         layout=division.value,
         device=place.value,
         group=group,
-        choices=(*placement.choices, count, place, means, division, limits),
+        choices=(
+            *placement.choices,
+            *([] if way is None else [way.choice]),
+            *(count, place, means, division, limits),
+        ),
         told=told,
+        host="127.0.0.1" if way is None else way.address,
+        variables=tuple(written),
     )
 
 
@@ -174,7 +188,7 @@ _WORLDS = itertools.count()
 
 def _meet(placement: Placement, timeout: float) -> Store:
     """The store of this world, which all ranks of it reach."""
-    address = f"tcp://{placement.address}:{placement.port}"
+    address = _address(placement)
     rank, size, met = placement.rank, placement.size, placement.meeting
     with _explained(placement):
         store = (
@@ -213,6 +227,20 @@ def shared(everyone: Sequence[tuple[str, str]]) -> str:
     return ""
 
 
+def _choose_way(
+    placement: Placement, store: Store, backend: str, timeout: float
+) -> tuple[network.Way | None, dict[str, str]]:
+    """How ranks of several machines talk, and the variables that were set for the engines to know."""
+    given = environ.interface_variable()
+    if placement.nodes == 1:
+        network.check_given(given)
+        return None, {}
+    rank, size = placement.rank, placement.size
+    with _explained(placement):
+        way = network.agree(store, rank=rank, size=size, given=given, timeout=timeout)
+    return way, environ.write_defaults(network.engine_variables(way.choice.value, backend))
+
+
 def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:
     with _explained(placement):
         dist.init_process_group(
@@ -228,10 +256,15 @@ def _form(placement: Placement, store: Store, backend: str, timeout: float) -> d
     return group
 
 
+def _address(placement: Placement) -> str:
+    host = f"[{placement.address}]" if ":" in placement.address else placement.address
+    return f"tcp://{host}:{placement.port}"
+
+
 @contextmanager
 def _explained(placement: Placement) -> Iterator[None]:
     """Raises LaunchError for what torch raises where ranks don't meet."""
-    address = f"tcp://{placement.address}:{placement.port}"
+    address = _address(placement)
     try:
         yield
     except (dist.DistError, RuntimeError, ValueError) as error:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.errors import LaunchError
 from shoal.launchers import DIRECTORY, PORTS, Meeting
@@ -26,9 +26,14 @@ from shoal.launchers import DIRECTORY, PORTS, Meeting
 LONGEST = 300.0
 """How many seconds ranks look for the first one at most: as long as torch's own stores wait."""
 
+SILENCE = 10.0
+"""After so many seconds in which nothing comes back from any host it is the network that is wrong:
+a host on which rank 0 is not ready yet says that nobody listens."""
+
 _ANSWER_SECONDS = 2.0
 _CALLERS = 1024
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_HERE = "shoal/rank/{rank}"
 
 
 def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
@@ -40,25 +45,29 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
     if rank:
         host, port = _find(meeting, rank, time.monotonic() + limit)
         store = _store(host, port, size, limit)
-        store.set(f"shoal/rank/{rank}", "here")
+        store.set(_HERE.format(rank=rank), "here")
         return store
-    server = _listen(meeting, meeting.ports)
-    with server:
+    with _listen(meeting, meeting.ports) as server:
         store = _open_store(meeting, server, size, limit)
         line = f"{meeting.job} {store.port}\n".encode()
-        thread = threading.Thread(target=_answer, args=(server, line), daemon=True)
-        thread.start()
-        try:
-            with _published(meeting, server.getsockname()[1]):
-                _await_all(store, size, time.monotonic() + limit)
-        finally:
-            server.shutdown(socket.SHUT_RDWR)  # wakes the thread
-            thread.join()
+        with answering(server, line), _published(meeting, server.getsockname()[1]):
+            await_all(store, size, time.monotonic() + limit)
     return store
 
 
+@contextmanager
+def answering(server: socket.socket, line: bytes) -> Iterator[None]:
+    """Tell whoever calls at `server` the same line and hang up, for the length of the block."""
+    thread = threading.Thread(target=_answer, args=(server, line), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        thread.join()
+
+
 def _answer(server: socket.socket, line: bytes) -> None:
-    """Tell each caller the same line and hang up, until `server` is shut down."""
     while True:
         try:
             caller, _ = server.accept()
@@ -68,11 +77,12 @@ def _answer(server: socket.socket, line: bytes) -> None:
             caller.sendall(line)
 
 
-def _await_all(store: TCPStore, size: int, deadline: float) -> None:
+def await_all(store: Store, size: int, deadline: float, *, key: str = _HERE) -> None:
+    """Wait, on rank 0, for the key of each other rank. LaunchError names those that do not come."""
     missing = list(range(1, size))
     pause = _FIRST_PAUSE
     while True:
-        missing = [rank for rank in missing if not store.check([f"shoal/rank/{rank}"])]
+        missing = [rank for rank in missing if not store.check([key.format(rank=rank)])]
         if not missing:
             return
         if time.monotonic() + pause > deadline:
@@ -93,17 +103,23 @@ def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:
     """
     for port in ports:
         try:
-            if meeting.hosts == ("127.0.0.1",):
-                return socket.create_server(("127.0.0.1", port), backlog=_CALLERS)
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    ("", port), family=socket.AF_INET6, backlog=_CALLERS, dualstack_ipv6=True
-                )
-            return socket.create_server(("", port), backlog=_CALLERS)
+            return listen(port, "127.0.0.1" if meeting.hosts == ("127.0.0.1",) else "")
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise
     raise _no_port(meeting)
+
+
+def listen(port: int, address: str = "") -> socket.socket:
+    """A socket that listens at an address of this machine, or at all of them; port 0: a free one."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_CALLERS)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_CALLERS, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_CALLERS)
 
 
 def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
@@ -135,19 +151,35 @@ def _store(host: str, port: int, size: int, limit: float, *, listens: int | None
     )
 
 
+class _UnreachableError(OSError):
+    """Nothing came back from a host, not even that nobody listens there."""
+
+
 def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
     """The host and the port of the store of this job."""
-    pause, why = _FIRST_PAUSE, "nobody has said where rank 0 is"
+    pause, why, first = _FIRST_PAUSE, "nobody has said where rank 0 is", 0
+    answered = time.monotonic()
     while True:
-        places = [(host, port) for host in meeting.hosts for port in meeting.ports]
-        for host, port in [*places, *_read(meeting)]:
-            try:
-                return host, _ask(meeting.job, host, port)
-            except (OSError, ValueError) as error:
-                why = f"{host}:{port}: {error}"
-        if time.monotonic() + pause > deadline:
+        silent = not meeting.directory  # where hosts are a guess, that one is silent means nothing
+        for host, ports in [(host, meeting.ports) for host in meeting.hosts] + _read(meeting):
+            # Whatever drops calls drops them for seconds each: one a round, the next port next time.
+            start = first % len(ports)
+            for port in (*ports[start:], *ports[:start]):
+                try:
+                    return host, _ask(meeting.job, host, port)
+                except (OSError, ValueError) as error:
+                    why = f"{host}:{port}: {error}"
+                    if isinstance(error, _UnreachableError):
+                        break
+                    silent = False
+        now = time.monotonic()
+        if silent and now > answered + SILENCE:
+            raise _unreachable(meeting, rank, now - answered, why)
+        first, answered = (first + 1, answered) if silent else (0, now)
+        if now + pause > deadline:
             raise LaunchError(
-                given=f"rank {rank} looked for rank 0 of {meeting.job} at {_where(meeting)}",
+                given=f"rank {rank} on {socket.gethostname()} looked for rank 0 of {meeting.job} "
+                f"at {_where(meeting)}",
                 found=f"not there; last, {why}",
                 fix="check that every rank was started and that hosts reach each other, or export "
                 "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
@@ -157,9 +189,27 @@ def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+def _unreachable(meeting: Meeting, rank: int, seconds: float, why: str) -> LaunchError:
+    here, there = socket.gethostname(), ", ".join(meeting.hosts)
+    return LaunchError(
+        given=f"rank {rank} on {here} looked for rank 0 of {meeting.job} at {_where(meeting)}",
+        found=f"{here} can't reach {there}: no answer of any kind in {seconds:.0f} s; last, {why}",
+        fix="let the hosts of a job connect to each other at these ports, or export "
+        f"{PORTS}=FIRST-LAST with ports at which they may; if {there} is not where rank 0 is, or on a "
+        "network that is not theirs, MASTER_ADDR=ADDRESS",
+    )
+
+
 def _ask(job: str, host: str, port: int) -> int:
     """The port of the store of `job`, if rank 0 of that job answers."""
-    call = socket.create_connection((host, port), timeout=_ANSWER_SECONDS)
+    try:
+        call = socket.create_connection((host, port), timeout=_ANSWER_SECONDS)
+    except (TimeoutError, socket.gaierror) as error:
+        raise _UnreachableError(str(error)) from None
+    except OSError as error:
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            raise _UnreachableError(str(error)) from None
+        raise
     with call, call.makefile("rb") as answer:
         line = answer.readline(1000).decode(errors="replace")
     name, _, number = line.strip().rpartition(" ")
@@ -204,12 +254,12 @@ def _published(meeting: Meeting, port: int) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def _read(meeting: Meeting) -> list[tuple[str, int]]:
+def _read(meeting: Meeting) -> list[tuple[str, tuple[int, ...]]]:
     if not meeting.directory:
         return []
     try:
         lines = _file(meeting).read_text().splitlines()
-        return [(host, int(port)) for host, port in (line.split() for line in lines)]
+        return [(host, (int(port),)) for host, port in (line.split() for line in lines)]
     except (OSError, ValueError):
         return []
 

@@ -106,6 +106,7 @@ class World:
         self.limits = limits
         self.rank = placement.rank
         self.size = placement.size
+        self._host, self._variables = joined.host, joined.variables
         self.data_rank = layout.data_rank(placement.rank)
         self.data_size = layout.data_size
         self._engines: list[weakref.ref[Engine]] = []
@@ -145,7 +146,7 @@ class World:
         return Watch(
             group,
             limits=self.limits,
-            one_machine=self.placement.nodes == 1,
+            address=self._host,
             directory=lambda: self.directory,
             checked=lambda: matching.current,
         )
@@ -417,6 +418,7 @@ class World:
             # the last collective's tensors, for which it needs the interpreter: it would abort the
             # process if that had begun to end.
             time.sleep(LET_GO_SECONDS)
+        environ.write_variables(dict.fromkeys(self._variables))
         self.group = None
 
     def __enter__(self) -> World:

@@ -186,6 +186,19 @@ def change(name: str, rank: int = 0, **values: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
+    "name", ["slurm-cyclic", "slurm-batch", "open-mpi-4-in-salloc", "mpich-4-in-salloc"]
+)
+def test_attempts_of_a_job_of_slurm_know_each_other(name: str) -> None:
+    """What ranks of an earlier one hold, on a node that was cut off, is taken over."""
+    env = {**recordings.load(name).environments[0], "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    first, second = read(env), read({**env, "SLURM_RESTART_COUNT": "1"})
+    assert (first.attempt, second.attempt) == (0, 1)
+    assert first.job == second.job
+    assert env["SLURM_JOB_ID"] in first.job
+    assert read(recordings.load("open-mpi-4").environments[0]).job == ""
+
+
+@pytest.mark.parametrize(
     ("env", "named"),
     [
         # The tasks and the ranks of this node contradict each other.

@@ -106,6 +106,17 @@ def test_a_rank_without_a_first_one_says_where_it_looked(join: Join) -> None:
         failed.result(timeout=30)
 
 
+def test_a_host_from_which_nothing_comes_back_is_told_soon(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.meeting.SILENCE", 0.2)
+    meeting = job("a", *free_ports(2), hosts=("no-such-host.invalid",))
+    (failed,) = join(meeting, 2, [1], timeout=60.0)
+    said = f"found: {socket.gethostname()} can't reach no-such-host.invalid: no answer of any kind"
+    with pytest.raises(LaunchError, match=said):
+        failed.result(timeout=30)
+
+
 def test_rank_0_is_found_among_several_hosts(join: Join) -> None:
     """An address that answers nothing, and a name that nobody knows, come first."""
     hosts = ("127.0.0.77", "no-such-host.invalid", "localhost")

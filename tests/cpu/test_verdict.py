@@ -60,6 +60,19 @@ def test_who_is_silent_or_gone_is_named() -> None:
     assert ended.line.startswith("rank 1 of 3 on b has ended or left its world; ranks 0 and 2 have")
 
 
+def test_a_machine_of_which_nothing_comes_back() -> None:
+    cut = replace(SILENT, cut=True)
+    verdict = judged(WAITS, cut, WAITS_2)
+    assert (verdict.rank, verdict.where) == (1, "b")
+    assert verdict.line == (
+        "b can't be reached from a (rank 1 of 3): a link is cut, or the machine is down; "
+        "ranks 0 and 2 have waited 5 s in all_reduce of float32[4] at train.py:9"
+    )
+    alone = judged(WAITS, cut, replace(cut, rank=2, host="c"))
+    assert alone.line.startswith("a reaches no other machine: its own link is cut, or those of all")
+    assert "can't be reached" in table([WAITS, cut])
+
+
 @pytest.mark.parametrize(
     ("others", "named"),
     [

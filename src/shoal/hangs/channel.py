@@ -6,20 +6,19 @@ A question and its answer are a line of JSON each, and every question bears the 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.meeting import own_addresses
-
-_CALLERS = 1024
 _LONGEST_QUESTION = 1 << 20
 _PATIENCE = 5.0
 """Seconds that whoever connects has for asking."""
+_REACH_SECONDS = 1.5
+"""Seconds in which a machine must have answered; its kernel does, whatever its processes are doing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +28,12 @@ class Peer:
     host: str
     pid: int
     born: float
-    addresses: tuple[str, ...]
+    address: str
     port: int
 
 
-def listen(*, one_machine: bool) -> tuple[socket.socket, tuple[str, ...]]:
-    """A socket at a free port, and the addresses at which others reach it.
-
-    Where all ranks are on one machine nobody else can connect.
-    """
-    if one_machine:
-        return socket.create_server(("127.0.0.1", 0), backlog=_CALLERS), ("127.0.0.1",)
-    addresses = tuple(own_addresses())
-    if socket.has_dualstack_ipv6():
-        everywhere = socket.create_server(
-            ("", 0), family=socket.AF_INET6, backlog=_CALLERS, dualstack_ipv6=True
-        )
-        return everywhere, addresses
-    return socket.create_server(("", 0), backlog=_CALLERS), addresses
+class UnreachableError(OSError):
+    """Nothing comes back from a machine: not the process is silent, but the network."""
 
 
 async def answer(
@@ -68,21 +55,23 @@ async def answer(
 
 async def ask(peer: Peer, question: dict[str, Any]) -> dict[str, Any]:
     """The answer of a rank. Raises ConnectionError where nobody listens any more, or OSError."""
-    failure: OSError = ConnectionError(f"{peer.host} published no address")
-    for address in peer.addresses:
-        try:
-            reader, writer = await asyncio.open_connection(address, peer.port)
-        except OSError as error:
-            failure = error
-            continue
-        try:
-            writer.write(json.dumps(question).encode() + b"\n")
-            await writer.drain()
-            answered = await reader.read()
-        finally:
-            writer.close()
-        if not answered:
-            raise ConnectionResetError(f"{peer.host} hung up")
-        found: dict[str, Any] = json.loads(answered)
-        return found
-    raise failure
+    try:
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection(peer.address, peer.port), _REACH_SECONDS
+        )
+    except TimeoutError:
+        raise UnreachableError(f"{peer.host} does not answer") from None
+    except OSError as error:
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN):
+            raise UnreachableError(str(error)) from None
+        raise
+    try:
+        writer.write(json.dumps(question).encode() + b"\n")
+        await writer.drain()
+        answered = await reader.read()
+    finally:
+        writer.close()
+    if not answered:
+        raise ConnectionResetError(f"{peer.host} hung up")
+    found: dict[str, Any] = json.loads(answered)
+    return found

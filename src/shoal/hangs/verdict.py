@@ -47,12 +47,16 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Absent:
-    """A rank that says nothing: its process is gone (`ended`), or exists and does not answer."""
+    """A rank that says nothing: its process is gone (`ended`), or exists and does not answer.
+
+    Or nothing at all came back from its machine (`cut`).
+    """
 
     rank: int
     host: str
     pid: int
     ended: bool
+    cut: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,9 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict:
         return Verdict(rank=ended[0].rank, where=ended[0].host, line=line)
     if elsewhere:
         return _did_not_arrive(elsewhere, size, tail)
+    cut = [one for one in silent if one.cut]
+    if cut:
+        return _cut_off(cut, found, tail)
     if silent:
         line = f"{_who(silent[0], size)} does not answer{_more(silent)}: process {silent[0].pid} is "
         line += f"stopped, or in a call that keeps Python's lock; {tail}"
@@ -115,7 +122,8 @@ def table(found: Sequence[Seen | Absent]) -> str:
     met: Counter[tuple[str, str]] = Counter()
     for one in found:
         if isinstance(one, Absent):
-            rows.append((one.rank, one.host, "gone" if one.ended else f"pid {one.pid}, no answer", ""))
+            state = "gone" if one.ended else f"pid {one.pid}, no answer"
+            rows.append((one.rank, one.host, "can't be reached" if one.cut else state, ""))
             continue
         doing = f"waits in {one.waits}" if one.waits is not None else one.busy or "does not wait"
         met[one.place, doing] += 1
@@ -162,6 +170,18 @@ def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
         line=f"{line}{_more([one, *others])}; {tail}",
         patience=math.inf if one.busy else 0.0,
     )
+
+
+def _cut_off(cut: Sequence[Absent], found: Sequence[Seen | Absent], tail: str) -> Verdict:
+    """The verdict where machines can't be reached from those whose ranks have answered."""
+    away = list(dict.fromkeys(one.host for one in cut))
+    here = list(dict.fromkeys(one.host for one in found if one.host not in away))
+    line = f"{', '.join(away[:_ROWS])} can't be reached from {', '.join(here[:_ROWS])} "
+    line += f"({_names([one.rank for one in cut])} of {len(found)}): "
+    line += "a link is cut, or the machine is down"
+    if len(here) == 1 and len(away) > 1:
+        line = f"{here[0]} reaches no other machine: its own link is cut, or those of all others"
+    return Verdict(rank=cut[0].rank, where=cut[0].host, line=f"{line}; {tail}")
 
 
 def _each_other(waiting: Sequence[Seen], size: int, seconds: float) -> Verdict:

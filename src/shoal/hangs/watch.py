@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from shoal.errors import ShoalError
 from shoal.hangs import channel, end, stacks, trace, verdict
-from shoal.hangs.channel import Peer
+from shoal.hangs.channel import Peer, UnreachableError
 from shoal.hangs.end import Report
 from shoal.hangs.trace import Collective
 from shoal.hangs.verdict import Absent, Seen, Verdict
+from shoal.meeting import listen
 
 _INTERVAL = 0.5
 """Seconds between two looks, at most."""
@@ -61,7 +62,8 @@ class Watch:
 
     `limit` is how many seconds a wait may last now; it begins with that of preparation. `directory`
     gives where a report is kept, None being the directory for temporary files. `checked` gives the
-    collective that waits for a check of its own, if one does. Making one is collective.
+    collective that waits for a check of its own, if one does. Others reach this rank at `address`.
+    Making one is collective.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Watch:
         group: dist.ProcessGroup,
         *,
         limits: Limits,
-        one_machine: bool,
+        address: str,
         directory: Callable[[], Path | None],
         checked: Callable[[], Collective | None],
     ) -> None:
@@ -78,12 +80,12 @@ class Watch:
         self._directory = directory
         self._checked = checked
         self._rank, self._size = group.rank(), group.size()
-        self._socket, addresses = channel.listen(one_machine=one_machine)
+        self._socket = listen(0, address)
         mine = Peer(
             host=socket.gethostname(),
             pid=os.getpid(),
             born=psutil.Process().create_time(),
-            addresses=addresses,
+            address=address,
             port=self._socket.getsockname()[1],
         )
         everyone: list[Any] = [None] * self._size
@@ -167,7 +169,8 @@ class Watch:
             return verdict.from_plain(answer)
         peer = self._peers[rank]
         ended = isinstance(answer, ConnectionError)
-        return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended)
+        cut = isinstance(answer, UnreachableError)
+        return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended, cut=cut)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await channel.answer(reader, writer, token=self._token, reply=self._reply)

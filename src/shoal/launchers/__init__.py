@@ -10,7 +10,16 @@ from shoal.choice import Choice
 from .hosts import expand_hosts, expand_tasks
 from .mpi import Commands, hydra, jsrun, open_mpi
 from .others import flux, pals
-from .placement import DIRECTORY, PORTS, Meeting, Placement, require, spell
+from .placement import (
+    DIRECTORY,
+    PORTS,
+    Meeting,
+    Placement,
+    integer,
+    require,
+    slurm_job,
+    spell,
+)
 from .slurm import is_task, srun
 from .torchrun import NODES_RUN_ID, RUN_ID, torchrun
 
@@ -185,6 +194,8 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         address="127.0.0.1",
         port=0,
         launcher="none",
+        attempt=integer(env, "SLURM_RESTART_COUNT", 0),
+        job=slurm_job(env),
         reason=f"{batch}, but this is no task of a step: a batch script or a shell"
         if batch
         else "no launcher's variables are set",

@@ -18,6 +18,7 @@ from .placement import (
     one_machine,
     refuse_many_worlds,
     require,
+    slurm_job,
     spell,
 )
 from .slurm import is_task
@@ -116,6 +117,7 @@ def _place(
         port=meeting.ports[0],
         launcher=launcher,
         attempt=integer(env, "SLURM_RESTART_COUNT", 0),
+        job=slurm_job(env),
         meeting=meeting,
         reason=spell(env, names),
         choices=(cores, *meeting.choices),

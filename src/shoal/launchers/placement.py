@@ -176,6 +176,15 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Choice[tuple
     )
 
 
+def slurm_job(env: Mapping[str, str]) -> str:
+    """The name of a job of Slurm, the same in all its attempts; empty outside of one.
+
+    Slurm starts a job anew when a node is silent, whose ranks may live on and hold what they hold.
+    """
+    number = env.get("SLURM_JOB_ID", "")
+    return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{number}" if number else ""
+
+
 def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:
     """The error for N processes that would each be a world of their own."""
     return LaunchError(

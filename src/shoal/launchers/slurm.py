@@ -8,7 +8,7 @@ from shoal.choice import Choice
 from shoal.errors import LaunchError
 
 from .hosts import expand_hosts, expand_tasks
-from .placement import Placement, integer, meet, parse, require, spell
+from .placement import Placement, integer, meet, parse, require, slurm_job, spell
 
 # Slurm numbers its own steps (batch script, interactive shell, extern) from here up: not tasks.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -49,7 +49,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
     cores = _cores(env, cpus, tasks[node])
     meeting = meet(
         env,
-        job=f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{job}.{step}-{attempt}",
+        job=f"{slurm_job(env)}.{step}-{attempt}",
         hosts=_first_rank(env, hosts, _ranks_here(env, rank, tasks[node]), node),
         number=job * 61 + step,
     )
@@ -65,6 +65,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         port=meeting.ports[0],
         launcher="srun",
         attempt=attempt,
+        job=slurm_job(env),
         meeting=meeting,
         reason=spell(env, ("SLURM_STEP_ID", *_NAMES, *_LISTS)),
         choices=(cores, *meeting.choices),
