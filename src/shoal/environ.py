@@ -15,11 +15,11 @@ SAFE_PATH = "PYTHONSAFEPATH"
 THREADS = "OMP_NUM_THREADS"
 """How many threads torch and the libraries beneath it start with."""
 
-REPORTS = "SHOAL_REPORTS"
-"""The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
-
 SITE = "SHOAL_SITE"
 """The site that `shoal submit` takes where none is named."""
+
+REPORTS = "SHOAL_REPORTS"
+"""The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
