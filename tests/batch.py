@@ -19,7 +19,7 @@ printf '%s\\0' "{name}" "$@" >> "{folder}/calls"
 exit "$(cat "{folder}/{name}.code" 2>/dev/null || echo 0)"
 """
 
-COMMANDS = ("srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo", "mpirun")
+COMMANDS = ("srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo", "mpirun", "sbcast")
 
 
 class Fakes:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import shoal
 from hooked import Counted, HookedFiles
-from shoal.checkpoint import Checkpoints
+from shoal.checkpoint import AnyPath, Checkpoints
+from shoal.checkpoint.files import Room
 from shoal.checkpoint.state import take_apart
-from shoal.checkpoint.store import Room
 from staged import parts
 
 EVERY, UNTIL = 2, 8
@@ -39,7 +39,7 @@ class Refused(HookedFiles):
         self._operation, self._code, self._step = operation, code, step
         self._within = False
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         if path is not None:
             self._within = path.parent.name == f"step-{self._step}.partial"
         if self._within and self.names[number] == self._operation:
@@ -50,7 +50,7 @@ class Refused(HookedFiles):
 class Unaware(Counted):
     """Does not ask how much room there is: what is too much shows when it is written."""
 
-    def room(self, path: Path) -> Room:
+    def room(self, path: AnyPath) -> Room:
         return Room(None, None)
 
     def reserve(self, file: BinaryIO, size: int) -> None:

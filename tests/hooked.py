@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import BinaryIO
 
-from shoal.checkpoint import Files
+from shoal.checkpoint import AnyPath, Files
 
 
 class HookedFiles(Files):
@@ -16,18 +16,18 @@ class HookedFiles(Files):
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         raise NotImplementedError
 
-    def _count(self, name: str, path: Path | None = None) -> None:
+    def _count(self, name: str, path: AnyPath | None = None) -> None:
         self.names.append(name)
         self.at(len(self.names) - 1, path)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: AnyPath) -> None:
         self._count("make_directory", path)
         super().make_directory(path)
 
-    def create(self, path: Path) -> BinaryIO:
+    def create(self, path: AnyPath) -> BinaryIO:
         self._count("create", path)
         return super().create(path)
 
@@ -46,7 +46,7 @@ class HookedFiles(Files):
         self._count("sync")
         super().sync(file)
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path: AnyPath) -> None:
         self._count("sync_directory", path)
         super().sync_directory(path)
 
@@ -54,17 +54,17 @@ class HookedFiles(Files):
         self._count("rename", source)
         super().rename(source, target)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: AnyPath) -> None:
         self._count("unlink", path)
         super().unlink(path)
 
-    def remove_directory(self, path: Path) -> None:
+    def remove_directory(self, path: AnyPath) -> None:
         self._count("remove_directory", path)
         super().remove_directory(path)
 
 
 class Counted(HookedFiles):
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         pass
 
 
@@ -75,6 +75,6 @@ class Killed(HookedFiles):
         super().__init__()
         self._number = number
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         if number == self._number:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import shoal
 from hooked import HookedFiles
-from shoal.checkpoint import Checkpoints, staging
+from shoal.checkpoint import AnyPath, Checkpoints, staging
 from shoal.parallel import engine_of
 from shoal.parallel.replicate import DDPEngine
 from shoal.streams import random_state
@@ -55,7 +55,7 @@ class SaveFiles(HookedFiles):
         self.restored = False
         self.done: list[str] = []
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         if not self.restored:
             return
         name = "" if path is None else path.name.rstrip("0123456789")

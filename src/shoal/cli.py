@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .errors import CheckpointError, LaunchError, ShoalError
 from .submit import commands as jobs
+
+if TYPE_CHECKING:
+    from .checkpoint import AnyPath
 
 app = typer.Typer(
     name="shoal",
@@ -150,7 +153,8 @@ app.add_typer(jobs.sites)
 
 
 Directory = Annotated[
-    str, typer.Argument(metavar="PATH", help="A run directory, its checkpoints, or one of them.")
+    str,
+    typer.Argument(metavar="PATH", help="A run directory, its checkpoints, or one of them; or a URL."),
 ]
 
 
@@ -164,11 +168,12 @@ def list_checkpoints(
     from .tables import plain_console
 
     with _readable(path):
-        if places.is_checkpoint(Path(path)):
-            one = [summary.entry(Path(path), verify=verify)]
-            page.listing(plain_console(), Path(path).parent, one, [], verified=verify)
+        given = _place(path)
+        if places.is_checkpoint(given):
+            one = [summary.entry(given, verify=verify)]
+            page.listing(plain_console(), given.parent, one, [], verified=verify)
             return
-        for folder in places.folders(Path(path)):
+        for folder in places.folders(given):
             found = list(summary.entries(folder, verify=verify))
             left = summary.leftovers(folder)
             page.listing(plain_console(), folder, found, left, verified=verify)
@@ -184,7 +189,7 @@ def show_checkpoint(path: Directory) -> None:
     from .tables import plain_console
 
     with _readable(path):
-        page.contents(plain_console(), contents.look(places.newest(Path(path))))
+        page.contents(plain_console(), contents.look(places.newest(_place(path))))
 
 
 @checkpoints.command("verify")
@@ -198,7 +203,7 @@ def verify_checkpoints(
     damaged = False
     for path in paths:
         with _readable(path):
-            for found in places.checkpoints(Path(path)):
+            for found in places.checkpoints(_place(path)):
                 problems = soundness.problems(found, read=True)
                 step = None if problems else soundness.manifest(found).step
                 page.verdict(plain_console(), found, problems, step=step)
@@ -219,9 +224,9 @@ def compare_checkpoints(
     from .tables import plain_console
 
     with _readable(first):
-        one = contents.look(places.newest(Path(first)))
+        one = contents.look(places.newest(_place(first)))
     with _readable(second):
-        other = contents.look(places.newest(Path(second)))
+        other = contents.look(places.newest(_place(second)))
     found = comparison.compare(one, other)
     page.differences(plain_console(), one.path, other.path, found)
     raise typer.Exit(int(not found.same))
@@ -246,22 +251,31 @@ def export_checkpoint(
     from .tables import plain_console
 
     with _readable(path):
-        found = contents.look(places.newest(Path(path)))
+        found = contents.look(places.newest(_place(path)))
     with _readable(out):
         done = extraction.extract(found, Path(out), step=step, ema=ema)
     page.extracted(plain_console(), found.path, done)
 
 
+def _place(text: str) -> AnyPath:
+    from .checkpoint import path_from
+
+    return path_from(text)
+
+
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
     """What the file system refuses, told like any other error."""
+    from .checkpoint import is_url, masked_url
+
     try:
         yield
     except OSError as error:
+        here = "see whether you may read and write there (ls -ld), and whether there is room (df -h)"
         raise CheckpointError(
-            given=path,
+            given=masked_url(path),
             found=str(error),
-            fix="see whether you may read and write there (ls -ld), and whether there is room (df -h)",
+            fix="see whether fsspec reaches it with your login" if is_url(path) else here,
         ) from None
 
 

@@ -33,6 +33,25 @@ class Stateful(Protocol):
         ...
 
 
+def check_options(state: object, config: object) -> None:
+    """Raise CheckpointError where a Run can't take these along."""
+    for name, given in (("state", state), ("config", config)):
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise CheckpointError(
+                given=f"shoal.Run(…, {name}={type(given).__name__})",
+                found="no dict whose keys are names",
+                fix=f"{name}={{'ema': ema}}" if name == "state" else f"{name}={{'rate': 0.1}}",
+            )
+        for key, item in given.items() if name == "state" else ():
+            methods = (getattr(item, each, None) for each in ("state_dict", "load_state_dict"))
+            if isinstance(item, type) or not all(map(callable, methods)):
+                raise CheckpointError(
+                    given=f"shoal.Run(…, state={{{key!r}: {type(item).__name__}}})",
+                    found="no object with state_dict and load_state_dict",
+                    fix="an object that has both, such as a shoal.EMA; plain values: config=",
+                )
+
+
 class Contents:
     """Steps, user state and the position in the data, by names; `config` is kept for people."""
 
@@ -70,8 +89,12 @@ class Contents:
                 state["state"],
                 lambda at, tensor: is_divided(tensor) or (self.in_parts and at not in before),
             )
-        info = {
-            "position": position,
+        info = {"position": position, **self.info()}
+        return {"state": state, "rank_state": random_state(), "info": info}
+
+    def info(self) -> dict[str, Any]:
+        """What is told to people about a checkpoint that is made now."""
+        return {
             "epoch": self._loader.epoch,
             "time": time.time(),
             "layout": str(self._world.layout),
@@ -79,7 +102,14 @@ class Contents:
             "versions": versions(),
             "config": dict(self._config),
         }
-        return {"state": state, "rank_state": random_state(), "info": info}
+
+    def form(self) -> dict[str, Any]:
+        """What there is to save by now, to see whether it can be; nothing is made equal. Collective."""
+        own = self._state if self._world.first else {}
+        return {
+            "steps": {name: step.form() for name, step in self._steps.items()},
+            "state": {name: item.state_dict() for name, item in own.items()},
+        }
 
     def template(self) -> dict[str, Any]:
         """Where the tensors of a state are to be read to that this rank holds parts of."""

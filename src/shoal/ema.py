@@ -23,10 +23,10 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
-        if not 0.0 <= decay < 1.0:
+        if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
             raise StepError(
-                given=f"EMA(decay={decay})",
-                found="the share of the old average is at least 0 and below 1",
+                given=f"EMA(decay={decay!r})",
+                found="the share of the old average is a number, at least 0 and below 1",
                 fix="decay=0.999, which averages over about 1,000 steps",
             )
         self.decay = decay

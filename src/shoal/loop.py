@@ -84,6 +84,7 @@ def train(
     world: World | None = None,
     evaluate: Evaluation | None = None,
     save: Every | None = None,
+    checkpoints: str | Path | None = None,
     keep: int = 3,
     ema: float | None = None,
     callbacks: Sequence[Callable[[Moment], object]] = (),
@@ -95,9 +96,9 @@ def train(
     same on all ranks. `optimizer` makes the optimizer from the parallelized model. `batch_size` is
     global. `schedule(optimizer, total)` makes a torch scheduler over all optimizer steps: a
     `shoal.Schedule`. `save` is as for `Run.tick(every=…)`, an epoch unless given; there is always one
-    at the end. `ema` is the decay of averaged parameters, which are then evaluated.
-    `max_time` ends training, with a checkpoint, after so many seconds. Where both `epochs` and `steps`
-    are given the schedule spans the epochs and the steps end the run: `steps=2` is a dry run.
+    at the end; `checkpoints` and `keep` are as for `Run`. `ema` is the decay of averaged parameters,
+    then evaluated. `max_time` ends training, with a checkpoint, after so many seconds. Where `epochs`
+    and `steps` are given the schedule spans the epochs, the steps end the run: `steps=2` is a dry run.
 
     Callbacks are called on all ranks; one that returns True at an evaluation, on any rank, ends
     training. Before the first step one batch of the evaluation is tried, so that what can't be
@@ -124,7 +125,8 @@ def train(
         average = None if ema is None else EMA(made, decay=ema)
         verdict = Verdict(evaluate)
         state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
-        run = stack.enter_context(Run(directory, step, loader, state=state, keep=keep))
+        run = Run(directory, step, loader, state=state, checkpoints=checkpoints, keep=keep)
+        stack.enter_context(run)
         loop = _Loop(run, step, average, verdict, callbacks, Deadline(max_time, world))
         return loop.run_to_end(epochs, steps, save=save)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from shoal.data import Loader
@@ -141,8 +142,9 @@ class Progress:
             self._line.update(_Line(standing), refresh=True)
         else:
             text = SEPARATOR.join(standing.parts().values())
-            self._stream.write(_writable(text, self._stream.encoding) + "\n")
-            self._stream.flush()
+            with suppress(OSError):  # a log on a full disk is no reason to stop training
+                self._stream.write(_writable(text, self._stream.encoding) + "\n")
+                self._stream.flush()
 
     def _end(self) -> None:
         if self._line is not None:

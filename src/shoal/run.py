@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,19 @@ import torch
 
 from shoal.checkpoint import (
     Agreement,
+    AnyPath,
     Checkpoints,
     Fence,
     FencedFiles,
     Job,
+    how_to_remove,
+    is_url,
+    lasting,
+    masked_url,
+    path_from,
     take_over,
 )
-from shoal.contents import Contents, Stateful
+from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
@@ -32,6 +39,10 @@ from shoal.stopping import Reason, Stopped, Stopping
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
+_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
+_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "wandb"}
+"""What a run directory holds besides."""
+
 
 class Restored(NamedTuple):
     """Where a run goes on: optimizer step, position in samples since the start, epoch, directory."""
@@ -39,7 +50,7 @@ class Restored(NamedTuple):
     step: int
     position: int
     epoch: int
-    path: Path
+    path: AnyPath
 
 
 class Run:
@@ -48,14 +59,16 @@ class Run:
     `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
     else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
     the rank. `config` holds plain values that checkpoints are to keep for people: rates, paths. The
-    newest `keep` checkpoints are kept, and those of every `keep_every`-th step. A save that fails
-    while training goes on is told, and ends the run where `must_save` is set. `trackers` take what
+    newest `keep` checkpoints are kept, and those of every `keep_every`-th step. They are kept in
+    `checkpoints`, where that is given: another directory, or a URL of a file system that fsspec knows
+    (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
+    `must_save` is set. `trackers` take what
     `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
 
-    Raises CheckpointError, on all ranks, when the directory can't be written.
+    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written.
     """
 
     def __init__(
@@ -66,12 +79,13 @@ class Run:
         *,
         state: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
+        checkpoints: str | Path | None = None,
         keep: int = 3,
         keep_every: int | None = None,
         must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
     ) -> None:
-        self.directory = Path(directory)
+        self.directory = _own_directory(directory)
         self.steps = _named_steps(step)
         if not isinstance(loader, Loader):
             raise DataError(
@@ -81,22 +95,24 @@ class Run:
             )
         self.loader = loader
         self.world: World = loader.world
+        check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
         self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
-        self._fence = Fence(self.directory / "attempts")
+        self._place: AnyPath = Agreement(self.world).together(
+            f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
+        )
+        self._fence = Fence(lasting(self._place) / "attempts")
         self.checkpoints = Checkpoints(
-            self.directory / "checkpoints",
+            self._place / "checkpoints",
             self.world,
             keep=keep,
             keep_every=keep_every,
             files=FencedFiles(self._fence),
         )
         self.checkpoints.check()
-        place = self.world.placement
-        self._lock = take_over(
-            self.directory, self._fence, self.world, job=place.job, attempt=place.attempt
-        )
+        job, attempt = self.world.placement.job, self.world.placement.attempt
+        self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._saves = Saves(self.world, self.events, must=must_save)
@@ -104,7 +120,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._curves = Curves(self.directory, chosen, first=self.world.first)
+        self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
         self._folders: dict[str, Checkpoints] = {}
@@ -112,7 +128,7 @@ class Run:
         self._closed = False
         self._free = False
         self._recorded = self._numbers()
-        self._saved: tuple[tuple[dict[str, int], int], Path, Job[Path]] | None = None
+        self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
         self._stopping.start()
@@ -210,14 +226,14 @@ class Run:
         if every is not None and moved and self._saves.due(every, self.step):
             self.save(wait=False)
 
-    def save(self, *, to: str | None = None, wait: bool = True) -> Path:
+    def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
         """Commit a checkpoint of everything from which the run goes on; its directory. Collective.
 
         Without `wait` it returns when the state has been copied, and the directory is there once the
         rest is done aside. Called again before anything has moved, it returns the checkpoint that it
         committed then; with user state, which may have changed since, that one is replaced.
-        `to="best"` keeps it in `best/` of the run directory instead, in the place of the one before;
-        `restore` does not look there.
+        `to="best"` keeps it in `best/` instead, beside `checkpoints/`, in the place of the one before;
+        `restore` does not look there. Of a directory at a URL, `str` gives its URL.
         """
         self._check_open()
         self._check_free()
@@ -242,7 +258,7 @@ class Run:
                 lambda: self.contents.take(position),
                 join=self.contents.in_parts,
             )
-            path = checkpoints.directory / f"step-{self.step}"
+            path = checkpoints.where(self.step)
             if to is None:
                 self._saved = (at, path, job)
             if not wait:
@@ -285,13 +301,8 @@ class Run:
 
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
-            self._folders[folder] = Checkpoints(
-                self.directory / folder,
-                self.world,
-                keep=1,
-                aside=self.checkpoints.aside,
-                files=FencedFiles(self._fence),
-            )
+            _check_folder(folder)
+            self._folders[folder] = self.checkpoints.beside(folder)
         return self._folders[folder]
 
     def close(self) -> None:
@@ -349,16 +360,18 @@ class Run:
         there = self.checkpoints.newest()
         if there is not None:
             raise CheckpointError(
-                given=f"training from the start in {self.directory}",
+                given=f"training from the start in {self._place}",
                 found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
                 "would take for this one's",
                 fix="run.restore() before the first batch, or another directory, or to start afresh: "
-                f"rm -r {self.directory}",
+                f"{how_to_remove(self._place)}",
             )
         self._free = True
 
     def _begin(self) -> None:
         self._check_free()
+        # The first save may be the last chance there is: what no checkpoint can hold is told before.
+        self.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
@@ -394,6 +407,27 @@ class Run:
             for name, step in self.steps.items()
             if step.last is not None
         }
+
+
+def _own_directory(given: str | Path) -> Path:
+    if is_url(given):
+        raise CheckpointError(
+            given=f"shoal.Run({masked_url(str(given))!r}, …)",
+            found="events and the lock need a directory; only checkpoints can be elsewhere",
+            fix="shoal.Run('runs/a', …, checkpoints='s3://bucket/a')",
+        )
+    return Path(given)
+
+
+def _check_folder(name: object) -> None:
+    if isinstance(name, str) and _FOLDER.fullmatch(name) and name not in _OWN:
+        return
+    raise CheckpointError(
+        given=f"run.save(to={name!r})",
+        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
+        f"none of {', '.join(sorted(_OWN))}",
+        fix="run.save(to='best')",
+    )
 
 
 def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import Checkpoints, Job, Tree
+from shoal.checkpoint import AnyPath, Checkpoints, Job, Tree
 from shoal.clock import Deadline
 from shoal.errors import CheckpointError
 from shoal.events import Events
@@ -36,10 +35,10 @@ class YoungDaly:
     mtbf: timedelta
 
     def __post_init__(self) -> None:
-        if not self.mtbf > timedelta(0):
+        if not isinstance(self.mtbf, timedelta) or not self.mtbf > timedelta(0):
             raise CheckpointError(
                 given=f"shoal.YoungDaly(mtbf={self.mtbf})",
-                found="the mean time between failures is more than none",
+                found="the mean time between failures is a timedelta, and more than none",
                 fix="shoal.YoungDaly(mtbf=timedelta(hours=8))",
             )
 
@@ -76,7 +75,7 @@ def check_every(every: object, call: str) -> Every:
 class Saving:
     """A save under way, of which step, and for how many seconds it kept training waiting."""
 
-    job: Job[Path]
+    job: Job[AnyPath]
     step: int
     blocked: float
 
@@ -114,7 +113,7 @@ class Saves:
         gather: Callable[[], Mapping[str, Any]],
         *,
         join: bool,
-    ) -> Job[Path]:
+    ) -> Job[AnyPath]:
         """Begin a save of what `gather` returns: "state", "rank_state" and "info". Collective.
 
         Raises CheckpointError where one before has failed, and had not to.
@@ -163,7 +162,7 @@ class Saves:
             },
         )
 
-    def forget(self, job: Job[Path]) -> None:
+    def forget(self, job: Job[AnyPath]) -> None:
         """A save whose outcome its caller has heard is not told again."""
         if self._saving is not None and self._saving.job is job:
             if job.failed:

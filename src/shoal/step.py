@@ -174,6 +174,10 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """All from which this step goes on, the optimizer's state by parameter name. Collective."""
         self.engine.settle(self.optimizer)
+        return self.form()
+
+    def form(self) -> dict[str, Any]:
+        """What `state_dict` returns, but for values that still differ between ranks. Collective."""
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "optimizer": named(self.optimizer, self._names),

@@ -78,7 +78,8 @@ def init(
         prepare_timeout=prepare_timeout,
     )
     if joined.told:
-        print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # as in `say`
+            print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
     limits = Limits(step=timeout, prepare=prepare_timeout)
     return World(joined, seed, limits, deterministic=deterministic)
 
@@ -303,9 +304,10 @@ class World:
         torch.manual_seed(seed)
 
     def say(self, *parts: object) -> None:
-        """Print `parts` once, as `print` does: on rank 0."""
+        """Print `parts` once, as `print` does: on rank 0. A log on a full disk ends no training."""
         if self.first:
-            print(*parts, flush=True)
+            with contextlib.suppress(OSError):
+                print(*parts, flush=True)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record numbers of the present step with the Run that is open: losses, rates, scores.

@@ -173,6 +173,29 @@ def test_an_array_shares_its_nodes(jobs: Jobs, alone: str) -> None:
     assert [losses(jobs.log(f"-{element}")) for element in range(3)] == [[alone]] * 3
 
 
+def test_each_node_has_a_copy_of_its_own(jobs: Jobs) -> None:
+    """Its own disk is here /dev/shm, which the nodes do not share."""
+    folder = jobs.folder / "config/shoal/sites"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text('local = "/dev/shm"\n')
+    (jobs.folder / "my data/deep").mkdir(parents=True)
+    (jobs.folder / "my data/deep/file").write_text("content")
+    (jobs.folder / "train.py").write_text(
+        "import os, sys\nprint(os.uname().nodename, sys.argv[1], open(sys.argv[1]).read())\n"
+    )
+    number = jobs.submit(
+        *("--site", "mine", "--nodes", "2", "--stage", "my data"), "train.py", "--", "my data/deep/file"
+    )
+    jobs.wait(lambda: len(jobs.ends()) == 1)
+    assert jobs.ends() == [(number, 0)], jobs.log()
+    place = f"/dev/shm/shoal-{number}/my data/deep/file content"
+    lines = [line.partition(" ") for line in jobs.log().splitlines() if "content" in line]
+    assert [line[2] for line in lines] == [place, place]
+    assert len({line[0] for line in lines}) == 2
+    left = jobs.slurm("srun", "--nodes=2", "ls", "/dev/shm")
+    assert "shoal-" not in left
+
+
 def test_what_was_submitted_runs_after_a_requeue(jobs: Jobs, alone: str) -> None:
     number = jobs.submit("--nodes", "2", "-n", "2", "train.py", "--", "run", "2", "0.5")
     jobs.wait_for_step(3)

@@ -41,7 +41,8 @@ DEEP = 100_000
 def step(tmp_path: Path) -> Path:
     """A whole checkpoint."""
     state = {"weight": torch.arange(6.0).reshape(2, 3), "other": torch.ones(2)}
-    return Checkpoints(tmp_path / "run", Alone()).save(1, state, {}, {})
+    Checkpoints(tmp_path / "run", Alone()).save(1, state, {}, {})
+    return tmp_path / "run" / "step-1"
 
 
 def forge(step: Path, name: str, content: bytes) -> None:
@@ -183,6 +184,7 @@ def test_a_state_that_nobody_can_show(state: bytes, step: Path) -> None:
         {"shape": [1] * 65},
         {"shape": "23"},
         {"shape": [10**12, 10**12]},
+        {"shape": [0, 2**62, 2**62], "chunks": []},
         {"shape": [1000, 1000], "chunks": [{"sizes": [1000, 1000]}]},  # more than the file has
         {"chunks": []},
         {"chunks": [{"offsets": [0, 0], "sizes": [2, 2]}]},
@@ -297,6 +299,19 @@ def test_what_is_no_file(name: str, make: Callable[[Path, Path], None], step: Pa
     make(step / name, original)
     assert_refused(step, name)
     assert any(name in problem for problem in soundness.problems(step, read=True))
+
+
+@pytest.mark.parametrize("make", [pipe, device])
+def test_a_state_that_no_manifest_names_is_not_waited_for(
+    make: Callable[[Path, Path], None], step: Path
+) -> None:
+    said = Manifest.parse((step / "manifest.json").read_bytes())
+    files = {name: record for name, record in said.files.items() if name != "state.json"}
+    (step / "manifest.json").write_bytes(replace(said, files=files).render())
+    (step / "state.json").unlink()
+    make(step / "state.json", step)
+    assert_refused(step, "state.json")
+    assert soundness.problems(step, read=True)
 
 
 @pytest.mark.parametrize("form", ["step-0", "step-2.partial", "step-2.trash", "step-1.trash"])

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from processes import Alone
-from shoal.checkpoint import Checkpoints, Files
-from shoal.checkpoint.store import Room, Store
+from shoal.checkpoint import AnyPath, Checkpoints, Files
+from shoal.checkpoint.files import Room
+from shoal.checkpoint.stores import store_in
 from shoal.errors import CheckpointError
 
 LARGE = 1 << 22
@@ -36,12 +37,12 @@ class Small(Files):
 
     def __init__(self, size: int | None, files: int | None) -> None:
         self.free = Room(size, files)
-        self.made: list[Path] = []
+        self.made: list[AnyPath] = []
 
-    def room(self, path: Path) -> Room:
+    def room(self, path: AnyPath) -> Room:
         return self.free
 
-    def create(self, path: Path) -> BinaryIO:
+    def create(self, path: AnyPath) -> BinaryIO:
         self.made.append(path)
         return super().create(path)
 
@@ -122,7 +123,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 def test_what_is_reserved_is_written_over(tmp_path: Path) -> None:
     """From the beginning."""
-    store = Store(tmp_path, Files())
+    store = store_in(tmp_path, Files())
     record = store.write(1, "file", [b"abc", b"defgh"])
     content = (tmp_path / "step-1.partial" / "file").read_bytes()
     assert content == b"abcdefgh"
@@ -132,7 +133,7 @@ def test_what_is_reserved_is_written_over(tmp_path: Path) -> None:
 def test_a_limit_shows_at_the_reservation(tmp_path: Path) -> None:
     """By a limit of the process, as a disk would: no byte is written before it is known."""
     with file_size_limit(1 << 20), pytest.raises(OSError, match="bytes are needed") as caught:
-        Store(tmp_path, Files()).write(1, "file", [bytes(LARGE)])
+        store_in(tmp_path, Files()).write(1, "file", [bytes(LARGE)])
     assert caught.value.errno == errno.EFBIG
     assert (tmp_path / "step-1.partial" / "file").stat().st_size == 0
 

@@ -299,8 +299,8 @@ def test_names_are_paths(tmp_path: Path) -> None:
 
 def test_any_reader_of_safetensors_reads_the_files(tmp_path: Path) -> None:
     state = {"wide": torch.ones(3, dtype=torch.float64), "flag": torch.tensor([True])}
-    loaded = through_disk(tmp_path, state)
-    content = safetensors.torch.load_file(loaded.path / "rank-0.safetensors")
+    assert through_disk(tmp_path, state).path == tmp_path / "step-1"
+    content = safetensors.torch.load_file(tmp_path / "step-1" / "rank-0.safetensors")
     assert same(content["state/wide"], state["wide"])
     assert same(content["state/flag"], state["flag"])
 

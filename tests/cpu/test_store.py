@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from processes import Alone
-from shoal.checkpoint import Checkpoints, Files, Loaded
-from shoal.checkpoint.store import DamageError, Manifest, Record, Store
+from shoal.checkpoint import AnyPath, Checkpoints, Files, Loaded
+from shoal.checkpoint.store import DamageError, Manifest, Record
+from shoal.checkpoint.stores import store_in
 from shoal.errors import CheckpointError
 
 FILES = ["manifest.json", "rank-0.safetensors", "state.json"]
@@ -39,7 +40,7 @@ def restore(directory: Path) -> Loaded:
     return loaded
 
 
-def names(directory: Path) -> list[str]:
+def names(directory: AnyPath) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
@@ -189,6 +190,32 @@ def test_an_unverified_old_one_is_not_removed_for_lack_of_others(tmp_path: Path)
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
 
 
+def test_attempts_that_save_once_each_keep_no_more(tmp_path: Path) -> None:
+    for step in range(1, 7):  # preempted again and again
+        checkpoints = Checkpoints(tmp_path, Alone(), keep=3)
+        checkpoints.restore()
+        checkpoints.save(step, {"weight": torch.full((3,), float(step))}, {}, {"step": step})
+    assert names(tmp_path) == ["step-4", "step-5", "step-6"]
+
+
+@pytest.mark.parametrize("harm", [truncate, Path.unlink])
+def test_an_incomplete_one_does_not_count_as_kept(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    save(tmp_path, 1, 2, 3, 4)
+    harm(tmp_path / "step-3" / "state.json")
+    checkpoints = Checkpoints(tmp_path, Alone(), keep=3)
+    checkpoints.restore()
+    checkpoints.save(5, {"weight": torch.full((3,), 5.0)}, {}, {"step": 5})
+    assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
+
+
+def test_beside_the_others_the_last_one_is_kept(tmp_path: Path) -> None:
+    best = save(tmp_path / "checkpoints", 1).beside("best")
+    for step in (5, 4):  # the attempt that saved 5 was killed
+        best.save(step, {}, {}, {})
+    assert names(tmp_path / "best") == ["step-4"]
+    assert names(tmp_path / "checkpoints") == ["step-1"]
+
+
 def test_a_damaged_step_is_saved_again(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     flip(tmp_path / "step-2" / "rank-0.safetensors")
@@ -273,7 +300,7 @@ def test_reading_does_not_need_to_write(tmp_path: Path) -> None:
     (tmp_path / "step-3.partial").mkdir()
 
     class ReadOnly(NoRename):
-        def remove_directory(self, path: Path) -> None:
+        def remove_directory(self, path: AnyPath) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     loaded = Checkpoints(tmp_path, Alone(), files=ReadOnly()).restore()
@@ -285,12 +312,33 @@ def test_reading_does_not_need_to_write(tmp_path: Path) -> None:
 
 def test_what_can_not_be_removed_does_not_stop_a_run(tmp_path: Path) -> None:
     class NoUnlink(Files):
-        def unlink(self, path: Path) -> None:
+        def unlink(self, path: AnyPath) -> None:
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with pytest.warns(UserWarning, match="an old checkpoint can't be removed"):
         save(tmp_path, 1, 2, keep=1, files=NoUnlink())
     assert restore(tmp_path).step == 2
+
+
+def test_what_somebody_has_open_stays_in_nobodys_way(tmp_path: Path) -> None:
+    class Held(Files):
+        """NFS: what is open elsewhere gets another name, by which it can't be removed."""
+
+        def unlink(self, path: AnyPath) -> None:
+            assert isinstance(path, Path)
+            if path.name == ".nfs1":
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            if path.name == "state.json":
+                path.rename(path.with_name(".nfs1"))
+            else:
+                super().unlink(path)
+
+    with pytest.warns(UserWarning, match="an old checkpoint can't be removed"):
+        save(tmp_path, 1, 2, keep=1, files=Held())
+    save(tmp_path, 3, files=Held())
+    assert names(tmp_path) == ["step-1.trash", "step-2", "step-3"]
+    assert restore(tmp_path).step == 3
+    assert names(tmp_path) == ["step-2", "step-3"]
 
 
 def test_other_directories_are_left_alone(tmp_path: Path) -> None:
@@ -317,7 +365,7 @@ def test_keep_is_at_least_one(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_given_back(tmp_path: Path) -> None:
     class Full(Files):
-        def sync_directory(self, path: Path) -> None:
+        def sync_directory(self, path: AnyPath) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     save(tmp_path, 1)
@@ -328,7 +376,7 @@ def test_a_full_disk_is_given_back(tmp_path: Path) -> None:
 
 
 def test_records_are_of_what_was_written(tmp_path: Path) -> None:
-    record = Store(tmp_path, Files()).write(3, "some", [b"ab", memoryview(b"c"), b""])
+    record = store_in(tmp_path, Files()).write(3, "some", [b"ab", memoryview(b"c"), b""])
     content = (tmp_path / "step-3.partial" / "some").read_bytes()
     assert content == b"abc"
     assert record == Record(3, hashlib.sha256(b"abc").hexdigest())

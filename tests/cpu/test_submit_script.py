@@ -285,6 +285,50 @@ def test_inside_of_a_container(fakes: Fakes, tmp_path: Path) -> None:
     assert ranks(call)[:9] == [*inside, "an image.sif", "python"]
 
 
+def staged(tmp_path: Path, fakes: Fakes, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A job that stages `my data` and `envs/one`, on two nodes whose disk is below `tmp_path`."""
+    folder = tmp_path / "run"
+    for path in (folder / "my data/a b", folder / "envs/one/bin", tmp_path / "disk/shoal-42"):
+        path.mkdir(parents=True)
+    (folder / "my data/a b/file").write_text("content")
+    fakes.set("sbcast", code=code)
+    where = place(
+        folder,
+        python=f"{folder}/envs/one/bin/python",
+        args=("--data=my data/a b", f"{folder}/my data", "my data2", "--lr=my", "../run/my data"),
+        stage=(f"{folder}/my data", f"{folder}/envs/one"),
+    )
+    variables = {"TMPDIR": str(tmp_path / "disk"), "SLURM_JOB_NUM_NODES": "2"}
+    return run_script(write(request(), PLAIN, where), fakes, variables)
+
+
+def test_what_is_staged_is_what_the_script_is_told_of(fakes: Fakes, tmp_path: Path) -> None:
+    done = staged(tmp_path, fakes)
+    assert (done.returncode, done.stderr) == (0, "")
+    disk = f"{tmp_path}/disk/shoal-42"
+    calls = fakes.calls("srun")
+    assert ranks(calls[-2]) == [
+        f"{disk}/one/bin/python",
+        f"{tmp_path}/run/jobs/1/source/train.py",
+        f"--data={disk}/my data/a b",
+        f"{disk}/my data",
+        "my data2",
+        "--lr=my",
+        f"{disk}/my data",
+    ]
+    for call in [*calls[:-2], calls[-1]]:
+        assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= {*call}
+    assert calls[-1][-4:] == ["rm", "-rf", "--", disk]
+    assert len(fakes.calls("sbcast")) == 2
+
+
+def test_without_its_copies_a_job_does_not_begin(fakes: Fakes, tmp_path: Path) -> None:
+    done = staged(tmp_path, fakes, code=1)
+    assert done.returncode == 1
+    assert "no copies in" in done.stderr
+    assert not any("train.py" in word for call in fakes.calls("srun") for word in call)
+
+
 def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "events").mkdir()

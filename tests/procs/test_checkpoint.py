@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hooked import Counted, HookedFiles, Killed
 from processes import Alone, OverGloo, Processes, run
-from shoal.checkpoint import Checkpoints, Files
-from shoal.checkpoint.store import Store
+from shoal.checkpoint import AnyPath, Checkpoints, Files
+from shoal.checkpoint.store import damage, manifest_of
 from shoal.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ class Refused(HookedFiles):
         self._number = number
         self._code = code
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         if number == self._number:
             # As from the system: a call on an open file names none.
             raise OSError(self._code, os.strerror(self._code), path and str(path))
@@ -47,10 +47,9 @@ def own(rank: int) -> dict[str, Any]:
 
 def assert_no_half(directory: Path) -> None:
     """What has the name of a checkpoint is whole, before anything tidies up."""
-    store = Store(directory, Files())
     for path in directory.iterdir():
         if not path.suffix:
-            assert store.damage(path, store.manifest(path)) is None
+            assert damage(path, manifest_of(path)) is None
 
 
 def version_of(directory: Path) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import shoal
 from commands import wait_for
 from hooked import HookedFiles
 from ranks import RankError, Ranks
-from shoal.checkpoint import Checkpoints, Fence, FencedFiles
+from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles
 from shoal.data.audit import coverage
 from shoal.errors import CheckpointError
 
@@ -38,7 +39,7 @@ class Stopped(HookedFiles, FencedFiles):
         self._note = note
         self.armed = False
 
-    def at(self, number: int, path: Path | None) -> None:
+    def at(self, number: int, path: AnyPath | None) -> None:
         if self.armed:
             self._left -= 1
             if self._left == -1:
@@ -166,6 +167,20 @@ def test_ten_attempts_are_remembered(tmp_path: Path) -> None:
     assert [fence.take() for _ in range(14)] == list(range(1, 15))
     assert len(list(tmp_path.iterdir())) == 10
     assert fence.newest() == 14
+
+
+@pytest.mark.parametrize("before", [1, 3])
+def test_a_directory_that_was_removed_and_begun_anew(before: int, tmp_path: Path) -> None:
+    old, new = Fence(tmp_path / "attempts"), Fence(tmp_path / "attempts")
+    for _ in range(before):
+        old.number = old.take()
+    shutil.rmtree(tmp_path / "attempts")
+    old.check()
+    new.number = new.take()
+    new.check()
+    assert new.number == 1
+    with pytest.raises(CheckpointError, match=f"attempt 1, process {os.getpid()} on "):
+        old.check()
 
 
 def test_a_purged_directory_fences_nobody(tmp_path: Path) -> None:

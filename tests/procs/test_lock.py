@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import shoal
 from ranks import RankError, Ranks
+from shoal.checkpoint import Fence, fence
 from shoal.errors import CheckpointError
 
 HELD: list[shoal.Run] = []
@@ -79,3 +81,26 @@ def test_all_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
             assert isinstance(result, RankError)
             assert isinstance(result.error, CheckpointError)
         held.close()
+
+
+def apart(world: shoal.World, directory: Path) -> None:
+    # Of this name, as a node's own /tmp is: the disk of rank 1 is another one.
+    fence.SEEN_SECONDS = 0.2
+    if world.rank:
+        Fence._taken = lambda self: []  # type: ignore[method-assign]
+    opened(world, directory)
+
+
+def by_the_clock(world: shoal.World, directory: Path) -> None:
+    opened(world, directory / f"run-{time.time()}-{world.rank}")
+
+
+@pytest.mark.parametrize("how", [apart, by_the_clock])
+def test_ranks_with_directories_of_their_own_are_refused(
+    ranks: Ranks, tmp_path: Path, how: Callable[[shoal.World, Path], None]
+) -> None:
+    for result in ranks.attempt(how, tmp_path):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, CheckpointError)
+        assert "rank 1" in result.error.found
+        assert "is not there" in result.error.found

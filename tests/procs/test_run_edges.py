@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
+import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +68,25 @@ def test_a_batch_that_no_step_took_is_not_missed(world: shoal.World, tmp_path: P
     assert next(data.epochs(1)).first == 2 * BATCH
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_restore_within_the_loop_goes_on_from_there(
+    world: shoal.World, tmp_path: Path, workers: int
+) -> None:
+    step, data = parts(world)
+    data = shoal.Loader((torch.ones(SAMPLES, 2),), world, batch_size=BATCH, num_workers=workers)
+    seen: list[tuple[int, int]] = []
+    with shoal.Run(tmp_path, step, data) as run:
+        for batch in data.epochs(2):
+            step(batch)
+            run.tick(every=2)
+            seen.append((step.number, batch.first))
+            if len(seen) == 5:  # a loss that has gone wrong, perhaps
+                restored = run.restore()
+                assert restored is not None
+                assert restored[:2] == (4, 20)
+    assert seen == [(1, 0), (2, 5), (3, 10), (4, 15), (5, 20), (5, 20), (6, 25), (7, 30), (8, 35)]
+
+
 def test_batches_finished_between_ticks_are_all_counted(world: shoal.World, tmp_path: Path) -> None:
     step, data = parts(world)
     with shoal.Run(tmp_path, step, data) as run:
@@ -100,6 +122,62 @@ def test_what_was_finished_after_a_save_is_not_counted_after_its_restore(
         run.restore()
         run.tick()
     assert step.number == 1
+
+
+def test_a_script_may_change_its_working_directory(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    step, data = parts(world)
+    with shoal.Run("a", step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick(every=1)
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            world.log({"rate": 0.1})
+        assert run.save() == Path("a/checkpoints/step-4")
+        assert run.save(to="best") == Path("a/best/step-4")
+        restored = run.restore()
+    assert restored is not None
+    assert restored.path == Path("a/checkpoints/step-4")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "a" / "checkpoints" / "step-4").is_dir()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": "3"},
+        {"keep": 2.5},
+        {"keep_every": 2.5},
+        {"config": ["rate"]},
+        {"config": {1: 2}},
+        {"state": [1]},
+        {"state": {1: nn.Linear(1, 1)}},
+        {"state": {"a": object()}},
+        {"state": {"a": nn.Linear}},
+    ],
+)
+def test_options_that_can_not_be(world: shoal.World, tmp_path: Path, options: dict[str, Any]) -> None:
+    name = next(iter(options))
+    with pytest.raises(CheckpointError) as refused:
+        shoal.Run(tmp_path, *parts(world), **options)
+    assert f"{name}=" in refused.value.given
+    assert not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "events", "", ".", "../b", "a/b", "/b", "a\nb", 3])
+def test_where_a_run_keeps_nothing_apart(world: shoal.World, tmp_path: Path, name: Any) -> None:
+    step, data = parts(world)
+    with shoal.Run(tmp_path / "a", step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick(every=1)
+        with pytest.raises(CheckpointError, match="beside checkpoints/"):
+            run.save(to=name)
+    assert len(list((tmp_path / "a" / "checkpoints").iterdir())) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_a_directory_of_an_earlier_training_is_not_trained_in_from_the_start(
@@ -235,3 +313,21 @@ def test_a_run_does_not_resume_on_other_data(
     assert (other.position, again.number) == (0, 0)
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_on_a_full_disk_ends_no_training(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, data = parts(world)
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    with shoal.Run(tmp_path, step, data) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            run.tick()
+        world.say("trained")
+        assert run.save().is_dir()

@@ -286,8 +286,9 @@ def test_the_interval_of_young_and_daly_costs_least(cost: float, hours: float) -
 def test_other_intervals_are_refused(world: shoal.World, tmp_path: Path, every: Any) -> None:
     with begin(world, tmp_path) as run, pytest.raises(CheckpointError, match=re.escape(repr(every))):
         run.tick(every=every)
-    with pytest.raises(CheckpointError, match="more than none"):
-        shoal.YoungDaly(mtbf=timedelta(0))
+    for mtbf in (timedelta(0), 3600):
+        with pytest.raises(CheckpointError, match="more than none"):
+            shoal.YoungDaly(mtbf=mtbf)  # type: ignore[arg-type]
 
 
 def test_what_is_kept(world: shoal.World, tmp_path: Path) -> None:
@@ -303,10 +304,40 @@ def test_what_is_kept(world: shoal.World, tmp_path: Path) -> None:
         begin(world, tmp_path, keep_every=0)
 
 
+class Tags:
+    """State of a user that is a set, which no checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tags": {"a", "b"}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"config": {"data": Path("data")}}, "info/config/data"),
+        ({"state": {"tags": Tags()}}, "state/state/tags/tags"),
+    ],
+)
+def test_what_can_not_be_saved_is_told_at_the_first_tick(
+    world: shoal.World, tmp_path: Path, options: dict[str, Any], where: str
+) -> None:
+    # A preemption may bring the first save, after days.
+    with begin(world, tmp_path, **options) as run:
+        for batch in run.loader.epochs(1):
+            run.steps["step"](batch)
+            with pytest.raises(CheckpointError, match=where):
+                run.tick()
+            break
+
+
 def test_a_checkpoint_says_what_it_is_of(world: shoal.World, tmp_path: Path) -> None:
     with begin(world, tmp_path, config={"rate": 0.05, "data": "none"}) as run:
-        path = run.save()
-    info = json.loads((path / "manifest.json").read_text())["manifest"]["info"]["dict"]
+        assert run.save() == tmp_path / "checkpoints" / "step-0"
+    manifest = tmp_path / "checkpoints" / "step-0" / "manifest.json"
+    info = json.loads(manifest.read_text())["manifest"]["info"]["dict"]
     assert info["config"] == {"dict": {"rate": 0.05, "data": "none"}}
     assert info["versions"]["dict"]["torch"] == torch.__version__
     assert abs(info["time"] - time.time()) < 60

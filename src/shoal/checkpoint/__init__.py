@@ -12,23 +12,28 @@ if TYPE_CHECKING:
     from shoal.checkpoint.agreement import Agreement
     from shoal.checkpoint.aside import Job
     from shoal.checkpoint.fence import Fence, FencedFiles, take_over
+    from shoal.checkpoint.files import Files
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
+    from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, path_from
+    from shoal.checkpoint.remote import is_url, masked_url
     from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
-    from shoal.checkpoint.store import Files
 
 _HOMES = {
     "agreement": ("Agreement",),
     "aside": ("Job",),
     "fence": ("Fence", "FencedFiles", "take_over"),
+    "files": ("Files",),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
+    "paths": ("AnyPath", "how_to_remove", "lasting", "path_from"),
+    "remote": ("is_url", "masked_url"),
     "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some"),
-    "store": ("Files",),
 }
 
 __all__ = [
     "Agreement",
+    "AnyPath",
     "Checkpoints",
     "Fence",
     "FencedFiles",
@@ -39,6 +44,11 @@ __all__ = [
     "Skipped",
     "Tree",
     "compare_names",
+    "how_to_remove",
+    "is_url",
+    "lasting",
+    "masked_url",
+    "path_from",
     "path_of",
     "present",
     "shapes",

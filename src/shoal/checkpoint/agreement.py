@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from shoal.checkpoint.remote import RemoteError
 from shoal.checkpoint.store import DamageError
 from shoal.errors import CheckpointError
 
@@ -101,6 +102,9 @@ def _count(found: str, failures: list[Any]) -> str:
 def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
     if isinstance(error, CheckpointError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
+    if isinstance(error, RemoteError):
+        fix = "see whether fsspec reaches it with your login and may write there; then the same again"
+        return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     if isinstance(error, OSError):
         fix = _FIXES.get(error.errno or 0, "see whether the file system of this path is in order")
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)

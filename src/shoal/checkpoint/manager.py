@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
-import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
 from shoal.checkpoint.aside import Aside, Job
+from shoal.checkpoint.files import Files
+from shoal.checkpoint.naming import step_of
+from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
 from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
-from shoal.checkpoint.store import DamageError, Files, Manifest, Record, Store, open_file, step_of
+from shoal.checkpoint.store import (
+    DamageError,
+    Manifest,
+    Record,
+    Store,
+    damage,
+    is_complete,
+    manifest_of,
+)
+from shoal.checkpoint.stores import store_in
 from shoal.checkpoint.table import STATE, read
 from shoal.errors import CheckpointError
 from shoal.texts import masked
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 class Skipped:
     """A directory that a restore passed over, and why."""
 
-    path: Path
+    path: AnyPath
     reason: str
 
 
@@ -41,7 +51,7 @@ class Loaded:
     that were found damaged, newest first: whoever restores prints them.
     """
 
-    path: Path
+    path: AnyPath
     step: int
     state: Tree
     rank_state: Tree | None
@@ -86,26 +96,25 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         world: Ranks,
         *,
         keep: int = 3,
         keep_every: int | None = None,
         files: Files | None = None,
-        aside: Aside | None = None,
     ) -> None:
         """Keep the newest `keep` ones known to be whole, everything newer than these, and those of
         every `keep_every`-th step.
-
-        Several may write by way of one `aside`, one after the other.
         """
-        if keep < 1:
+        if type(keep) is not int or keep < 1:
             raise CheckpointError(
-                given=f"keep={keep}", found="no checkpoint would be kept", fix="keep=1 or more"
+                given=f"keep={keep!r}",
+                found="that is no number of checkpoints to keep",
+                fix="keep=1 or more",
             )
-        if keep_every is not None and keep_every < 1:
+        if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise CheckpointError(
-                given=f"keep_every={keep_every}",
+                given=f"keep_every={keep_every!r}",
                 found="the checkpoints of every so many steps are kept: 1 or more",
                 fix="keep_every=10_000, or leave it out",
             )
@@ -114,8 +123,11 @@ class Checkpoints:
         self._agreement = Agreement(world)
         self._keep = keep
         self._keep_every = keep_every
-        self._store = Store(directory, files or Files())
-        self.aside = aside or Aside(world)
+        self._files = files or Files()
+        # The working directory may change, also while a save is under way aside.
+        self._store: Store[Any] = store_in(lasting(directory), self._files)
+        self._sole = False
+        self.aside = Aside(world)
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
 
@@ -125,12 +137,31 @@ class Checkpoints:
             f"{self.directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
 
-    def newest(self) -> Path | None:
+    def beside(self, name: str) -> Checkpoints:
+        """Those in the directory `name` beside this one: only the one saved last is kept, whatever its
+        step. They wait for each other's saves."""
+        made = Checkpoints(self.directory.parent / name, self._world, keep=1, files=self._files)
+        made._store = store_in(self._store.directory.parent / name, self._files)
+        made._sole = True
+        made.aside = self.aside
+        return made
+
+    def newest(self) -> AnyPath | None:
         """The newest directory that may be a checkpoint, whole or not."""
         given = f"checkpoints in {self.directory}"
         rank = self._world.rank
         found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
-        return self._world.broadcast(found[0] if found else None)  # type: ignore[no-any-return]
+        name = self._world.broadcast(found[0].name if found else None)
+        return None if name is None else self.directory / name
+
+    def where(self, step: int) -> AnyPath:
+        """The directory of the save of `step` that was started last, once it is there."""
+        return self.directory / self._store.where(step).name  # type: ignore[no-any-return]
+
+    def check_state(self, state: Tree, info: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where these are not what can be saved; nothing is written or copied."""
+        given = f"checkpoints in {self.directory}"
+        self._agreement.together(given, lambda: self._take_apart(state, {}, info))
 
     def save(
         self,
@@ -140,7 +171,7 @@ class Checkpoints:
         info: Mapping[str, Any],
         *,
         join: bool = False,
-    ) -> Path:
+    ) -> AnyPath:
         """Save; when this returns, the checkpoint is on the disk. Returns its directory.
 
         As `start`, and waits.
@@ -155,7 +186,7 @@ class Checkpoints:
         info: Mapping[str, Any],
         *,
         join: bool = False,
-    ) -> Job[Path]:
+    ) -> Job[AnyPath]:
         """Take the state over, and save it while training goes on; the job gives the directory.
 
         When this returns, the state may change. Waits for the save before, if that is under way.
@@ -170,6 +201,7 @@ class Checkpoints:
         given = f"a checkpoint of step {step} in {self.directory}"
         self.aside.prepare()
         self.aside.wait()
+        self._store.expect(step)
         parts, own_parts, info_json = self._agreement.together(
             given, lambda: self._take_apart(state, rank_state, info)
         )
@@ -215,25 +247,25 @@ class Checkpoints:
         )
         skipped: list[Skipped] = []
         for name, text, invalid in found:
-            path = self.directory / name
+            path = self._store.directory / name
             if text is None:
-                skipped.append(Skipped(path, invalid))
+                skipped.append(Skipped(self.directory / name, invalid))
                 continue
             manifest = Manifest.parse(text.encode())
-            damage = self._damage(path, manifest)
-            if damage is not None:
-                skipped.append(Skipped(path, damage))
+            reason = self._damage(path, manifest)
+            if reason is not None:
+                skipped.append(Skipped(self.directory / name, reason))
                 continue
             loaded = self._load(path, manifest, (template, elsewhere), tuple(skipped))
             self._verified.add(loaded.step)
             return loaded
         if skipped:
-            where = shlex.quote(str(self.directory))
             listing = "; ".join(f"{one.path.name}: {one.reason}" for one in skipped)
             raise CheckpointError(
                 given=given,
                 found=f"none is whole: {listing}",
-                fix=f"to start afresh, rm -r {where}/step-* (or choose another directory)",
+                fix=f"to start afresh, {how_to_remove(self.directory, '/step-*')} "
+                "(or choose another directory)",
             )
         return None
 
@@ -251,14 +283,14 @@ class Checkpoints:
             )
         return parts, own_parts, described.json
 
-    def _write(self, contents: _Contents) -> Path:
+    def _write(self, contents: _Contents) -> AnyPath:
         """Aside: write this rank's file, and on rank 0 commit when all have; the directory."""
         outcome = self._agreement.attempt(contents.given, lambda: self._write_all(contents))
         if isinstance(outcome, CheckpointError):
             raise outcome
         self._verified.add(contents.step)
         if self._world.rank == 0:
-            self._retire()
+            self._retire(contents.step)
         return self.directory / outcome
 
     def _write_all(self, contents: _Contents) -> str | CheckpointError:
@@ -307,23 +339,37 @@ class Checkpoints:
             except Exception:
                 self._store.discard(step)
                 raise
-            return self._store.publish(step).name
+            return str(self._store.publish(step).name)
 
         return self._agreement.attempt(contents.given, commit)
 
-    def _retire(self) -> None:
-        kept = sorted(self._verified, reverse=True)[: self._keep]
-        if len(kept) < self._keep:
-            return
+    def _retire(self, saved: int) -> None:
         try:
-            for path in self._store.candidates():
+            found = self._store.candidates()
+            oldest = self._oldest_kept(found)
+            for path in found:
                 step = step_of(path)
-                if step < kept[-1] and (self._keep_every is None or step % self._keep_every):
+                old = step != saved if self._sole else step < oldest
+                if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
             # The new one is safe, so this is no reason to stop. Nor is a newer attempt, here: of it
             # the next save tells all ranks, and this is rank 0 alone.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
+
+    def _oldest_kept(self, found: list[Any]) -> int:
+        """The step before which none is needed any more; 0 where all are.
+
+        An attempt that ends after one save has seen two whole ones, that one and the one restored.
+        Older ones, of which it has seen none, then count by the sizes of their files.
+        """
+        kept = sorted(self._verified, reverse=True)[: self._keep]
+        if len(kept) < min(2, self._keep):
+            return 0
+        for path in found:
+            if len(kept) < self._keep and step_of(path) < kept[-1] and is_complete(path):
+                kept.append(step_of(path))
+        return kept[-1] if len(kept) == self._keep else 0
 
     def _survey(self) -> list[tuple[str, str | None, str]]:
         """Of each candidate its name and its manifest, or None and why that is invalid."""
@@ -333,23 +379,27 @@ class Checkpoints:
         found: list[tuple[str, str | None, str]] = []
         for path in self._store.candidates():
             try:
-                found.append((path.name, self._store.manifest(path).render().decode(), ""))
-            except DamageError as damage:
-                found.append((path.name, None, str(damage)))
+                found.append((path.name, manifest_of(path).render().decode(), ""))
+            except DamageError as error:
+                found.append((path.name, None, str(error)))
         return found
 
-    def _damage(self, path: Path, manifest: Manifest) -> str | None:
+    def _damage(self, path: AnyPath, manifest: Manifest) -> str | None:
         world = self._world
-        found = world.gather(self._store.damage(path, manifest, share=world.rank, of=world.size))
+        mine = self._agreement.together(
+            f"the checkpoint {path}", lambda: damage(path, manifest, share=world.rank, of=world.size)
+        )
+        found = world.gather(mine)
         seen = ((reason, rank) for rank, reason in enumerate(found) if reason is not None)
         return next((f"{reason} (seen by rank {rank})" for reason, rank in seen), None)
 
     def _load(
-        self, path: Path, manifest: Manifest, wanted: Wanted, skipped: tuple[Skipped, ...]
+        self, path: AnyPath, manifest: Manifest, wanted: Wanted, skipped: tuple[Skipped, ...]
     ) -> Loaded:
         from shoal.checkpoint.tensors import load_tensors
 
-        given = f"the checkpoint {path}"
+        told = self.directory / path.name
+        given = f"the checkpoint {told}"
         group = self._world.group
         content, targets = self._agreement.together(
             given, lambda: self._targets(path, manifest, wanted)
@@ -364,7 +414,7 @@ class Checkpoints:
                 raise failure
             own = self._own(content, manifest)
             return Loaded(
-                path=path,
+                path=told,
                 step=manifest.step,
                 state=put_together(content["state"], targets),
                 rank_state=None if own is None else put_together(own, targets),
@@ -375,7 +425,7 @@ class Checkpoints:
         return self._agreement.together(given, assemble)
 
     def _targets(
-        self, path: Path, manifest: Manifest, wanted: Wanted
+        self, path: AnyPath, manifest: Manifest, wanted: Wanted
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         from shoal.checkpoint.tensors import allocate
 

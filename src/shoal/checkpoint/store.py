@@ -1,127 +1,37 @@
-"""Checkpoints as directories: what commits one, what proves one whole, what removes one safely.
+"""Checkpoints as directories: what commits one, and what proves one whole.
 
-A save fills `step-N.partial/`. Its manifest, written and synced last, is the commit; the rename to
-`step-N/` only tidies up. Removal begins with a rename to `step-N.trash/`. So whatever moment a
-process dies at, each directory is a whole checkpoint, or visibly none.
+A save fills a directory of its own. The manifest, written and synced last, is the commit, and is what
+a removal removes first. So whatever moment a process dies at, each directory is a whole checkpoint,
+or visibly none.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import stat
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from io import BufferedReader
-from pathlib import Path
 from threading import Thread
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Generic
+
+from shoal.checkpoint.files import Files
+from shoal.checkpoint.naming import PARTIAL, Name, step_of
+from shoal.checkpoint.paths import AnyPath, P, open_file
+from shoal.checkpoint.remote import RemoteError
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint"
 VERSION = 1
 
-_DIRECTORY = re.compile(r"step-(0|[1-9]\d*)(\.partial|\.trash)?", re.ASCII)
 # Names that lie in a checkpoint's own directory, on every file system, and that any terminal shows.
 _FILE = re.compile(r"\w[\w.+-]*", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST_MANIFEST = 1 << 28
-# Some network file systems refuse to sync a directory; they have nothing to sync there.
-_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
-
-
-# What the system says of file systems that can't reserve, and the C library where it would emulate.
-_NO_RESERVATION = (errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
-
-
-class Room(NamedTuple):
-    """How many bytes and how many files more a file system takes; None where it doesn't say."""
-
-    bytes: int | None
-    files: int | None
-
-
-class Files:
-    """Every operation by which a checkpoint changes the disk.
-
-    Nothing else in this package does, so that a subclass can count, refuse or cut short each one.
-    `room` only looks; it is here so that a subclass can pretend.
-    """
-
-    def make_directory(self, path: Path) -> None:
-        """Make a directory and its parents; one that exists is fine."""
-        path.mkdir(parents=True, exist_ok=True)
-
-    def create(self, path: Path) -> BinaryIO:
-        """Open a new file; one that exists belongs to another writer and is an error."""
-        return path.open("xb", buffering=1 << 20)
-
-    def reserve(self, file: BinaryIO, size: int) -> None:
-        """Take `size` bytes of the disk for a new file, so that a full one or a quota shows at once.
-
-        Nothing happens on file systems that can't do it themselves. For those the C library would
-        write into each block, but not to a file that is open to append (posix_fallocate(3)).
-        """
-        descriptor = file.fileno()
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
-            if error.errno not in _NO_RESERVATION:
-                raise
-        finally:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-    def room(self, path: Path) -> Room:
-        """What is free for this user on the file system of a path, which need not exist yet."""
-        while not path.exists():
-            path = path.parent
-        found = os.statvfs(path)
-        root = os.geteuid() == 0  # may use what is kept for it
-        blocks, files = (found.f_bfree, found.f_ffree) if root else (found.f_bavail, found.f_favail)
-        # Some file systems count neither, and say that they have none.
-        return Room(
-            blocks * found.f_frsize if found.f_blocks else None, files if found.f_files else None
-        )
-
-    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
-        """Append to an open file."""
-        file.write(data)
-
-    def sync(self, file: BinaryIO) -> None:
-        """Bring a file's content to the disk."""
-        file.flush()
-        os.fsync(file.fileno())
-
-    def sync_directory(self, path: Path) -> None:
-        """Bring a directory's entries to the disk."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_DIRECTORY_SYNC:
-                error.filename = str(path)
-                raise
-        finally:
-            os.close(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename a directory."""
-        source.rename(target)
-
-    def unlink(self, path: Path) -> None:
-        """Remove a file."""
-        path.unlink()
-
-    def remove_directory(self, path: Path) -> None:
-        """Remove an empty directory."""
-        path.rmdir()
 
 
 @dataclass(frozen=True)
@@ -131,17 +41,23 @@ class Record:
     bytes: int
     sha256: str
 
-    def difference(self, path: Path, *, read: bool = True) -> str | None:
-        """Why the file at `path` is not this one; None if it is. Only its size, unless `read`."""
+    def difference(self, path: AnyPath, *, read: bool = True) -> str | None:
+        """Why the file at `path` is not this one; None if it is. Only its size, unless `read`.
+
+        Raises RemoteError where that can't be known now.
+        """
         try:
             with open_file(path) as file:
-                size = os.fstat(file.fileno()).st_size
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
                 if size != self.bytes:
                     return f"has {size:,} bytes, should have {self.bytes:,}"
                 if read and hashlib.file_digest(file, "sha256").hexdigest() != self.sha256:
                     return "is altered (its SHA-256 differs)"
         except FileNotFoundError:
             return "is missing"
+        except RemoteError:
+            raise
         except OSError as error:
             return f"can't be read: {error}"
         return None
@@ -230,67 +146,64 @@ class _Digest(Thread):
             self.sha256.update(block)
 
 
-class Store:
+class Store(ABC, Generic[P]):
     """The checkpoints below one directory.
 
-    Any rank may call `write`, `damage` and `probe`; what moves or removes directories is for one
-    rank only, and only while no other rank writes.
+    Any rank may call `write` and `probe`; what moves or removes directories is for one
+    rank only, and only while no other rank writes. The subclasses say where a save writes to.
     """
 
-    def __init__(self, directory: Path, files: Files) -> None:
-        self.directory = directory
-        self._files = files
+    def __init__(self, directory: P, files: Files) -> None:
+        self.directory: P = directory
+        self.files = files
 
-    def candidates(self) -> list[Path]:
+    @abstractmethod
+    def expect(self, step: int) -> None:
+        """The next save is one of `step`: on all ranks alike, before anything else of it."""
+
+    @abstractmethod
+    def where(self, step: int) -> P:
+        """The directory of the checkpoint that is being saved, once it is there."""
+
+    @abstractmethod
+    def under_way(self, step: int) -> P:
+        """The directory that the save writes to."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Finish what a killed save or removal began, without losing a checkpoint."""
+
+    @abstractmethod
+    def publish(self, step: int) -> P:
+        """Give a sealed checkpoint its final name, replacing one of the same step.
+
+        Where that fails it stays where it is, and is as good there. Nothing needs to be synced: a
+        rename that a power cut undoes leaves it there too.
+        """
+
+    @abstractmethod
+    def remove(self, path: P) -> None:
+        """Remove a checkpoint so that no moment shows half of it."""
+
+    @abstractmethod
+    def remove_tree(self, path: P) -> None:
+        """Remove a directory with all that is in it, the manifest first."""
+
+    def candidates(self) -> list[P]:
         """What may be a checkpoint, newest first.
 
         At the same step the partial one comes first: its manifest was written later. A partial one
         without a valid manifest was never committed and is not listed.
         """
-        found = [
-            (step, suffix == ".partial", path)
-            for step, suffix, path in self._directories()
-            if suffix == "" or (suffix == ".partial" and self._is_committed(path))
-        ]
-        return [path for _, _, path in sorted(found, reverse=True)]
+        return [path for name, path in reversed(self.directories()) if self.may_be_whole(name, path)]
 
-    def manifest(self, path: Path) -> Manifest:
-        """The manifest of a candidate; raises DamageError."""
-        try:
-            manifest = read_manifest(path)
-        except FileNotFoundError:
-            raise DamageError(f"{MANIFEST} is missing") from None
-        except OSError as error:
-            raise DamageError(f"{MANIFEST} can't be read: {error}") from None
-        if manifest.step != step_of(path):
-            raise DamageError(f"its {MANIFEST} is of step {manifest.step}")
-        return manifest
-
-    def damage(self, path: Path, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:
-        """Why the files of a checkpoint are not what its manifest says; None if they are.
-
-        Reads every `of`-th file, beginning with number `share`, so that ranks divide the work.
-        """
-        for name in sorted(manifest.files)[share::of]:
-            reason = manifest.files[name].difference(path / name)
-            if reason is not None:
-                return f"{name} {reason}"
-        return None
-
-    def leftovers(self) -> list[Path]:
+    def leftovers(self) -> list[P]:
         """What is named like a checkpoint under way or being removed and is none, in order of steps."""
-        whole = set(self.candidates())
-        return [path for _, suffix, path in sorted(self._directories()) if suffix and path not in whole]
-
-    def tidy(self) -> None:
-        """Finish what a killed save or removal began, without losing a checkpoint."""
-        leftovers = [entry for entry in self._directories() if entry[1]]
-        for step, suffix, path in leftovers:
-            if suffix == ".partial":
-                self._settle(step, path)
-        for _, suffix, path in leftovers:
-            if suffix == ".trash" and os.path.lexists(path):
-                self._remove_tree(path)
+        return [
+            path
+            for name, path in self.directories()
+            if (name.suffix or name.numbered) and not self.may_be_whole(name, path)
+        ]
 
     def begin(self, step: int, size: int = 0, files: int = 0) -> None:
         """Make room for a checkpoint; before any rank writes to it.
@@ -299,10 +212,10 @@ class Store:
         """
         self.tidy()
         self._check_room(size, files)
-        partial = self._partial(step)
-        if partial.exists():
+        target = self.under_way(step)
+        if target.exists():
             raise FileExistsError(
-                errno.EEXIST, "a whole checkpoint that can't be renamed is there", str(partial)
+                errno.EEXIST, "a whole checkpoint that can't be replaced is there", str(target)
             )
 
     def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> Record:
@@ -310,67 +223,56 @@ class Store:
 
         Its bytes are reserved first, where that tells at once that they do not fit.
         """
-        partial = self._partial(step)
-        self._files.make_directory(partial)
-        return self._write(partial / name, blocks, sum(map(len, blocks)))
+        target = self.under_way(step)
+        self.files.make_directory(target)
+        return self._write(target / name, blocks, sum(map(len, blocks)))
 
     def seal(self, step: int, manifest: Manifest) -> None:
         """Commit: from the moment the manifest is on the disk the checkpoint exists."""
-        partial = self._partial(step)
-        self._write(partial / MANIFEST, [manifest.render()])
-        self._files.sync_directory(partial)
-        self._files.sync_directory(self.directory)
-
-    def publish(self, step: int) -> Path:
-        """Give a sealed checkpoint its final name, replacing one of the same step.
-
-        Where that fails it stays where it is, and is as good there. Nothing needs to be synced: a
-        rename that a power cut undoes leaves it there too.
-        """
-        partial, final = self._partial(step), self._final(step)
-        with suppress(OSError):
-            replaced = self._to_trash(final) if final.exists() else None
-            self._files.rename(partial, final)
-            if replaced is not None:
-                self._remove_tree(replaced)
-        return partial if partial.exists() else final
+        target = self.under_way(step)
+        self._write(target / MANIFEST, [manifest.render()])
+        self.files.sync_directory(target)
+        self.files.sync_directory(self.directory)
 
     def discard(self, step: int) -> None:
         """Free what a failed save has taken, as far as possible; before it is published."""
         with suppress(OSError):
-            self._remove_tree(self._partial(step))
-
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint so that no moment shows half of it."""
-        self._remove_tree(self._to_trash(path))
+            self.remove_tree(self.under_way(step))
 
     def probe(self, rank: int) -> None:
         """Write, sync and remove a small file; raises OSError where that is not possible."""
-        self._files.make_directory(self.directory)
+        self.files.make_directory(self.directory)
         path = self.directory / f".probe-{rank}"
         if path.exists():
-            self._files.unlink(path)
+            self.files.unlink(path)
         self._write(path, [b"?"])
-        self._files.unlink(path)
+        self.files.unlink(path)
 
-    def _settle(self, step: int, partial: Path) -> None:
-        if not self._is_committed(partial):
-            self._remove_tree(partial)
-        elif self._final(step).exists() and self.damage(partial, self.manifest(partial)):
-            # The older one of the same step must not give way to a damaged newer one.
-            self.remove(partial)
-        else:
-            self.publish(step)
+    def directories(self) -> list[tuple[Name, P]]:
+        """What is named like a checkpoint, in the order in which it was saved as far as names tell."""
+        if not self.directory.is_dir():
+            return []
+        found = [(Name.read(path.name), path) for path in self.directory.iterdir()]
+        named = [(name, path) for name, path in found if name is not None]
+        return sorted(named, key=lambda each: each[0])
 
-    def _to_trash(self, path: Path) -> Path:
-        trash = self.directory / f"step-{step_of(path)}.trash"
-        if os.path.lexists(trash):
-            self._remove_tree(trash)
-        self._files.rename(path, trash)
-        return trash
+    def may_be_whole(self, name: Name, path: P) -> bool:
+        """Whether a directory is to be listed; damaged ones are, for somebody may miss them."""
+        if name.suffix == PARTIAL:
+            return self.is_committed(path)
+        # A name from the first file on tells nothing: the save may be under way.
+        return (path / MANIFEST).exists() if name.numbered else not name.suffix
+
+    def is_committed(self, path: P) -> bool:
+        """Whether there is a valid manifest."""
+        # One that can't be read just now may be valid: that raises, and is no "no".
+        try:
+            return read_manifest(path).step == step_of(path)
+        except (FileNotFoundError, DamageError):
+            return False
 
     def _check_room(self, size: int, files: int) -> None:
-        room = self._files.room(self.directory)
+        room = self.files.room(self.directory)
         for needed, free, what, show in (
             (size, room.bytes, "bytes", "df -h"),
             # The directory, the state and the manifest.
@@ -380,24 +282,24 @@ class Store:
                 said = f"{os.strerror(errno.ENOSPC)}: {needed:,} {what} are needed, {free:,} are free"
                 raise OSError(errno.ENOSPC, f"{said} ({show})", str(self.directory))
 
-    def _reserve(self, file: BinaryIO, path: Path, size: int) -> None:
+    def _reserve(self, file: BinaryIO, path: P, size: int) -> None:
         try:
-            self._files.reserve(file, size)
+            self.files.reserve(file, size)
         except OSError as error:
-            free = self._files.room(path).bytes
+            free = self.files.room(path).bytes
             known = "" if free is None else f", {free:,} are free on the disk"
             said = f"{os.strerror(error.errno or 0)}: {size:,} bytes are needed{known}"
             raise OSError(error.errno, said, str(path)) from None
 
-    def _write(self, path: Path, blocks: Sequence[bytes | memoryview], reserved: int = 0) -> Record:
+    def _write(self, path: P, blocks: Sequence[bytes | memoryview], reserved: int = 0) -> Record:
         digest = _Digest(blocks)
         try:
-            with self._files.create(path) as file:
+            with self.files.create(path) as file:
                 if reserved:
                     self._reserve(file, path, reserved)
                 for block in blocks:
-                    self._files.write(file, block)
-                self._files.sync(file)
+                    self.files.write(file, block)
+                self.files.sync(file)
         except OSError as error:
             # Errors of write and fsync name no file.
             error.filename = error.filename or str(path)
@@ -406,64 +308,48 @@ class Store:
             digest.join()  # else it would read what may be overwritten
         return Record(sum(map(len, blocks)), digest.sha256.hexdigest())
 
-    def _remove_tree(self, path: Path) -> None:
-        if path.is_symlink():
-            self._files.unlink(path)  # what it leads to is somebody else's
-            return
-        # The manifest goes first: what is half removed is visibly no checkpoint.
-        for child in sorted(path.iterdir(), key=lambda child: child.name != MANIFEST):
-            if child.is_dir() or child.is_symlink():
-                self._remove_tree(child)
-            else:
-                self._files.unlink(child)
-        self._files.remove_directory(path)
 
-    def _is_committed(self, path: Path) -> bool:
-        # A manifest that can't be read just now may be a valid one: that raises, and is no "no".
-        try:
-            return read_manifest(path).step == step_of(path)
-        except (FileNotFoundError, DamageError):
-            return False
+def damage(path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:
+    """Why the files of a checkpoint are not what its manifest says; None if they are.
 
-    def _directories(self) -> list[tuple[int, str, Path]]:
-        if not self.directory.is_dir():
-            return []
-        matches = [(_DIRECTORY.fullmatch(path.name), path) for path in self.directory.iterdir()]
-        return [(int(match[1]), match[2] or "", path) for match, path in matches if match]
-
-    def _partial(self, step: int) -> Path:
-        return self.directory / f"step-{step}.partial"
-
-    def _final(self, step: int) -> Path:
-        return self.directory / f"step-{step}"
+    Reads every `of`-th file, beginning with number `share`, so that ranks divide the work. Raises
+    RemoteError where that can't be known now.
+    """
+    for name in sorted(manifest.files)[share::of]:
+        reason = manifest.files[name].difference(path / name)
+        if reason is not None:
+            return f"{name} {reason}"
+    return None
 
 
-def is_named(path: Path) -> bool:
-    """Whether a path has the name of a checkpoint, or of what a save or a removal left."""
-    return _DIRECTORY.fullmatch(path.name) is not None
+def is_complete(path: AnyPath) -> bool:
+    """Whether a candidate has a manifest and all files in their sizes. Raises RemoteError."""
+    try:
+        records = manifest_of(path).files
+    except DamageError:
+        return False
+    return not any(record.difference(path / name, read=False) for name, record in records.items())
 
 
-def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's directory."""
-    match = _DIRECTORY.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not named like a checkpoint")
-    return int(match[1])
+def manifest_of(path: AnyPath) -> Manifest:
+    """The manifest of a checkpoint by the name of its step; raises DamageError.
+
+    Raises RemoteError where it can't be known now.
+    """
+    try:
+        manifest = read_manifest(path)
+    except FileNotFoundError:
+        raise DamageError(f"{MANIFEST} is missing") from None
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise DamageError(f"{MANIFEST} can't be read: {error}") from None
+    if manifest.step != step_of(path):
+        raise DamageError(f"its {MANIFEST} is of step {manifest.step}")
+    return manifest
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """The manifest in a directory, whatever its name; raises OSError or DamageError."""
     with open_file(path / MANIFEST) as file:
         return Manifest.parse(file.read(_LARGEST_MANIFEST))
-
-
-def open_file(path: Path) -> BufferedReader:
-    """Open a regular file to read. Raises OSError for what is none: a pipe would make readers wait
-    for ever, and a link may lead anywhere."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(code, f"{os.strerror(code)}: it is no regular file", str(path))
-    return open(descriptor, "rb")

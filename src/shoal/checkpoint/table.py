@@ -94,6 +94,8 @@ def _row(name: str, row: Any) -> Row:
     if row["dtype"] not in BYTES:
         raise _impossible(name, "its dtype is none")
     shape = _sizes(name, row["shape"])
+    if math.prod(size or 1 for size in shape) * BYTES[row["dtype"]] >= 2**63:
+        raise _impossible(name, "it is larger than any memory")
     chunks = tuple(
         Chunk(_sizes(name, each["offsets"]), _sizes(name, each["sizes"]), each["file"], each["key"])
         for each in row["chunks"]

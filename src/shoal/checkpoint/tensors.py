@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -45,6 +44,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from shoal.checkpoint.paths import AnyPath, local_file
 from shoal.checkpoint.state import DTYPES
 from shoal.checkpoint.store import DamageError
 
@@ -111,7 +111,7 @@ def _planner(tensors: Mapping[str, torch.Tensor], *, first: bool) -> DefaultSave
 
 
 def load_tensors(
-    directory: Path, table: Table, targets: dict[str, torch.Tensor], group: dist.ProcessGroup | None
+    directory: AnyPath, table: Table, targets: dict[str, torch.Tensor], group: dist.ProcessGroup | None
 ) -> Exception | None:
     """Fill `targets`, which may be sharded otherwise than what was saved, in place.
 
@@ -140,7 +140,7 @@ def allocate(
 
 
 class _Reader(StorageReader):
-    def __init__(self, directory: Path, table: Table) -> None:
+    def __init__(self, directory: AnyPath, table: Table) -> None:
         self._directory = directory
         self._table = table
         self.failure: Exception | None = None
@@ -177,7 +177,10 @@ class _Reader(StorageReader):
             chunk = self._chunk(item.storage_index)
             by_file.setdefault(chunk["file"], []).append((item, chunk))
         for name, reads in by_file.items():
-            with safe_open(self._directory / name, framework="pt", device="cpu") as file:
+            with (
+                local_file(self._directory / name) as path,
+                safe_open(path, framework="pt", device="cpu") as file,
+            ):
                 for item, chunk in reads:
                     self._read_item(file, item, chunk, planner)
 

@@ -118,6 +118,7 @@ class Loader:
             pin_memory=pin_memory,
         )
         self.last: Batch | None = None
+        self._loads = 0
         self.goal: int | None = None
         """Where the loop over it is to end, in samples since the start; None where nobody knows."""
 
@@ -158,7 +159,7 @@ class Loader:
         ends on all ranks in the same step.
         """
         self.goal = None if self.epoch_size is None else count * self.epoch_size
-        return self._batches(count)
+        return self._all_batches(count)
 
     def after(self, steps: int) -> int:
         """The position after so many more steps, in samples since the start.
@@ -174,6 +175,15 @@ class Loader:
             return self.position + steps * size
         epochs, more = divmod(steps - rest, len(self))
         return begins + (1 + epochs) * epoch + more * size
+
+    def _all_batches(self, count: int) -> Iterator[Batch]:
+        loads = None
+        while loads != self._loads:  # a state was loaded within the loop
+            loads = self._loads
+            for batch in self._batches(count):
+                yield batch
+                if loads != self._loads:
+                    break
 
     def _batches(self, count: int) -> Iterator[Batch]:
         begun = time.perf_counter()
@@ -207,6 +217,8 @@ class Loader:
         """Go on from a saved position; DataError if the data or its order are not the same."""
         self.check_state(state)
         self._feed.load(state)
+        self._loads += 1
+        self.last = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise DataError if `state` is of other data or another order; nothing changes."""

@@ -19,7 +19,7 @@ import torch
 
 from shoal import environ
 
-EXTRAS = ("metrics", "tensorboard", "wandb", "hf")
+EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote")
 """Those extras of Shoal that add something to a script; the others serve its own development."""
 
 PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")

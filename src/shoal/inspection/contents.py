@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import table
-from shoal.checkpoint.store import DamageError, Manifest, NewerError, open_file, read_manifest
+from shoal.checkpoint.paths import AnyPath, open_file
+from shoal.checkpoint.remote import RemoteError
+from shoal.checkpoint.store import DamageError, Manifest, NewerError, read_manifest
 from shoal.checkpoint.table import Row
 from shoal.errors import CheckpointError
 
@@ -33,7 +35,7 @@ class Reference:
 class Contents:
     """A checkpoint, but for the values of its tensors."""
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
     info: dict[str, Any]
     state: Any
@@ -46,10 +48,11 @@ class Contents:
         return sum(record.bytes for record in self.manifest.files.values())
 
 
-def look(path: Path) -> Contents:
+def look(path: AnyPath) -> Contents:
     """Read a checkpoint's JSON; its files have to be there in their sizes, whatever they hold.
 
-    Raises CheckpointError for what is damaged, or is no checkpoint.
+    Raises CheckpointError for what is damaged, or is no checkpoint; RemoteError where that can't be
+    known now.
     """
     try:
         manifest = read_manifest(path)
@@ -67,18 +70,24 @@ def look(path: Path) -> Contents:
             if isinstance(leaf, Reference) and leaf.name not in rows:
                 raise DamageError(f"{'/'.join(at)} is a tensor that {table.STATE} does not describe")
         return Contents(path, manifest, info, state, ranks, rows)
+    except RemoteError:
+        raise
     except (DamageError, OSError, ValueError, TypeError, RecursionError) as error:
         found = str(error)
         if isinstance(error, FileNotFoundError):
-            found = f"{Path(error.filename).name} is missing"
+            found = f"{str(error.filename).rpartition('/')[2]} is missing"
         newer = isinstance(error, NewerError)
         raise CheckpointError(
             given=f"the checkpoint {path}",
             found=found,
             fix="pip install --upgrade shoal"
             if newer
-            else f"shoal checkpoint ls {path.absolute().parent} names others",
+            else f"shoal checkpoint ls {_beside(path)} names others",
         ) from None
+
+
+def _beside(path: AnyPath) -> AnyPath:
+    return path.absolute().parent if isinstance(path, Path) else path.parent
 
 
 def simplify(node: Any, depth: int = 0) -> Any:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.table import Row
 from shoal.inspection.contents import Contents, Reference, leaves
 from shoal.inspection.summary import Entry, Leftover, moment
@@ -32,7 +32,12 @@ _LONGEST = 200
 
 
 def listing(
-    console: Console, folder: Path, found: Sequence[Entry], left: Sequence[Leftover], *, verified: bool
+    console: Console,
+    folder: AnyPath,
+    found: Sequence[Entry],
+    left: Sequence[Leftover],
+    *,
+    verified: bool,
 ) -> None:
     """The checkpoints in one directory, what is wrong with them, and what else takes room there."""
     columns = _columns(found, width=console.width, verified=verified)
@@ -80,7 +85,7 @@ def contents(console: Console, found: Contents) -> None:
         str(found.path),
         [
             ("step", f"{found.manifest.step:,}"),
-            ("saved", f"{_when(saved)}, {span(time.time() - saved)} ago"),
+            ("saved", "" if saved is None else f"{_when(saved)}, {span(time.time() - saved)} ago"),
             ("ranks", f"{found.manifest.world_size:,}"),
             ("files", f"{len(records):,}, {size(found.bytes)}"),
             *said,
@@ -168,7 +173,7 @@ def _ranks(console: Console, found: Contents) -> None:
         print_line(console, f"Of each of {whose}: {', '.join(names)}; {size(total)}")
 
 
-def verdict(console: Console, path: Path, problems: Sequence[str], *, step: int | None) -> None:
+def verdict(console: Console, path: AnyPath, problems: Sequence[str], *, step: int | None) -> None:
     """Whether a checkpoint is whole, and if not, each file that is not."""
     if problems:
         for each in problems:
@@ -177,7 +182,7 @@ def verdict(console: Console, path: Path, problems: Sequence[str], *, step: int 
         print_path(console, f"{path}: whole (step {step:,})")
 
 
-def differences(console: Console, first: Path, second: Path, found: Comparison) -> None:
+def differences(console: Console, first: AnyPath, second: AnyPath, found: Comparison) -> None:
     """How two checkpoints differ."""
     for path, names in ((first, found.only_first), (second, found.only_second)):
         if names:
@@ -210,7 +215,7 @@ def differences(console: Console, first: Path, second: Path, found: Comparison) 
     )
 
 
-def extracted(console: Console, source: Path, found: Extracted) -> None:
+def extracted(console: Console, source: AnyPath, found: Extracted) -> None:
     """What was written, from which checkpoint."""
     averaged = "" if found.ema is None else f", averaged by {found.ema}"
     what = (

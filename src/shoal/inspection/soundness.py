@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from shoal.checkpoint import table
-from shoal.checkpoint.store import DamageError, Files, Manifest, Store, is_named, read_manifest
+from shoal.checkpoint.naming import is_named
+from shoal.checkpoint.paths import AnyPath, open_file
+from shoal.checkpoint.remote import RemoteError
+from shoal.checkpoint.store import DamageError, Manifest, manifest_of, read_manifest
 
 THREADS = 8
 """More readers of one file system than this gain little, and take it from others."""
 
 
-def manifest(path: Path) -> Manifest:
+def manifest(path: AnyPath) -> Manifest:
     """The manifest of a checkpoint; of one that is named for a step, of that step. DamageError."""
     if is_named(path):
-        return Store(path.parent, Files()).manifest(path)
+        return manifest_of(path)
     try:
         return read_manifest(path)
+    except RemoteError:
+        raise
     except OSError as error:
         raise DamageError(str(error)) from None
 
 
-def problems(path: Path, *, read: bool) -> list[str]:
+def problems(path: AnyPath, *, read: bool) -> list[str]:
     """What is wrong with a checkpoint; nothing if it is whole. Its files are read if `read`."""
     try:
         said = manifest(path)
@@ -39,7 +43,10 @@ def problems(path: Path, *, read: bool) -> list[str]:
     if listed or not read:
         return listed
     try:
-        table.read((path / table.STATE).read_bytes(), said)
+        with open_file(path / table.STATE) as file:
+            table.read(file.read(), said)
+    except RemoteError:
+        raise
     except (DamageError, OSError) as error:
         return [str(error)]
     return []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.store import MANIFEST, DamageError, Files, Store
+from shoal.checkpoint.files import Files
+from shoal.checkpoint.naming import TRASH
+from shoal.checkpoint.paths import AnyPath, size_of
+from shoal.checkpoint.store import MANIFEST, DamageError
+from shoal.checkpoint.stores import store_in
 from shoal.inspection.contents import simplify
 from shoal.inspection.soundness import manifest, problems
 
@@ -18,7 +22,7 @@ _LAST = 2.0**36  # in the year 4147; beyond it not every clock can say what time
 class Entry:
     """A checkpoint; `saved` is in seconds since the epoch, the rest of a damaged one may be unknown."""
 
-    path: Path
+    path: AnyPath
     info: dict[str, Any]
     saved: float | None
     ranks: int | None
@@ -31,35 +35,36 @@ class Entry:
 class Leftover:
     """What is no checkpoint and takes room all the same."""
 
-    path: Path
+    path: AnyPath
     bytes: int
     what: str
 
 
-def entries(folder: Path, *, verify: bool) -> Iterator[Entry]:
+def entries(folder: AnyPath, *, verify: bool) -> Iterator[Entry]:
     """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
-    for path in reversed(Store(folder, Files()).candidates()):
+    newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
+    for path in reversed(newest_first):
         yield entry(path, verify=verify)
 
 
-def leftovers(folder: Path) -> list[Leftover]:
+def leftovers(folder: AnyPath) -> list[Leftover]:
     """What saves and removals have left there, or are at this moment working on."""
-    whats = {
-        ".partial": "a save that was interrupted, or is under way; the next one removes it",
-        ".trash": "a removal that was interrupted, or is under way; the next save finishes it",
-    }
+    removed = "a removal that was interrupted, or is under way; the next save finishes it"
+    saved = "a save that was interrupted, or is under way; the next one removes it"
     found = [
-        Leftover(path=path, bytes=_size(path), what=whats[path.suffix])
-        for path in Store(folder, Files()).leftovers()
+        Leftover(path=path, bytes=size_of(path), what=removed if path.name.endswith(TRASH) else saved)
+        for path in store_in(folder, Files()).leftovers()
     ]
-    probes = [path for path in sorted(folder.glob(".probe-*")) if path.is_file()]
+    probes = [path for path in folder.iterdir() if path.name.startswith(".probe-") and path.is_file()]
     return found + [
-        Leftover(path=path, bytes=_size(path), what="a killed start, which tried whether it may write")
-        for path in probes
+        Leftover(
+            path=path, bytes=size_of(path), what="a killed start, which tried whether it may write"
+        )
+        for path in sorted(probes, key=lambda path: path.name)
     ]
 
 
-def entry(path: Path, *, verify: bool) -> Entry:
+def entry(path: AnyPath, *, verify: bool) -> Entry:
     """One checkpoint; `verify` reads all of its files."""
     found = tuple(problems(path, read=verify))
     try:
@@ -72,7 +77,7 @@ def entry(path: Path, *, verify: bool) -> Entry:
             saved=None,
             ranks=None,
             files=len(files),
-            bytes=_size(path),
+            bytes=size_of(path),
             problems=found,
         )
     info = _info(said.info)
@@ -87,12 +92,12 @@ def entry(path: Path, *, verify: bool) -> Entry:
     )
 
 
-def moment(path: Path, info: dict[str, Any]) -> float:
-    """When a checkpoint was saved, as it says itself, else as its manifest's file does."""
+def moment(path: AnyPath, info: dict[str, Any]) -> float | None:
+    """When a checkpoint was saved, as it says itself, else as its manifest's file does, if that can."""
     said = info.get("time")
     if isinstance(said, int | float) and 0 <= said < _LAST:
         return float(said)
-    return (path / MANIFEST).stat().st_mtime
+    return (path / MANIFEST).stat().st_mtime if isinstance(path, Path) else None
 
 
 def _info(encoded: Any) -> dict[str, Any]:
@@ -101,8 +106,3 @@ def _info(encoded: Any) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):
         info = None  # of a manifest that somebody else wrote
     return info if isinstance(info, dict) else {}
-
-
-def _size(path: Path) -> int:
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shoal.checkpoint.paths import local_file
 from shoal.checkpoint.store import DamageError
 from shoal.checkpoint.table import Chunk, Row
 from shoal.checkpoint.tensors import check_piece
@@ -22,7 +23,10 @@ Span = tuple[int, int]
 
 
 class Values:
-    """The open files of a checkpoint. What is read is paged in, and let go of when memory is short."""
+    """The open files of a checkpoint. What is read is paged in, and let go of when memory is short.
+
+    Of one on another file system they are copies, removed in the end.
+    """
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
@@ -94,7 +98,8 @@ class Values:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            opened = safe_open(self._contents.path / name, framework="pt", device="cpu")
+            path = self._stack.enter_context(local_file(self._contents.path / name))
+            opened = safe_open(path, framework="pt", device="cpu")
             self._open[name] = self._stack.enter_context(opened)
         return self._open[name]
 

@@ -80,6 +80,10 @@ _Sbatch = Annotated[
     list[str] | None,
     typer.Option(metavar="OPTION", help="One more for sbatch, as in --sbatch=--exclude=n1."),
 ]
+_Stage = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATH", help="Copy it to each node's own disk, and let ARGS mean the copy."),
+]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch script, no more.")]
 _Out = Annotated[
     Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it there; don't submit.")
@@ -111,6 +115,7 @@ def submit(
     launcher: _Launcher = None,
     container: _Container = None,
     python: _Python = None,
+    stage: _Stage = None,
     sbatch: _Sbatch = None,
     dry_run: _DryRun = False,
     out: _Out = None,
@@ -146,6 +151,7 @@ def submit(
         at_once=at_once,
         chain=chain,
         options=tuple(sbatch or ()),
+        stage=tuple(stage or ()),
     )
     _submit(request, site, Options(run=run, dry=dry_run, out=out, copy=copy, force=force))
 

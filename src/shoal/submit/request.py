@@ -21,7 +21,8 @@ class Request:
     """A job as it was asked for: what is None is left to the site. `gpus` are those of each node.
 
     `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element
-    of an array adds to `args`. `workers` is how many loader workers the script seems to start.
+    of an array adds to `args`. `stage` are files and directories that each node gets a copy of.
+    `workers` is how many loader workers the script seems to start.
     """
 
     script: str
@@ -44,6 +45,7 @@ class Request:
     at_once: int | None = None
     chain: int = 1
     options: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
     workers: int = 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +30,8 @@ class Shell(str):
 class Place:
     """Where a job runs and what: absolute paths, the words of the command, variables to set.
 
-    `folder` is the job's own, `directory` the one that the script runs in, `run` the run directory.
+    `folder` is the job's own, `directory` the one that the script runs in, `run` the run directory,
+    `stage` are what each node gets a copy of.
     """
 
     folder: str
@@ -41,6 +43,7 @@ class Place:
     python: str
     image: str | None
     python_path: tuple[str, ...] = ()
+    stage: tuple[str, ...] = ()
 
 
 def render(job: Job, site: Site, place: Place) -> str:
@@ -77,8 +80,10 @@ def render(job: Job, site: Site, place: Place) -> str:
         launcher=Shell(job.launcher),
         launch=Shell(_launch(job, site)),
         events=f"{place.run}/events/rank-0.jsonl",
+        local=Shell(site.local),
+        stage=[os.path.split(path) for path in place.stage],
         program=_words(_program(job, site, place)),
-        sweep=[_words(words) for words in place.sweep],
+        sweep=[_words(_staged(word, place) for word in words) for words in place.sweep],
     )
     return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -180,12 +185,26 @@ def _program(job: Job, site: Site, place: Place) -> Sequence[str]:
         words += [*site.container]
         for path in dict.fromkeys((place.directory, place.folder)):
             words += ["--bind", path]
+        words += ["--bind", Shell('"$staged"')] if place.stage else []
         words += [place.image]
-    words += [place.python]
+    words += [_staged(place.python, place)]
     if job.launcher == "torchrun":
         # Ports of jobs that share a node differ by the number of the job.
         port = Shell(f'"$host:$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"')
         words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
         words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
         words += ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port]
-    return [*words, place.script, *place.args]
+    return [*words, place.script, *(_staged(word, place) for word in place.args)]
+
+
+def _staged(word: str, place: Place) -> str:
+    """A word of the command, or the value of an option, that names what is staged means the copy."""
+    option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    path = os.path.normpath(os.path.join(place.directory, value))
+    for whole in place.stage:
+        if value and (path == whole or path.startswith(f"{whole}/")):
+            within = os.path.relpath(path, os.path.dirname(whole))
+            return Shell(
+                f'{shlex.quote(option + equals) if option else ""}"$staged"/{shlex.quote(within)}'
+            )
+    return word

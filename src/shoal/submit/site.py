@@ -52,7 +52,8 @@ class Site:
     """What a site wants. `setup` are lines of its file that a job begins with, as they stand there.
 
     `tried` is what it was tried on, empty for a site that never was. `hosts` are patterns of its
-    login nodes' names. `container` are the words in front of an image.
+    login nodes' names. `container` are the words in front of an image. `local` is where nodes have a
+    disk of their own, as a shell of the first node reads it.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Site:
     python: str | None = None
     mpirun: tuple[str, ...] = ("mpirun",)
     container: tuple[str, ...] = ("apptainer", "exec", "--nv")
+    local: str = "${SLURM_TMPDIR:-${TMPDIR:-/tmp}}"
     setup: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     default: str | None = None

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,7 +158,31 @@ def _place(request: Request, site: Site, run: Path, folder: Path, source: Source
         python=request.python or site.python or python,
         image=request.container,
         python_path=paths,
+        stage=staged(request.stage),
     )
+
+
+def staged(paths: Sequence[str]) -> tuple[str, ...]:
+    """What is to be staged, as absolute paths. Raises LaunchError for what nodes can't get so."""
+    found: dict[str, str] = {}
+    for path in paths:
+        whole = os.path.abspath(path)
+        name = os.path.basename(whole)
+        if not name or not os.path.exists(whole):
+            why = f"there is no {whole}" if name else "the whole file system"
+            raise LaunchError(
+                given=f"--stage {path}",
+                found=why,
+                fix="--stage with a file or a directory that is there",
+            )
+        if name in found:
+            raise LaunchError(
+                given=f"--stage {found[name]}, --stage {whole}",
+                found=f"both would be {name} on a node",
+                fix="rename one of them, or stage a directory that holds both",
+            )
+        found[name] = whole
+    return tuple(found.values())
 
 
 def _record(jobs: tuple[str, ...], request: Request, site: Site, job: Job) -> Record:

@@ -1,0 +1,70 @@
+"""Where checkpoints are: a path of this machine's file systems, or one of fsspec's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.checkpoint.remote import RemotePath, connect, is_url
+
+AnyPath = Path | RemotePath
+P = TypeVar("P", Path, RemotePath)
+
+
+def path_from(given: str | Path) -> AnyPath:
+    """The path that somebody gave, maybe as a URL; raises CheckpointError for one that can't be had."""
+    return connect(given) if isinstance(given, str) and is_url(given) else Path(given)
+
+
+def lasting(path: AnyPath) -> AnyPath:
+    """The same place wherever the process goes later: its working directory may change."""
+    return path.absolute() if isinstance(path, Path) else path
+
+
+def open_file(path: AnyPath) -> BufferedReader:
+    """Open a regular file to read. Raises OSError for what is none: a pipe would make readers wait
+    for ever, and a link may lead anywhere."""
+    if isinstance(path, RemotePath):
+        return path.open()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, f"{os.strerror(code)}: it is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+@contextmanager
+def local_file(path: AnyPath) -> Iterator[Path]:
+    """A file as one of this machine: itself, or a copy for as long as the block lasts."""
+    if isinstance(path, Path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        copy = Path(folder) / path.name
+        path.download(copy)
+        yield copy
+
+
+def size_of(path: AnyPath) -> int:
+    """The bytes of a file, or of all files in a directory; links are followed nowhere."""
+    if isinstance(path, RemotePath):
+        return path.size()
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+
+
+def how_to_remove(path: AnyPath, below: str = "") -> str:
+    """What to type, to remove a path or what is `below` it."""
+    if isinstance(path, RemotePath):
+        return f"remove {path}{below} with what that store has for it"
+    return f"rm -r {shlex.quote(str(path))}{below}"
