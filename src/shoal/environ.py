@@ -15,14 +15,14 @@ SAFE_PATH = "PYTHONSAFEPATH"
 THREADS = "OMP_NUM_THREADS"
 """How many threads torch and the libraries beneath it start with."""
 
-REPORTS = "SHOAL_REPORTS"
-"""The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
-
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The network interfaces that Gloo, and NCCL or RCCL, take."""
 
 SITE = "SHOAL_SITE"
 """The site that `shoal submit` takes where none is named."""
+
+REPORTS = "SHOAL_REPORTS"
+"""The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 

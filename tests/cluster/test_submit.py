@@ -319,6 +319,18 @@ def test_ranks_of_mpi_are_told_by_the_batch_script(mpirun: str, jobs: Jobs, alon
     assert losses(jobs.log()) == [alone]
 
 
+@pytest.mark.long
+def test_torchrun_passes_it_on(jobs: Jobs, alone: str) -> None:
+    """Its own exit code is another; that the ranks have saved stands in the run's record."""
+    size = ["--launcher", "torchrun", "--nodes", "2", "-n", "4"]
+    number = jobs.submit(*size, "train.py", "--", "run", "4", "0.3")
+    jobs.wait_for_step(2)
+    jobs.slurm("scancel", "--signal=TERM", number)
+    jobs.wait(lambda: len(jobs.ends()) == 2)
+    assert [code for _, code in jobs.ends()] == [75, 0]
+    assert losses(jobs.log()) == [alone]
+
+
 def test_a_site_is_drafted_and_its_limits_are_kept(jobs: Jobs) -> None:
     jobs.shoal("sites", "new", "mini")
     command = ["submit", "--site", "mini", "--time", "10:00", "--gpus-per-node", "9", "train.py"]
