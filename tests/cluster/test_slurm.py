@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cluster.slurm import Cluster, missing
+from cluster.slurm import Cluster
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -48,14 +48,6 @@ def main(size, seconds):
 
 main(int(sys.argv[1]), float(sys.argv[2]))
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if missing():
-        pytest.skip(missing())
-    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
-        yield running
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.slurm import Cluster, missing
+from cluster.slurm import Cluster
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -48,14 +48,6 @@ with shoal.init(seed=1) as world:
     result = shoal.evaluate(step, (inputs, targets))
     world.say(f"loss {result['loss']:.9f}")
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if missing():
-        pytest.skip(missing())
-    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
