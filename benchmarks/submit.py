@@ -1,4 +1,4 @@
-"""From sbatch to the first optimizer step: a script of Shoal's beside hand-written torch, on real Slurm.
+"""From sbatch to the first optimizer step on real Slurm: Shoal beside hand-written torch.
 
 python benchmarks/submit.py [--nodes 2] [--per-node 2] [--rounds 10]
 
@@ -118,13 +118,15 @@ def main() -> None:
     given = parser.parse_args()
     if missing():
         parser.error(missing())
-    with tempfile.TemporaryDirectory() as folder:
-        with Cluster(Path(folder) / "cluster", nodes=given.nodes) as cluster:
-            places = prepare(cluster, Path(folder), given.nodes, given.per_node)
-            found: dict[str, list[float]] = {name: [] for name in places}
-            for number in range(-1, given.rounds):  # the first is not counted
-                for name in sorted(places, reverse=number % 2 == 1):
-                    found[name].append(measure(cluster, places[name]))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Cluster(Path(folder) / "cluster", nodes=given.nodes) as cluster,
+    ):
+        places = prepare(cluster, Path(folder), given.nodes, given.per_node)
+        found: dict[str, list[float]] = {name: [] for name in places}
+        for number in range(-1, given.rounds):  # the first is not counted
+            for name in sorted(places, reverse=number % 2 == 1):
+                found[name].append(measure(cluster, places[name]))
     print(f"{given.nodes} nodes, {given.per_node} processes each; seconds from sbatch to a step")
     for name, times in found.items():
         print(f"{name:>14}  {quartiles(times[1:])}")
