@@ -160,6 +160,31 @@ def test_without_git_it_is_the_directory(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "runs/a/jobs/1/git.json").exists()
 
 
+def test_without_git_settings_and_code_at_any_depth_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whatever else is there is one link, large as it may be."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.setattr(module, "ENTRIES", 8)
+    monkeypatch.setattr(module, "LARGEST", 100)
+    copies = {"train.py", "config.yaml", "configs/a.yaml", "src/pkg/__init__.py", "csrc/deep/x.cu"}
+    links = {"large.json", "images", "texts", "venv", "src/pictures", "secrets.yaml"}
+    many = [f"{folder}/{number}.png" for folder in ("images", "src/pictures") for number in range(9)]
+    inside = ("images/download.py", "texts/a.txt", "texts/b.txt", "venv/pyvenv.cfg", "venv/lib/x.py")
+    for name in (*copies, *many, *inside, "large.json", "secrets.yaml", "runs/b/jobs/1/source/x.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "large.json").write_text("0" * 101)
+    for name in ("texts/a.txt", "texts/b.txt"):
+        (tmp_path / name).write_text("0" * 60)
+    found = find_source(tmp_path / "train.py", without=tmp_path / "runs/a")
+    assert (set(map(str, found.copied)), set(map(str, found.linked))) == (copies, links)
+    copied(tmp_path, "train.py", tmp_path / "runs/a/jobs/1")
+    for name in copies:
+        (tmp_path / name).write_text("changed afterwards")
+        assert (tmp_path / "runs/a/jobs/1/source" / name).read_text() == ""
+
+
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.setattr(module, "MOST", 3)

@@ -53,7 +53,8 @@ def remarks(console: Console, done: Submission) -> None:
     """What is to be known of a job before it waits in a queue."""
     print_line(console, *(f"note: {note}" for note in done.notes))
     if done.linked:
-        print_line(console, f"note: not copied but linked to: {_some(done.linked)}")
+        names = _some(done.linked)
+        print_line(console, f"note: linked to and not copied, so changes reach the job: {names}")
 
 
 def status(console: Console, found: Status) -> None:

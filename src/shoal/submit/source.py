@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,9 +24,12 @@ LARGEST = 10 << 20
 """Files of more bytes are linked to and not copied: they are data."""
 MOST = 5000
 """So many files are copied at most."""
+ENTRIES, FOLDERS = 1000, 100
+"""Without git a folder of more entries is data, and code is looked for in so many folders of one."""
 
 _SECRETS = (".env*", ".netrc", ".git-credentials", "*.pem", "*.key", "*.p12", "id_rsa*", "id_ed25519*")
-_CODE = (".py", ".pyi", ".ipynb", ".sh", ".md", ".c", ".cpp", ".cu", ".h")
+_CODE = (".py", ".pyi", ".ipynb", ".sh", ".md", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
+_SETTINGS = (".yaml", ".yml", ".toml", ".json", ".cfg", ".ini", ".txt")
 _PASSED_OVER = ("__pycache__", ".git", ".venv", "node_modules")
 
 
@@ -167,16 +172,63 @@ def _is_run(folder: Path) -> bool:
 
 
 def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:
-    """What is in a directory, each with whether it is code: files, and directories without any."""
+    """What is in a directory, each with whether it is source: files, and directories without any."""
     for entry in sorted(folder.iterdir()):
-        if entry.name in _PASSED_OVER or entry.name.startswith(".") or entry == without:
+        if _is_passed_over(entry.name) or entry == without:
             continue
         if not entry.is_dir() or entry.is_symlink():
-            yield entry, entry.suffix in _CODE
-        elif any(entry.glob("*.py")):
+            yield entry, entry.suffix in (*_CODE, *_SETTINGS)
+        elif _is_source(entry, without):
             yield from _walk(entry, without)
         elif not _is_run(entry):
             yield entry, False
+
+
+def _is_source(folder: Path, without: Path) -> bool:
+    """Whether a directory has code at some depth, or a directory of nothing but code and settings.
+
+    The search is breadth first and ends early: what is large is data, and may be very large.
+    """
+    folders = deque([folder])
+    for _ in range(FOLDERS):
+        if not folders:
+            return False
+        entries = _few_entries(folders.popleft(), without)
+        files = [entry for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        if any(file.name.endswith(".py") for file in files) or _are_small_texts(files):
+            return True
+        inside = (Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+        folders.extend(sorted(inside))
+    return False
+
+
+def _few_entries(folder: Path, without: Path) -> list[os.DirEntry[str]]:
+    """What is in a directory; nothing where these are too many, a run, or an environment of Python."""
+    if folder == without or _is_run(folder) or _is_environment(folder):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            found = list(islice(entries, ENTRIES + 1))
+    except OSError:  # nobody may read it
+        return []
+    if len(found) > ENTRIES:
+        return []
+    return [entry for entry in found if not _is_passed_over(entry.name)]
+
+
+def _are_small_texts(files: Sequence[os.DirEntry[str]]) -> bool:
+    if not files or not all(file.name.endswith((*_CODE, *_SETTINGS)) for file in files):
+        return False
+    return sum(file.stat(follow_symlinks=False).st_size for file in files) <= LARGEST
+
+
+def _is_environment(folder: Path) -> bool:
+    return (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
+
+
+def _is_passed_over(name: str) -> bool:
+    """Caches and environments of tools are neither copied nor linked to."""
+    return name in _PASSED_OVER or name.startswith(".")
 
 
 def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[PurePath], list[PurePath]]:
@@ -193,8 +245,8 @@ def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[Pure
 
 
 def _may_link(path: Path, without: Path) -> bool:
-    if path.name in _PASSED_OVER or path.name.startswith("."):
-        return False  # caches and environments of tools
+    if _is_passed_over(path.name):
+        return False
     return path.exists() and not without.is_relative_to(path) and not path.is_relative_to(without)
 
 
