@@ -161,7 +161,40 @@ def test_what_slurm_refuses_leaves_nothing(fakes: Fakes) -> None:
     fakes.set("sbatch", code=1, err="sbatch: error: invalid partition specified: nope\n")
     error = refused("submit", "--time", "1:00:00", "-p", "nope", "train.py")
     assert "invalid partition specified: nope" in error.found
-    assert list(Path("runs/train/jobs").iterdir()) == []
+    assert error.fix.endswith("`--dry-run` shows the batch script")
+    assert os.listdir() == ["train.py"]
+    Path("runs/train/events").mkdir(parents=True)  # of a run by hand
+    refused("submit", "--time", "1:00:00", "-p", "nope", "train.py")
+    assert os.listdir("runs/train") == ["events"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+        "error: fetch_config: DNS SRV lookup failed\n"
+        "fatal: Could not establish a configuration source\n",
+        "error: Unable to contact slurm controller (connect failure)\n",
+        "error: Batch job submission failed: Unable to contact Slurm controller\n",
+    ],
+)
+def test_no_cluster_is_said_in_plain_words(said: str, fakes: Fakes) -> None:
+    """By every command: a job is not gone because nobody answers."""
+    submitted("train.py")
+    for name in ("sbatch", "sinfo", "squeue", "scancel"):
+        fakes.set(name, code=1, err=said)
+    commands = {
+        ("submit", "--time", "1:00:00", "--run", "new", "train.py"): True,
+        ("sites", "new", "mine"): False,
+        ("status", "runs/train"): False,
+        ("cancel", "runs/train"): False,
+    }
+    for command, to_submit in commands.items():
+        error = refused(*command)
+        assert error.found == "Slurm is installed here but reaches no cluster"
+        assert "on a login node" in error.fix
+        assert ("--dry-run" in error.fix) == to_submit
+    assert sorted(os.listdir()) == ["runs", "train.py"]
 
 
 def test_no_slurm_is_said_in_plain_words(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,9 +52,24 @@ def make_folder(run: Path) -> Path:
     while True:
         folder = next_folder(run)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
+        # Another may have made it, or taken the run's away again with what was refused.
+        with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir(mode=0o700)
             return folder
+
+
+def missing_folders(run: Path) -> list[Path]:
+    """What making a folder makes besides, innermost first."""
+    jobs = run / "jobs"
+    return [folder for folder in (jobs, *jobs.parents) if not folder.exists()]
+
+
+def remove_folder(folder: Path, made: Sequence[Path]) -> None:
+    """Take a job's folder away again, and those made for it that hold nothing else."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for each in made:
+        with suppress(OSError):  # it holds something
+            each.rmdir()
 
 
 def newest_folder(run: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from shoal import environ
 from shoal.errors import LaunchError
 
 _SECONDS = 60.0
+# What Slurm's commands say on a machine that has them and belongs to no cluster, or gets no answer.
+_UNREACHED = re.compile("configuration source|unable to contact slurm|DNS SRV", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,12 @@ def cancel(jobs: Sequence[str], *options: str) -> None:
 
 
 def run(command: Sequence[str], *, needed: bool = True) -> str:
-    """What a command of Slurm's prints; LaunchError where it is missing, or fails and is `needed`."""
+    """What a command of Slurm's prints.
+
+    Raises LaunchError where it is missing, reaches no cluster, or fails and is `needed`.
+    """
+    to_submit = command[0] == "sbatch"
+    elsewhere = "; `shoal submit --dry-run` needs none" if to_submit else ""
     try:
         done = subprocess.run(
             command,
@@ -66,7 +74,7 @@ def run(command: Sequence[str], *, needed: bool = True) -> str:
         raise LaunchError(
             given=" ".join(command[:2]),
             found=f"there is no {command[0]} on this machine's PATH",
-            fix="run this on a login node of the cluster; `shoal submit --dry-run` needs no Slurm",
+            fix=f"run this on a login node{elsewhere}",
         ) from None
     except subprocess.TimeoutExpired:
         raise LaunchError(
@@ -74,10 +82,17 @@ def run(command: Sequence[str], *, needed: bool = True) -> str:
             found=f"no answer within {_SECONDS:.0f} s: Slurm's controller is down or overloaded",
             fix="try again; `scontrol ping` tells whether it answers",
         ) from None
+    if done.returncode and _UNREACHED.search(done.stderr):
+        raise LaunchError(
+            given=" ".join(command[:2]),
+            found="Slurm is installed here but reaches no cluster",
+            fix=f"run this on a login node, where `scontrol ping` is answered{elsewhere}",
+        )
     if done.returncode and needed:
+        shown = "; `--dry-run` shows the batch script" if to_submit else ""
         raise LaunchError(
             given=" ".join(command),
             found=done.stderr.strip() or f"exit code {done.returncode}",
-            fix="change what Slurm objects to; `--dry-run` shows the batch script",
+            fix=f"change what Slurm objects to{shown}",
         )
     return done.stdout

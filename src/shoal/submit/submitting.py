@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,15 @@ from shoal.errors import LaunchError
 from . import slurm
 from .checking import check, notes, without_secrets, workers_of
 from .deciding import decide
-from .folder import SCRIPT, Record, make_folder, next_folder, write_record
+from .folder import (
+    SCRIPT,
+    Record,
+    make_folder,
+    missing_folders,
+    next_folder,
+    remove_folder,
+    write_record,
+)
 from .measured import stopping_seconds
 from .request import Job, Request
 from .script import Place, render
@@ -81,6 +88,7 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
     if not options.force:
         check(request, site, job)
     source = find_source(script, without=run) if options.copy else None
+    made = missing_folders(run)
     folder = next_folder(run) if options.dry else _make_folder(run)
     jobs: tuple[str, ...] = ()
     try:
@@ -96,7 +104,7 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
                 write_record(folder, _record(jobs, request, site, job))
     except BaseException as error:
         if not options.dry and not jobs:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder, made)
         if isinstance(error, OSError):
             raise _unwritable(run, error) from None
         raise
