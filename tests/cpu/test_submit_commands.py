@@ -93,10 +93,15 @@ def test_the_source_that_was_submitted_runs(fakes: Fakes) -> None:
 
 
 def test_a_dry_run_prints_the_script_and_makes_nothing(fakes: Fakes) -> None:
-    done = shoal("submit", "--time", "1:00:00", "--dry-run", "train.py", "--", "a b")
+    sized = ("--nodes", "2", "--gpus-per-node", "4")
+    done = shoal("submit", "--time", "1:00:00", *sized, "--dry-run", "train.py", "--", "a b")
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "source/train.py 'a b')\n" in done.stdout  # and no line is folded
     assert "note:" not in done.stdout
+    size = "job: 2 nodes with 4 GPUs, 8 process(es), 01:00:00, at most 8 GPU-hours\n"
+    assert done.stderr.startswith(size)
+    unknown = "nothing is known of this site (plain): GPUs, partitions and times are not checked"
+    assert f"note: {unknown}\n" in done.stderr
     assert "note: told to save 300 s before its end" in done.stderr
     assert (fakes.calls(), sorted(os.listdir())) == ([], ["train.py"])
 

@@ -162,6 +162,8 @@ def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
     """What somebody wants to know of a job before it waits in a queue."""
     if not site.tried:
         yield f"nobody has tried the file of the site {site.name} yet"
+    if not site.partitions:
+        yield f"nothing is known of this site ({site.name}): GPUs, partitions and times are not checked"
     partition = partition_of(request, site)
     charged = _charged(request, site, partition, job)
     if charged > request.gpus:

@@ -166,7 +166,7 @@ def _submit(request: Request, site: str | None, options: Options) -> None:
     done = hand_in(request, choose(site).value, options)
     if options.dry:
         page.script(plain_console(), done)
-        page.remarks(plain_console(stderr=True), done)
+        page.rehearsal(plain_console(stderr=True), done)
     else:
         page.submission(plain_console(), done, out=options.out)
 

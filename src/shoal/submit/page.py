@@ -33,7 +33,7 @@ def submission(console: Console, done: Submission, *, out: Path | None) -> None:
         print_line(console, f"job {', '.join(done.jobs)}: {_size(done.job)}")
     else:
         print_path(console, f"written, not submitted: sbatch {shlex.quote(str(out))}")
-    remarks(console, done)
+    _remarks(console, done)
     run = shlex.quote(_short(done.run))
     if done.jobs:
         print_pairs(
@@ -49,7 +49,13 @@ def submission(console: Console, done: Submission, *, out: Path | None) -> None:
         )
 
 
-def remarks(console: Console, done: Submission) -> None:
+def rehearsal(console: Console, done: Submission) -> None:
+    """What a dry run says beside the script: what would be submitted."""
+    print_line(console, f"job: {_size(done.job)}")
+    _remarks(console, done)
+
+
+def _remarks(console: Console, done: Submission) -> None:
     """What is to be known of a job before it waits in a queue."""
     print_line(console, *(f"note: {note}" for note in done.notes))
     if done.linked:
