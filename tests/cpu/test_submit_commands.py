@@ -112,7 +112,13 @@ def test_a_script_is_kept_and_not_submitted(fakes: Fakes) -> None:
     assert fakes.calls() == []
     assert Path("my job.sh").read_text().startswith("#!/bin/bash\n")
     assert Path("runs/train/jobs/1/source/train.py").exists()
-    assert "no job of `shoal submit`" in refused("status", "runs/train").found
+    assert "no job of `shoal submit`" in refused("status", "runs/other").found
+    for command in ("status", "logs", "cancel"):
+        error = refused(command, "runs/train")
+        assert "written by -o and not submitted by Shoal" in error.found
+        assert error.fix == "follow it with squeue"
+    submitted("train.py")
+    assert shoal("status", "runs/train").exit_code == 0
 
 
 def test_a_chain_is_submitted_one_after_the_other(fakes: Fakes) -> None:

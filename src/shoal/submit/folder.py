@@ -77,6 +77,12 @@ def newest_folder(run: Path) -> Path:
     for number in sorted(_numbers(run), reverse=True):
         if (run / "jobs" / str(number) / RECORD).is_file():
             return run / "jobs" / str(number)
+    if any(not (run / "jobs" / str(number) / SCRIPT).exists() for number in _numbers(run)):
+        raise LaunchError(
+            given=str(run),
+            found="written by -o and not submitted by Shoal, which knows no number of a job",
+            fix="follow it with squeue",
+        )
     raise LaunchError(
         given=str(run),
         found="no job of `shoal submit` in it",
