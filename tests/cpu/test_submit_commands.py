@@ -291,6 +291,17 @@ def test_sites_are_listed_shown_and_drafted(fakes: Fakes, tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(("columns", "files"), [(60, False), (89, False), (90, True)])
+def test_words_of_the_list_of_sites_stay_whole(
+    columns: int, files: bool, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = shoal("sites", "ls").output
+    monkeypatch.setenv("COLUMNS", str(columns))
+    narrow = shoal("sites", "ls").output
+    assert {word for word in narrow.split() if word.strip("─")} <= set(wide.split())
+    assert ("jean-zay.toml" in narrow) == files
+
+
 def test_a_login_node_needs_no_torch(fakes: Fakes) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, "submit", "--time", "1:00:00", "train.py"],

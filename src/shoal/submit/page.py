@@ -20,6 +20,7 @@ from .submitting import Submission
 from .times import gpu_hours, spell_time
 
 _SHOWN = 5
+_ROOM_FOR_FILES = 90
 
 
 def script(console: Console, done: Submission) -> None:
@@ -88,12 +89,14 @@ def _progress(found: Status) -> Iterator[str]:
 
 
 def sites(console: Console, entries: Iterable[Entry]) -> None:
-    """All sites, with their partitions."""
-    table = make_table("site", "what it is", "partitions", "tried on", "file")
+    """All sites, with their partitions; where there is room, which words need, with their files."""
+    files = ["file"] if console.width >= _ROOM_FOR_FILES else []
+    table = make_table("site", "what it is", "partitions", "tried on", *files)
     for entry in entries:
         site = load(entry)
         partitions = ", ".join(site.partitions) or "any"
-        add_row(table, site.name, site.about, partitions, site.tried or "never tried", entry.file)
+        shown = [entry.file] if files else []
+        add_row(table, site.name, site.about, partitions, site.tried or "never tried", *shown)
     console.print(table)
 
 
