@@ -79,7 +79,7 @@ def shown(command: list[str]) -> str:
 
 
 def kill_in_a_save(directory: Path) -> str:
-    """Start the training, and kill rank 1 as soon as a save after the third is under way."""
+    """Start the training, and kill rank 1 where a save after the third can't end without it."""
     command = three(directory)
     print("$", shown(command), flush=True)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -87,13 +87,18 @@ def kill_in_a_save(directory: Path) -> str:
     while process.poll() is None:
         under_way = [path for path in checkpoints.glob("*.partial") if number(path) > 60]
         if under_way:
-            os.kill(pid_of_rank(directory, 1), signal.SIGKILL)
-            break
-    report = process.communicate()[1]
+            rank = pid_of_rank(directory, 1)
+            os.kill(rank, signal.SIGSTOP)
+            time.sleep(0.5)  # if it had done its part already, the others complete the save
+            if under_way[0].exists():
+                os.kill(rank, signal.SIGKILL)
+                break
+            os.kill(rank, signal.SIGCONT)
+    report = process.communicate()[1].strip()
     left = sorted(path.name for path in checkpoints.glob("*.partial"))
-    if not left:  # the save was quicker than the signal: the run was killed, but not in a save
-        return f"{report.strip()}\n(the save was complete when the signal came)"
-    return f"{report.strip()}\nleft behind, and not a checkpoint: {left[0]}"
+    if not left:
+        return f"{report}\n(each save was complete before the signal came)"
+    return f"{report}\n(this demo sent the signal)\nleft behind, and not a checkpoint: {left[0]}"
 
 
 def number(path: Path) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,14 @@ from typer.testing import CliRunner
 from shoal import cli
 from shoal.errors import LaunchError
 from shoal.launching import local
+
+
+@pytest.fixture(autouse=True)
+def signals_of_this_process() -> Iterator[None]:
+    """`shoal run` ends with its process, and leaves signals blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def shoal(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:

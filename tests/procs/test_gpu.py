@@ -21,7 +21,8 @@ from shoal.step import LossScale
 from specification import SEED, TOLERANCE, UNITS, Row, distance, specification, train
 from ways import CASES, STEPS, Case, check
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+if not torch.cuda.is_available():
+    pytest.skip("needs CUDA", allow_module_level=True)
 
 SMALL = [case for case in CASES if case.size <= 2]
 SAMPLES, WIDTH = 96, 16

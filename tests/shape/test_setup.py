@@ -115,3 +115,9 @@ def test_a_fresh_checkout_sets_itself_up(repository: Path, tmp_path: Path) -> No
     assert "Making .venv" in make()
     assert (checkout / ".venv" / "bin" / "shoal").exists()
     assert make() == ""
+
+
+def test_no_two_files_of_tests_have_one_name(repository: Path) -> None:
+    """Pytest imports them by their names alone."""
+    names = sorted(path.name for path in (repository / "tests").rglob("test_*.py"))
+    assert names == sorted(set(names))

@@ -221,11 +221,13 @@ class Watch:
     def _put_into_words(self, decided: Verdict, found: Sequence[Seen | Absent]) -> Report:
         kept = self._keep(f"{decided.line}\n\n{verdict.details(found)}")
         name = "timeout" if self.limit == self._limits.step else "prepare_timeout"
+        longer = f"shoal.init({name}=…)"
+        if name == "timeout":
+            longer = f"`with world.preparing():` around it on all ranks, or {longer}"
         error = ShoalError(
             given=f"a wait of more than {self.limit:g} s, the {name} of shoal.init",
             found=decided.line,
-            fix=f"see {kept}, the stacks of all ranks; if one rank may take so long: "
-            "`with world.preparing():` around it on all ranks, or shoal.init(timeout=…)",
+            fix=f"see {kept}, the stacks of all ranks; if one rank may take so long: {longer}",
         )
         return Report(
             rank=decided.rank,
