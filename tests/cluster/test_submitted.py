@@ -158,6 +158,17 @@ def test_the_same_loss_as_one_process(arguments: list[str], size: int, jobs: Job
 
 
 @pytest.mark.long
+def test_the_digits_are_learned_alike(jobs: Jobs, repository: Path) -> None:
+    """The example as it is, on two nodes with two processes each, beside one process."""
+    script = str(repository / "examples/digits.py")
+    command = [sys.executable, script, "--run", "alone", "--epochs", "2"]
+    done = subprocess.run(command, cwd=jobs.folder, capture_output=True, text=True, check=True)
+    jobs.submit("--nodes", "2", "-n", "4", script, "--", "--run", "run", "--epochs", "2")
+    jobs.wait(lambda: len(jobs.ends()) == 1)
+    assert done.stdout.splitlines()[-1] in jobs.log().splitlines(), jobs.log()
+
+
+@pytest.mark.long
 def test_an_array_shares_its_nodes(jobs: Jobs, alone: str) -> None:
     (jobs.folder / "sweep").write_text("one 2 0\ntwo 2 0\nthree 2 0\n")
     jobs.submit("-n", "2", "--sweep", "sweep", "train.py")
