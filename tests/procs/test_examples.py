@@ -28,6 +28,10 @@ SMALL = {
         "",
     ),
 }
+EXAMPLES = [
+    pytest.param(name, marks=pytest.mark.full if name in ("mnist", "gan") else pytest.mark.long)
+    for name in SMALL
+]
 LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")
 STAND_IN = "--training 500 --test 200 --gzip"
 TINY_MODEL = ["--samples", "96", "--longest", "4", "--epochs", "2"]
@@ -55,8 +59,7 @@ def arguments(name: str, digits: Path) -> list[str]:
     return [*SMALL[name][0].split(), *(["--data", str(digits)] if name == "mnist" else [])]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_ends_the_same_in_two_parts(
     name: str,
     repository: Path,
@@ -102,8 +105,7 @@ def check_alone_and_two(script: Path, given: list[str], folder: Path) -> None:
     assert last_line(ALONE, str(script), *given, "--run", str(folder / "alone")) == alone
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_gives_the_same_on_two_processes(
     name: str, repository: Path, digits: Path, tmp_path: Path
 ) -> None:

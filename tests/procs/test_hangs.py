@@ -367,6 +367,8 @@ def test_a_save_that_takes_one_rank_long_is_no_hang(start: Start) -> None:
             def state_dict(self):
                 event.wait({STEP_SECONDS + 1} if world.first else 0)
                 return {{}}
+            def load_state_dict(self, state):
+                pass
 
         model = shoal.parallelize(torch.nn.Linear(2, 2), world)
         task = shoal.Task(lambda output, batch: (output.sum(), len(output)))

@@ -137,15 +137,20 @@ def test_two_jobs_on_one_machine_do_not_clash(mpirun: str, alone: str, tmp_path:
     """FAILURES 16: even where there are hardly enough ports for both."""
     command = [program(mpirun), *(["--oversubscribe"] if "openmpi" in mpirun else [])]
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
     jobs = [
         subprocess.Popen(
             [*command, "-n", "2", sys.executable, "train.py", "2"],
             cwd=tmp_path,
-            env=environment(**AS_ROOT, SHOAL_PORTS="17301-17304"),
+            # Open MPI's own directory is made by both at once, which one may fail at.
+            env=environment(
+                **AS_ROOT, SHOAL_PORTS="17301-17304", OMPI_MCA_orte_tmpdir_base=str(tmp_path / name)
+            ),
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(2)
+        for name in ("one", "two")
     ]
     try:
         assert [job.communicate(timeout=100)[0].splitlines()[-1] for job in jobs] == [alone] * 2

@@ -100,9 +100,8 @@ def cover(operations: list[str]) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "whole", [pytest.param(False, marks=pytest.mark.full), pytest.param(True, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [False, True])
 def test_killed_at_every_operation_of_a_save(
     whole: bool, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

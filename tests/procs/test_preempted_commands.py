@@ -227,8 +227,9 @@ def test_a_process_alone_is_told(start: Start) -> None:
     assert_goes_on(start, "train.py")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("one", [True, False])
+@pytest.mark.parametrize(
+    "one", [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.full)]
+)
 def test_under_torchrun(one: bool, start: Start) -> None:
     """torchrun passes SIGTERM on, has an exit code of its own, and kills after half a minute."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
