@@ -371,7 +371,8 @@ class Run:
     def _begin(self) -> None:
         self._check_free()
         # The first save may be the last chance there is: what no checkpoint can hold is told before.
-        self.checkpoints.check_state(self.contents.form(), self.contents.info())
+        with self.world.preparing():  # one rank may take long over it, as in a save
+            self.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
