@@ -48,7 +48,7 @@ with shoal.init() as world:
     task = shoal.Task(lambda output, batch: (loss_of(output, batch[1]), len(output)))
     step = shoal.Step(model, optimizer, task)
     data = shoal.Loader((inputs, inputs.sum(1, keepdim=True)), world, batch_size=16)
-    step(next(iter(data)))
+    step(next(data.epochs(1)))
     note(world.rank)
 """
 
