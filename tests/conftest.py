@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
 MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
 
@@ -16,6 +17,15 @@ MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
 def pytest_configure() -> None:
     # Under nohup it is ignored, also by the commands that tests start and send it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Signals are handled after a test as before it; a Run that was told to stop keeps some."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

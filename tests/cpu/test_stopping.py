@@ -51,15 +51,6 @@ class Part:
         return PrefixStore(prefix, self.shared.store)
 
 
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """Signals as they were, whatever a test leaves."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def server() -> Any:
     return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -228,12 +219,13 @@ def test_handlers_come_back() -> None:
 
 
 def test_a_second_signal_does_not_cut_the_end_short() -> None:
+    before = signal.getsignal(signal.SIGINT)
     stopping = alone()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stopping.due() is not None
     stopping.stop()
     os.kill(os.getpid(), signal.SIGTERM)  # would end the tests
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_second_ctrl_c_interrupts(capfd: pytest.CaptureFixture[str]) -> None:
