@@ -29,17 +29,13 @@ if TYPE_CHECKING:
     from shoal.launching import launch
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
-    from shoal.parallel import (
-        DDP,
-        FSDP,
-        Context,
-        DataParallel,
-        Pipeline,
-        Recompute,
-        Single,
-        Tensor,
-        parallelize,
-    )
+    from shoal.parallel import parallelize
+    from shoal.parallel.context import Context
+    from shoal.parallel.pipeline import Pipeline
+    from shoal.parallel.recompute import Recompute
+    from shoal.parallel.replicate import DDP, DataParallel, Single
+    from shoal.parallel.shard import FSDP
+    from shoal.parallel.tensor import Tensor
     from shoal.rows import Rows, gather
     from shoal.run import Run
     from shoal.saving import YoungDaly
@@ -72,17 +68,13 @@ _HOMES = {
     "launching": ("launch",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
-    "parallel": (
-        "DDP",
-        "FSDP",
-        "Context",
-        "DataParallel",
-        "Pipeline",
-        "Recompute",
-        "Single",
-        "Tensor",
-        "parallelize",
-    ),
+    "parallel": ("parallelize",),
+    "parallel.context": ("Context",),
+    "parallel.pipeline": ("Pipeline",),
+    "parallel.recompute": ("Recompute",),
+    "parallel.replicate": ("DDP", "DataParallel", "Single"),
+    "parallel.shard": ("FSDP",),
+    "parallel.tensor": ("Tensor",),
     "rows": ("Rows", "gather"),
     "run": ("Run",),
     "saving": ("YoungDaly",),
