@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
     from shoal.parallel import parallelize
+    from shoal.parallel.averaging import DiLoCo, LocalSGD
     from shoal.parallel.context import Context
     from shoal.parallel.pipeline import Pipeline
     from shoal.parallel.recompute import Recompute
@@ -69,6 +70,7 @@ _HOMES = {
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
     "parallel": ("parallelize",),
+    "parallel.averaging": ("DiLoCo", "LocalSGD"),
     "parallel.context": ("Context",),
     "parallel.pipeline": ("Pipeline",),
     "parallel.recompute": ("Recompute",),
@@ -96,6 +98,7 @@ __all__ = [
     "DDP",
     "DataError",
     "DataParallel",
+    "DiLoCo",
     "EMA",
     "Evaluation",
     "FSDP",
@@ -103,6 +106,7 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Loader",
+    "LocalSGD",
     "Moment",
     "Noise",
     "Order",
