@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shoal.loop import Moment, Trained, train
     from shoal.parallel import parallelize
     from shoal.parallel.averaging import DiLoCo, LocalSGD
+    from shoal.parallel.compression import PowerSGD, TopK
     from shoal.parallel.context import Context
     from shoal.parallel.pipeline import Pipeline
     from shoal.parallel.recompute import Recompute
@@ -71,6 +72,7 @@ _HOMES = {
     "loop": ("Moment", "Trained", "train"),
     "parallel": ("parallelize",),
     "parallel.averaging": ("DiLoCo", "LocalSGD"),
+    "parallel.compression": ("PowerSGD", "TopK"),
     "parallel.context": ("Context",),
     "parallel.pipeline": ("Pipeline",),
     "parallel.recompute": ("Recompute",),
@@ -112,6 +114,7 @@ __all__ = [
     "Order",
     "Placement",
     "Pipeline",
+    "PowerSGD",
     "Recompute",
     "Rows",
     "Run",
@@ -124,6 +127,7 @@ __all__ = [
     "Task",
     "Tensor",
     "TensorBoard",
+    "TopK",
     "Trained",
     "WandB",
     "Weighted",

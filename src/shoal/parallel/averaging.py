@@ -17,6 +17,7 @@ from shoal.batch import Batch
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.parallel.local import LocalEngine
+from shoal.parallel.wire import Wire, joined, put_back
 from shoal.task import Micro, Task
 from shoal.world import World
 
@@ -86,8 +87,7 @@ class AveragingEngine(Engine):
     def __init__(self, module: nn.Module, world: World, every: int, together: int = 0) -> None:
         self.module = module
         self.world = world
-        self.bytes = 0
-        """What this rank has given to collectives since the engine was made."""
+        self._wire = Wire(world)
         self._every = every
         self._together = together
         self._taken = 0
@@ -95,6 +95,11 @@ class AveragingEngine(Engine):
         for tensor in (*module.parameters(), *module.buffers()):
             if world.size > 1:
                 torch.distributed.broadcast(tensor.detach(), 0, group=world.group)
+
+    @property
+    def sent(self) -> int:
+        """The bytes that this rank has put on the wire since the engine was made; see `Wire`."""
+        return self._wire.sent
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
@@ -152,18 +157,13 @@ class AveragingEngine(Engine):
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each by its mean over the ranks, bucket by bucket."""
-        size = self.world.size
-        if size == 1:
+        if self._wire.size == 1:
             return
         for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            flat = joined(bucket)
             # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
             flat = flat.to(self.world.device, torch.promote_types(flat.dtype, torch.float32))
-            torch.distributed.all_reduce(flat, group=self.world.group)
-            flat.div_(size)
-            self.bytes += flat.nbytes
-            parts = flat.split([tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+            put_back(self._wire.mean(flat), bucket)
 
 
 class OuterEngine(AveragingEngine):
