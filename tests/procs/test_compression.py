@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.parallel import compression, engine_of
+from shoal.parallel import compression, engine_of, worth
 from shoal.parallel.compression import Bucket, Compress
 from shoal.parallel.replicate import DDPEngine
 from shoal.parallel.wire import Wire
@@ -218,7 +218,7 @@ def slowly(world: shoal.World, rate: float) -> str:
             return super().swap(rows)
 
     gradients = [("weight", torch.zeros(256, 512)), ("bias", torch.zeros(512))]
-    return str(compression.choose(gradients, Narrow(world)).value)
+    return str(worth.choose(gradients, Narrow(world)).value)
 
 
 @pytest.mark.full

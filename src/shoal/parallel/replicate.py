@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
-from shoal.parallel import compression
+from shoal.parallel import compression, worth
 from shoal.parallel.compression import Compress
 from shoal.parallel.holding import as_scalar, first
 from shoal.parallel.local import LocalEngine
@@ -204,7 +204,7 @@ class DDPEngine(LocalEngine):
         named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
-            choice = compression.choose(some, self.wire)
+            choice = worth.choose(some, self.wire)
             self.world.say(f"shoal: {choice}")
             if choice.value is None:
                 return
