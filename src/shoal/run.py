@@ -31,6 +31,7 @@ from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events, StepEvent
+from shoal.observing import Observer
 from shoal.progress import Progress
 from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
@@ -120,6 +121,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
+        self._observer = Observer(self.world, self.steps, loader, self.events)
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
@@ -187,6 +189,7 @@ class Run:
             self._stopping.request("a save that failed", kind="failed")
         if not self._begun:
             self._begin()
+            self._observer.begin()
         now = time.time()
         batch = self.loader.last
         self._catch_up()
@@ -216,6 +219,7 @@ class Run:
                     now,
                 )
             )
+        self._observer.tick()
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
         taken, self._recorded = self._recorded, self._numbers()
@@ -318,6 +322,7 @@ class Run:
         self._closed = True
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
+        self._observer.end()
         self.events.close()
         self._curves.close()
         self.world.recorder = self.world.directory = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,6 +124,8 @@ class Step:
         self.schedule = _check_schedule(schedule, optimizer)
         self.number = 0
         self.last: Result | None = None
+        self.counting: AbstractContextManager[object] = nullcontext()
+        """Forward and backward run in it: whoever counts what they compute."""
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
         self._compile = compile
@@ -139,7 +143,8 @@ class Step:
             self._prepare(batch)
         scale = 1.0 if self._scale is None else self._scale.value
         try:
-            totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
+            with self.counting:
+                totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
             begun = time.perf_counter()
             decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
         except BaseException:
@@ -223,6 +228,19 @@ class Step:
         own = self.model.state_dict().keys()
         others = [name for name in self._of_all_ranks(dict.fromkeys(own)) if name not in own]
         return [*(("model", n) for n in others), *(("optimizer", "state", n) for n in others)]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether forward and backward are run by other code than the model's."""
+        return self._compile is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the model computes in: that of mixed precision, or of its parameters."""
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in self.model.parameters():
+            sizes[parameter.dtype] += parameter.numel()
+        return self._autocast or max(sizes, key=sizes.__getitem__, default=torch.float32)
 
     @property
     def _names(self) -> list[str]:
