@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shoal.data import Loader
 from shoal.events import Events
-from shoal.step import Step
+from shoal.tracing.recorder import Recorder
+from shoal.tracing.windows import Window
 from shoal.traffic import Traffic
 from shoal.usage.flops import Counting
 from shoal.usage.peaks import peak_here
@@ -17,8 +19,12 @@ from shoal.usage.process import Usage
 from shoal.usage.sampler import Job, Sampler, noting
 from shoal.world import CHECKED_STEPS, World
 
+if TYPE_CHECKING:
+    from shoal.step import Step
+
 WINDOW_SECONDS = 10.0
 LOOK_SECONDS = 0.1
+REQUEST_SECONDS = 2.0
 _COUNTED_TICK = CHECKED_STEPS + 2
 """At which tick the step after it is prepared to be counted: the first ones do more than others."""
 
@@ -26,12 +32,23 @@ _COUNTED_TICK = CHECKED_STEPS + 2
 class Observer:
     """Looks at a rank from a thread of its own, from `begin` to `end`; `tick` writes what it noted.
 
-    Whatever fails in it is told once and ends that part of it, never the run.
+    `profile` are steps to be recorded by torch's profiler. Whatever fails in it is told once and ends
+    that part of it, never the run.
     """
 
-    def __init__(self, world: World, steps: Mapping[str, Step], loader: Loader, events: Events) -> None:
+    def __init__(
+        self,
+        world: World,
+        directory: Path,
+        steps: Mapping[str, Step],
+        loader: Loader,
+        events: Events,
+        profile: Window | None,
+    ) -> None:
         self._world = world
+        self._recorder = Recorder(world, directory, profile)
         self._steps = steps
+        self._first = next(iter(steps.values()))
         self._loader = loader
         self._events = events
         self._sampler: Sampler | None = None
@@ -40,14 +57,18 @@ class Observer:
 
     def begin(self) -> None:
         """Begin to look. Records of before do not count."""
-        first = next(iter(self._steps.values()))
         jobs = [
             Job(
                 name="what this process uses",
                 seconds=WINDOW_SECONDS,
                 run=noting("usage", Usage(self._world.device).fields),
                 ends=True,
-            )
+            ),
+            Job(
+                name="the wish for a timeline",
+                seconds=REQUEST_SECONDS,
+                run=self._recorder.requests.look,
+            ),
         ]
         if self._world.group is not None:
             traffic = Traffic()
@@ -60,7 +81,7 @@ class Observer:
                 ),
                 Job(name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True),
             ]
-        self._sampler = Sampler(jobs, step=lambda: first.number, say=warnings.warn)
+        self._sampler = Sampler(jobs, step=lambda: self._first.number, say=warnings.warn)
 
     def tick(self) -> None:
         """Write what has been noted; count the FLOPs of one step. Collective."""
@@ -74,9 +95,11 @@ class Observer:
                     step.counting = self._counted[name][1]
         elif self._counted:
             self._conclude()
+        self._recorder.tick(self._first.number)
 
     def end(self) -> None:
         """Look once more, write that, and end the thread."""
+        self._recorder.end()
         for step in self._steps.values():
             step.counting = nullcontext()
         if self._sampler is not None:

@@ -37,11 +37,12 @@ from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
+from shoal.tracing.windows import checked
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
 _FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
-_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "wandb"}
+_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "traces", "wandb"}
 """What a run directory holds besides."""
 
 
@@ -65,6 +66,8 @@ class Run:
     (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
     `must_save` is set. `trackers` take what
     `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
+    torch's profiler records the steps from the first to the last of `profile`, for a timeline of all
+    ranks (`shoal report runs/a --trace 100:105`).
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
@@ -85,7 +88,9 @@ class Run:
         keep_every: int | None = None,
         must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
+        profile: tuple[int, int] | None = None,
     ) -> None:
+        window = None if profile is None else checked(profile, f"shoal.Run(…, profile={profile})")
         self.directory = _own_directory(directory)
         self.steps = _named_steps(step)
         if not isinstance(loader, Loader):
@@ -121,7 +126,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._observer = Observer(self.world, self.steps, loader, self.events)
+        self._observer = Observer(self.world, self.directory, self.steps, loader, self.events, window)
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory

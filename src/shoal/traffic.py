@@ -87,6 +87,7 @@ class Traffic:
         self._waiting: dict[str, set[int]] = {}
         self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._looked = self._begun = clock()
+        # What has been recorded before, by worlds that are over too, is none of this.
         for call in trace.calls({}):
             self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
 

@@ -47,6 +47,11 @@ class _Mode(TorchDispatchMode):
         self.flops = 0
         self.failed: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No compiled code runs in it, so that torch need not import its compiler for it: a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         out = func(*args, **named)

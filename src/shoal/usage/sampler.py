@@ -18,6 +18,8 @@ _JOIN_SECONDS = 5.0
 Note = tuple[str, dict[str, Any]]
 """The kind of an event and its fields."""
 
+Run = Callable[[], Note | None] | Callable[[], None]
+
 
 @dataclass(kw_only=True)
 class Job:
@@ -29,7 +31,7 @@ class Job:
 
     name: str
     seconds: float
-    run: Callable[[], Note | None]
+    run: Run
     share: float = 0.0005
     jitter: bool = False
     ends: bool = False
