@@ -32,7 +32,7 @@ class Window(NamedTuple):
 
 def window(text: str, call: str) -> Window:
     """Read "first:last"; StepError where that is none. `call` is what somebody typed."""
-    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text)
+    found = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", text)
     if found is None:
         raise StepError(
             given=call,
@@ -80,7 +80,7 @@ def asked(folder: Path) -> Request | None:
     try:
         found = json.loads((folder / _REQUEST).read_bytes())
         name, steps = found["name"], (found["first"], found["last"])
-        return Request(name, checked(steps, _REQUEST)) if re.fullmatch(r"\w+", name) else None
+        return Request(name, checked(steps, _REQUEST)) if re.fullmatch("[0-9a-f]+", name) else None
     except (OSError, ValueError, TypeError, KeyError, StepError):
         return None
 
