@@ -19,7 +19,8 @@ from shoal.tracing.asking import trace
 from shoal.tracing.clocks import Offset, Trip
 from shoal.tracing.coarse import coarse
 from shoal.tracing.merging import merge
-from shoal.tracing.windows import Requests, Window
+from shoal.tracing.requests import Requests
+from shoal.tracing.windows import Window
 from timelines import checked_events, steps_of
 
 SECOND = 10**9

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from shoal.tracing.coarse import coarse, newest, ranks_of
 from shoal.tracing.merging import merge
-from shoal.tracing.recorder import file_of
-from shoal.tracing.windows import FOLDER, Window, ask, window
+from shoal.tracing.windows import FOLDER, Window, ask, file_of, window
 
 
 def trace(run: str, steps: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 TRIPS = 10
 _PATIENCE = timedelta(seconds=20)
@@ -49,6 +50,8 @@ def compare(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Off
 
     None where another rank did not come.
     """
+    from torch.distributed import DistStoreError
+
     try:
         if rank:
             found = best([_ask(store, f"{rank}/{trip}", clock) for trip in range(TRIPS)])

@@ -17,8 +17,7 @@ from typing import Any
 from shoal.errors import CheckpointError
 from shoal.texts import printable
 from shoal.tracing.clocks import Offset, at
-from shoal.tracing.recorder import FORMAT, MARK, file_of
-from shoal.tracing.windows import FOLDER, Window
+from shoal.tracing.windows import FOLDER, FORMAT, MARK, Window, file_of
 
 Event = dict[str, Any]
 STEPS_TRACK = 0

@@ -14,17 +14,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.tracing.clocks import Offset, compare
-from shoal.tracing.windows import FOLDER, Requests, Window
+from shoal.tracing.requests import Requests
+from shoal.tracing.windows import FOLDER, FORMAT, MARK, Window, file_of
 from shoal.world import World
-
-MARK = "shoal step "
-"""How the profiler's record names a step; then comes its number."""
-FORMAT = 1
-
-
-def file_of(folder: Path, rank: int | str, window: Window) -> Path:
-    """Where a rank's record of a window is."""
-    return folder / f"rank-{rank}-{window.first}-{window.last}.json.gz"
 
 
 @dataclass
