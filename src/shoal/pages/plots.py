@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Okabe and Ito, 2008, without the yellow, which is too pale on white.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#9467bd")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "", "", "", "////", "....", "", "\\\\\\\\", "xxxx", "")
+HATCHES = ("", "", "", "", "////", "||||", "", "\\\\\\\\", "xxxx", "")
 
 _INK, _PAPER, _GRID = "#010203", "#fdfcfb", "#a1a2a3"
 """Stand for the colours of the page, which a drawing does not know."""
