@@ -30,10 +30,11 @@ SLOW = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds and MiB of a command, and the verdict that it printed."""
+    """Seconds, those of all cores, and MiB of a command, and the verdict that it printed."""
 
     form: str
     seconds: float
+    cores: float
     memory: float
     verdict: str
 
@@ -122,7 +123,8 @@ def measure(folder: Path, form: str, options: list[str]) -> Measured:
     if process.returncode:
         raise SystemExit(f"shoal report {' '.join(options)} failed")
     verdict = json.loads(printed)["verdict"] if form == "json" else printed.partition("\n")[0]
-    return Measured(form, time.perf_counter() - begun, used.ru_maxrss / 1024, verdict)
+    seconds = time.perf_counter() - begun
+    return Measured(form, seconds, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, verdict)
 
 
 def main() -> None:
@@ -143,7 +145,8 @@ def main() -> None:
         }
         found = [measure(folder, form, words) for form, words in forms.items()]
     for each in found:
-        print(f"{each.form:6} {each.seconds:6.1f} s {each.memory:6.0f} MiB  {each.verdict}")
+        took = f"{each.seconds:5.1f} s ({each.cores:.1f} s of cores)"
+        print(f"{each.form:5} {took} {each.memory:5.0f} MiB  {each.verdict}")
     if options.json:
         figures: dict[str, Any] = {"bytes": size, "forms": [asdict(each) for each in found]}
         print(json.dumps(figures))

@@ -261,16 +261,19 @@ def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
     """The columns of a block of steps; ValueError, TypeError or KeyError where it is none."""
     steps = np.array(event["step"], np.int64)
     count = len(steps)
-    ticks = float(event["t"]) - np.array(event["at"], np.float64) * 1e-6
+    # A column of zeros is left out.
+    ticks = float(event["t"]) - np.array(event.get("at", [0] * count), np.float64) * 1e-6
     if ticks.shape != (count,) or steps.ndim != 1 or not np.isfinite(ticks).all():
         raise ValueError("a column of another length")
     columns = {"step": steps, "time": ticks}
     for name in ("loss", "norm", "counted", "size"):
         if name in event:
             columns[name] = _numbers(event[name], count)
-    parts = ["wall", *(part for part in PARTS if part in event)]
-    durations = _seconds([event[part] for part in parts], (len(parts), count), 1e-6)
-    return columns | dict(zip(parts, durations, strict=True))
+    parts = [part for part in ("wall", *PARTS) if part in event]
+    if parts:
+        durations = _seconds([event[part] for part in parts], (len(parts), count), 1e-6)
+        columns |= zip(parts, durations, strict=True)
+    return columns
 
 
 def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
