@@ -50,7 +50,7 @@ def test_the_least_anyone_waits_is_communication_and_the_rest_waiting(tmp_path: 
 
 
 def test_nothing_is_blamed_where_nothing_is_wrong(tmp_path: Path) -> None:
-    found = verdict(tmp_path, noise=0.3)
+    found = verdict(tmp_path, noise=0.1)
     assert found.stragglers == []
     assert found.findings == []
 
