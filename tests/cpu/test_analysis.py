@@ -76,6 +76,14 @@ def test_each_is_blamed_for_the_steps_in_which_it_is_the_slower(tmp_path: Path) 
     assert cost["forward"] == pytest.approx(2e-3, rel=0.15)
 
 
+def test_between_two_meetings_the_slowest_is_who_comes_last_to_the_next(tmp_path: Path) -> None:
+    """As under LocalSGD, whose ranks wait for each other now and then."""
+    found = verdict(tmp_path, SLOW, meet=8, steps=800)
+    [straggler] = found.stragglers
+    assert (straggler.rank, straggler.part) == (2, "forward")
+    assert straggler.cost == pytest.approx(8e-3, rel=0.1)
+
+
 def test_since_when_and_until_when(tmp_path: Path) -> None:
     plant = Plant(part="backward", ranks=[0], seconds=6e-3, since=211, until=400)
     [found] = verdict(tmp_path, plant, steps=800).stragglers

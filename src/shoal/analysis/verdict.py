@@ -135,7 +135,7 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
         total += wall
     kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may leave less than none
     total = sum(kept.values()) if total > 0 else 1.0
-    shares = {part: each / total for part, each in kept.items()}
+    shares = {part: float(each / total) for part, each in kept.items()}
     return {"computing": 0.0, **shares}, {key: cost / total for key, cost in costs.items()}
 
 
