@@ -1,0 +1,1 @@
+"""A live page of a run directory in a terminal."""
