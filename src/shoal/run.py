@@ -392,6 +392,7 @@ class Run:
                 "step": self.step,
                 "batch_size": self.loader.batch_size,
                 "epoch_size": self.loader.epoch_size,
+                "goal": self.loader.goal,
             },
         )
 

@@ -84,6 +84,11 @@ class Rows:
         self._count = end
         return added
 
+    def shorten(self, keep: int) -> None:
+        """Forget all but the newest `keep` rows once there are twice as many."""
+        if self._count > 2 * keep:
+            self._held, self._count = self.all[-keep:].copy(), keep
+
 
 @dataclass
 class Traffic:
@@ -127,6 +132,8 @@ class Attempt:
     events: list[tuple[int, Event]] = field(default_factory=list)
     seen: float = 0.0
     """When the last event of any rank was written."""
+    position: int = 0
+    """Where the samples begin that no recorded step has taken, counted since the start of training."""
 
     @property
     def size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,24 @@ class Reader:
 
     Files may be missing, empty, cut anywhere, or hold what no run has written: what can be read is in
     `history`, what can't is counted there. Raises CheckpointError where there are no events at all.
+
+    Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
+    so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
+    with all steps as they are read: their attempt, the rank, and the rows.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = None,
+        seen: Callable[[Attempt, int, Array], None] | None = None,
+    ) -> None:
         directory = Path(directory)
         inside = directory / "events"
         self._folder = inside if inside.is_dir() else directory
         self._files: dict[int, _File] = {}
+        self._keep, self._seen = keep, seen
         self.history = History(inside.parent if inside.is_dir() else directory)
         if not _paths(self._folder):
             raise CheckpointError(
@@ -90,6 +101,7 @@ class Reader:
             if not known:
                 self.history.skipped += 1
         self._flush(file)
+        self._shorten(file)
 
     def _event(self, file: _File, event: dict[str, Any]) -> None:
         kind, time = event["event"], float(event.get("t", 0.0))
@@ -102,14 +114,14 @@ class Reader:
             file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
             file.waiting.clear()
         elif kind == "steps":
-            _add(self._attempt(file), file.rank, event["name"], _columns(event))
+            self._steps(file, event["name"], _columns(event), _end(event))
         elif kind == "usage":
             _add_usage(self._attempt(file), file.rank, event)
         elif kind == "collectives":
             _add_traffic(self._attempt(file), file.rank, event)
         elif kind == "restore" or file.attempt is None:
             file.waiting.append(event)
-        elif file.rank == 0 or kind not in _FROM_RANK_0:
+        elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
             file.attempt.events.append((file.rank, event))
         if file.attempt is not None and np.isfinite(time):
             file.attempt.seen = max(file.attempt.seen, time)
@@ -123,11 +135,30 @@ class Reader:
             try:
                 attempt = self._attempt(file)
                 before = attempt.steps.get((file.rank, str(name)))
-                _add(attempt, file.rank, name, _old_columns(single[:count], before))
+                columns = _old_columns(single[:count], before)
+                self._steps(file, name, columns, _end(single[count - 1]))
                 attempt.seen = max(attempt.seen, float(single[count - 1]["t"]))
             except _REFUSED:
                 self.history.skipped += count
             single = single[count:]
+
+    def _steps(self, file: _File, name: object, columns: Mapping[str, Array], end: int) -> None:
+        attempt = self._attempt(file)
+        added = _add(attempt, file.rank, name, columns)
+        attempt.position = max(attempt.position, end)
+        if self._seen is not None:
+            self._seen(attempt, file.rank, added)
+
+    def _shorten(self, file: _File) -> None:
+        """Let go of what is old in a file's attempt, where little is to be kept."""
+        if self._keep is None or file.attempt is None:
+            return
+        for (rank, _), rows in file.attempt.steps.items():
+            if rank == file.rank:
+                rows.shorten(self._keep)
+        if file.rank in file.attempt.usage:
+            file.attempt.usage[file.rank].shorten(self._keep)
+        del file.attempt.events[: -64 * self._keep]
 
     def _attempt(self, file: _File) -> Attempt:
         if file.attempt is None:  # its first line was lost
@@ -251,7 +282,15 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
     return columns
 
 
-def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]) -> None:
+def _end(event: Event) -> int:
+    """Where the samples of its last step end; 0 where it does not say."""
+    first, size = event.get("first"), event.get("size")
+    if isinstance(first, list) and isinstance(size, list):
+        first, size = (first or [None])[-1], (size or [None])[-1]
+    return first + size if type(first) is int and type(size) is int else 0
+
+
+def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]) -> Array:
     if not isinstance(name, str):
         raise TypeError("a Step without a name")
     rows = attempt.steps.setdefault((rank, name[:200]), Rows(STEP))
@@ -260,6 +299,7 @@ def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]
         added[column] = np.nan
     for column, values in columns.items():
         added[column] = values if column != "size" else np.clip(np.nan_to_num(values), 0, 2**31 - 128)
+    return added
 
 
 def _add_usage(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:

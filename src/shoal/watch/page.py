@@ -15,6 +15,7 @@ from .ranks import leaves, legend, table
 from .snapshot import OVER, Curve, Kind, Progress, Slowest, Snapshot
 
 STYLES: dict[Kind, str] = {
+    "reading": "yellow",
     "absent": "yellow",
     "starting": "yellow",
     "running": "green",
@@ -118,7 +119,8 @@ def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
     """The run and how it is; at the right how large it is, and the time."""
     state = snapshot.state
     said = {
-        "absent": "not there yet",
+        "reading": "being read",
+        "absent": "waiting for it",
         "starting": "starting",
         "running": "running",
         "silent": f"silent for {span(finite(state.since))}",
@@ -146,19 +148,21 @@ def _end(text: str, cells: int, look: Look) -> str:
 
 
 def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
-    """One line: a bar, and as much of the rest as fits beside it."""
+    """One line: a bar, and as much of the rest as fits beside it; or why there is none."""
     now = snapshot.progress
     if now is None:
-        text = {"absent": "waiting for it"}.get(snapshot.state.kind, "no step is recorded yet")
-        return [Text(text)]
+        if snapshot.state.kind == "absent":
+            return look.wrapped(look.safe(snapshot.state.reason), width, 6)
+        return [Text("" if snapshot.state.kind == "reading" else "no step is recorded yet")]
+    over = snapshot.state.kind in OVER
     parts = {
         "percent": _percent(now),
         "step": f"step {now.step:,}",
         "epoch": _epoch(now),
         "samples": f"{now.position:,} samples",
         "rate": "" if now.rate is None else f"{exact(now.rate)}/s",
-        "left": "" if now.left is None else f"{duration(finite(now.left))} left",
-        "elapsed": f"{duration(finite(now.elapsed))} so far" if now.elapsed > 0 else "",
+        "left": "" if now.left is None or over else f"{duration(finite(now.left))} left",
+        "elapsed": _elapsed(now.elapsed, over=over),
     }
     parts = {name: text for name, text in parts.items() if text}
     for name in ("samples", "rate", "elapsed", "epoch"):
@@ -173,6 +177,11 @@ def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
         line.append(look.sign("─", "-") * (room - done), "dim")
         line.append(" ")
     return [line.append(words)]
+
+
+def _elapsed(seconds: float, *, over: bool) -> str:
+    text = duration(finite(seconds))
+    return f"in {text}" if over else f"{text} so far"
 
 
 def _percent(now: Progress) -> str:
@@ -246,7 +255,7 @@ def _facts(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
     """What is said in words, the most important first, and in each what matters most first."""
     facts = []
     if snapshot.state.kind in OVER and snapshot.state.reason:
-        facts.append(("ended by", snapshot.state.reason))
+        facts.append(("ended", snapshot.state.reason))
     if snapshot.slowest is not None:
         facts.append(("slowest", _slowest(snapshot.slowest)))
     elif len(snapshot.ranks) > 1 and snapshot.progress is not None:

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["absent", "starting", "running", "silent", "ended", "preempted", "interrupted", "failed"]
-"""`absent` is a run that is not there yet; `silent` one of which nothing has been heard for long."""
+Kind = Literal[
+    "reading",
+    "absent",
+    "starting",
+    "running",
+    "silent",
+    "ended",
+    "preempted",
+    "interrupted",
+    "failed",
+]
+"""`reading` is a run whose events have not been read yet, `absent` one that is not there yet, `silent`
+one of which nothing has been heard for long."""
 
 OVER: tuple[Kind, ...] = ("ended", "preempted", "interrupted", "failed")
 """The run has said itself that it ended."""

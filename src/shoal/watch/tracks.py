@@ -68,4 +68,4 @@ class Tracks:
         edges[-1] = last
         places = np.searchsorted(edges, self._steps)
         sums = np.stack([np.bincount(places, weights=each, minlength=count) for each in self._sums])
-        return edges.astype(np.int64), sums
+        return edges.astype(np.int64), sums.astype(np.float64)
