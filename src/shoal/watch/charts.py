@@ -59,7 +59,7 @@ def resampled(values: Sequence[float], count: int) -> list[float]:
 def curve(values: Sequence[float], width: int, height: int, look: Look, *, zero: bool) -> list[Text]:
     """A curve with its highest and lowest value beside it, in exactly `height` lines of `width`.
 
-    Empty lines where there is no value or no room.
+    From `zero` on it is filled. Empty lines where there is no value or no room.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite or height < 1:
@@ -71,9 +71,12 @@ def curve(values: Sequence[float], width: int, height: int, look: Look, *, zero:
     room = width - gutter
     if room < 2:
         return [Text() for _ in range(height)]
-    columns = resampled(values, room * (2 if look.unicode else 1))
+    columns = resampled(values, room * (2 if look.unicode and not zero else 1))
     heights = [scale.height(value) if math.isfinite(value) else None for value in columns]
-    rows = _braille(heights, height, filled=zero) if look.unicode else _strokes(heights, height)
+    if look.unicode:
+        rows = _blocks(heights, height) if zero else _braille(heights, height)
+    else:
+        rows = _strokes(heights, height, filled=zero)
     lines = []
     for label, row in zip(labels, rows, strict=True):
         lines.append(Text.assemble((label.rjust(gutter - 1) + " ", "dim"), (row, "cyan")))
@@ -94,7 +97,15 @@ def spark(values: Sequence[float], width: int, look: Look, *, zero: bool) -> str
     return "".join(signs)
 
 
-def _braille(heights: Sequence[float | None], rows: int, *, filled: bool) -> list[str]:
+def _blocks(heights: Sequence[float | None], rows: int) -> list[str]:
+    eighths = [0 if height is None else max(1, round(height * 8 * rows)) for height in heights]
+    return [
+        "".join(BLOCKS[min(8, max(0, each - 8 * below))] for each in eighths)
+        for below in reversed(range(rows))
+    ]
+
+
+def _braille(heights: Sequence[float | None], rows: int) -> list[str]:
     cells = [[0] * (len(heights) // 2) for _ in range(rows)]
     before: int | None = None
     for column, height in enumerate(heights):
@@ -102,13 +113,13 @@ def _braille(heights: Sequence[float | None], rows: int, *, filled: bool) -> lis
             before = None
             continue
         dot = round((1 - height) * (4 * rows - 1))
-        for each in range(dot, 4 * rows) if filled else _joined(before, dot):
+        for each in _joined(before, dot):
             cells[each // 4][column // 2] |= DOTS[column % 2][each % 4]
         before = dot
     return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
 
 
-def _strokes(heights: Sequence[float | None], rows: int) -> list[str]:
+def _strokes(heights: Sequence[float | None], rows: int, *, filled: bool) -> list[str]:
     cells = [[" "] * len(heights) for _ in range(rows)]
     before: int | None = None
     for column, height in enumerate(heights):
@@ -116,8 +127,8 @@ def _strokes(heights: Sequence[float | None], rows: int) -> list[str]:
             before = None
             continue
         stroke = round((1 - height) * (3 * rows - 1))
-        for row in {each // 3 for each in _joined(before, stroke)}:
-            cells[row][column] = "|"
+        for row in range(stroke // 3, rows) if filled else [s // 3 for s in _joined(before, stroke)]:
+            cells[row][column] = ":" if filled else "|"
         cells[stroke // 3][column] = STROKES[stroke % 3]
         before = stroke
     return ["".join(row) for row in cells]

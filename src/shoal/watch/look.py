@@ -98,16 +98,16 @@ class Part:
 
 
 PARTS = (
-    Part(name="wait", letter="D", word="data", short="data", ink="black", paper="#e69f00"),
-    Part(name="transfer", letter="T", word="transfer", short="move", ink="black", paper="#f0e442"),
-    Part(name="forward", letter="F", word="forward", short="fwd", ink="black", paper="#56b4e9"),
-    Part(name="backward", letter="B", word="backward", short="bwd", ink="white", paper="#0072b2"),
+    Part(name="wait", letter="D", word="data", short="data", ink="#000000", paper="#e69f00"),
+    Part(name="transfer", letter="T", word="transfer", short="move", ink="#000000", paper="#f0e442"),
+    Part(name="forward", letter="F", word="forward", short="fwd", ink="#000000", paper="#56b4e9"),
+    Part(name="backward", letter="B", word="backward", short="bwd", ink="#ffffff", paper="#0072b2"),
     Part(
         name="communication",
         letter="C",
         word="communication",
         short="comm",
-        ink="black",
+        ink="#000000",
         paper="#d55e00",
     ),
     Part(
@@ -115,12 +115,16 @@ PARTS = (
         letter="w",
         word="waits for the slowest",
         short="waits",
-        ink="black",
+        ink="#000000",
         paper="#cc79a7",
     ),
-    Part(name="update", letter="U", word="optimizer", short="upd", ink="black", paper="#009e73"),
-    Part(name="checkpoint", letter="K", word="checkpoint", short="save", ink="black", paper="#999999"),
-    Part(name="evaluation", letter="E", word="evaluation", short="eval", ink="black", paper="#dddddd"),
+    Part(name="update", letter="U", word="optimizer", short="upd", ink="#000000", paper="#009e73"),
+    Part(
+        name="checkpoint", letter="K", word="checkpoint", short="save", ink="#000000", paper="#999999"
+    ),
+    Part(
+        name="evaluation", letter="E", word="evaluation", short="eval", ink="#000000", paper="#dddddd"
+    ),
     Part(name="other", letter="o", word="other", short="other", ink="dim", paper="default"),
 )
 WORDS = {part.name: part.word for part in PARTS}

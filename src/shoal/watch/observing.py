@@ -68,8 +68,8 @@ class Observer:
         if attempt is None:
             return self._snapshot(State(kind="starting"))
         for before in history.attempts[:-1]:
-            before.steps.clear()
-            before.usage.clear()
+            for rows in (*before.steps.values(), *before.usage.values()):
+                rows.shorten(1)
         return self._of(history, attempt)
 
     def _see(self, attempt: Attempt, rank: int, rows: Array) -> None:

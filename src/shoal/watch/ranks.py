@@ -159,8 +159,8 @@ def legend(snapshot: Snapshot, width: int, lines: int, look: Look) -> list[Text]
         share = 100 * seconds / whole
         if share >= 0.05:
             said = f"{part.word} {share:.0f} %" if share >= 1 else f"{part.word} <1 %"
-            entry = Text(part.letter, part.style(look))
-            entries.append(entry.append(f" {part.short if width < NARROW else said}", "default"))
+            words = part.short if width < NARROW else said
+            entries.append(Text.assemble((part.letter, part.style(look)), f" {words}"))
     return _flowing(entries, width, lines, look)
 
 

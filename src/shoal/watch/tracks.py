@@ -9,22 +9,23 @@ from numpy.typing import NDArray
 
 from .snapshot import Curve
 
-POINTS = 512
-"""How many points a curve has at most: more than a terminal has columns."""
-HELD = 8 * POINTS
+POINTS = 1024
+"""How many points a curve has at most: half of them are more than a terminal has columns."""
 
 LOSS, KNOWN, SAMPLES, SECONDS = range(4)
+LAST = 1 << 62
 
 
 class Tracks:
-    """Loss and throughput by step: sums over stretches of steps, which grow longer with the run.
+    """Loss and throughput by step: sums over stretches of equal length, which doubles now and then.
 
-    Where an attempt goes on from an earlier step, what was there of later ones is forgotten.
+    Where an attempt goes on from an earlier step, what was there of later stretches is forgotten.
     """
 
     def __init__(self) -> None:
-        self._steps = np.empty(0, np.int64)
-        self._sums = np.empty((4, 0))
+        self._first, self._last = 0, 0
+        self._length = 1
+        self._sums = np.zeros((4, 0))
 
     def add(
         self,
@@ -34,15 +35,23 @@ class Tracks:
         seconds: NDArray[np.floating],
     ) -> None:
         """Steps that follow each other; a loss may be NaN."""
-        if not len(steps):
+        if not len(steps) or steps.min() < 0 or steps.max() > LAST:
             return
-        kept = int(np.searchsorted(self._steps, steps[0]))
+        begin, self._last = int(steps.min()), int(steps.max())
+        if begin < self._first or not self._sums.size:
+            self._first, self._length, self._sums = begin, 1, np.zeros((4, 0))
+        while (self._last - self._first) // self._length >= POINTS:
+            self._double()
+        kept = -((self._first - begin) // self._length)  # the stretch in which they begin stays
+        count = (self._last - self._first) // self._length + 1
+        sums = np.zeros((4, count))
+        kept = min(kept, count, self._sums.shape[1])
+        sums[:, :kept] = self._sums[:, :kept]
         known = np.isfinite(losses)
-        sums = np.stack([np.where(known, losses, 0.0), known, samples, seconds]).astype(np.float64)
-        self._steps = np.concatenate([self._steps[:kept], steps])
-        self._sums = np.concatenate([self._sums[:, :kept], sums], axis=1)
-        if len(self._steps) > HELD:
-            self._steps, self._sums = self._stretches(POINTS)
+        places = (steps - self._first) // self._length
+        for row, values in enumerate((np.where(known, losses, 0.0), known, samples, seconds)):
+            sums[row] += np.bincount(places, weights=values, minlength=count)
+        self._sums = sums
 
     def loss(self) -> Curve | None:
         """The mean loss of each stretch; None before there is one."""
@@ -55,17 +64,11 @@ class Tracks:
     def _curve(self, above: int, below: int) -> Curve | None:
         if not self._sums[below].any():
             return None
-        ends, sums = self._stretches(POINTS)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.where(sums[below] > 0, sums[above] / sums[below], math.nan)
-        return Curve(first=int(self._steps[0]), last=int(ends[-1]), values=tuple(values.tolist()))
+        values = np.full(self._sums.shape[1], math.nan)
+        np.divide(self._sums[above], self._sums[below], out=values, where=self._sums[below] > 0)
+        return Curve(first=self._first, last=self._last, values=tuple(values.tolist()))
 
-    def _stretches(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The last step and the sums of so many equal stretches, fewer where there are fewer steps."""
-        first, last = int(self._steps[0]), int(self._steps[-1])
-        count = min(count, last - first + 1, len(self._steps))
-        edges = np.linspace(first, last, count + 1)[1:]
-        edges[-1] = last
-        places = np.searchsorted(edges, self._steps)
-        sums = np.stack([np.bincount(places, weights=each, minlength=count) for each in self._sums])
-        return edges.astype(np.int64), sums.astype(np.float64)
+    def _double(self) -> None:
+        even = self._sums.shape[1] % 2
+        pairs = np.pad(self._sums, ((0, 0), (0, even))).reshape(4, -1, 2)
+        self._sums, self._length = pairs.sum(axis=2), 2 * self._length
