@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .errors import CheckpointError, LaunchError, ShoalError
+from .report.command import report
 from .submit import commands as jobs
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
 for command in (jobs.status, jobs.logs, jobs.cancel):
     app.command()(command)
 app.add_typer(jobs.sites)
+app.command()(report)
 
 
 Directory = Annotated[

@@ -64,12 +64,12 @@ def raised(values: Array, least: float) -> Segment | None:
         start, stop = _stretch(calm)
         outside = np.delete(calm, slice(start, stop))
         # Among so many stretches the shorter ones are the more often high by accident.
-        chance = noise * (1 + 4 / (stop - start) ** 0.5)
+        chance = noise * (1 + 5 / (stop - start) ** 0.5)
         clear = len(outside) > 0 and calm[start:stop].mean() - outside.mean() >= max(least, chance)
         if not clear or _trimmed(outside) > bound:  # slow all along, if at all
             start, stop = 0, count
-    level = _trimmed(values[start:stop])
-    return Segment(start, stop, level) if level > bound else None
+    level, middle = _trimmed(values[start:stop]), float(np.median(values[start:stop]))
+    return Segment(start, stop, level) if min(level, middle) > bound else None
 
 
 def raised_at_any_scale(values: Array, least: float) -> Segment | None:
@@ -194,7 +194,7 @@ def _calmed(values: Array) -> Array:
     """Values of which none stands out alone: each is the middle one of itself and its neighbours."""
     if len(values) < 3:
         return values
-    padded = np.concatenate([values[:1], values, values[-1:]])
+    padded = np.concatenate([values[1:2], values, values[-2:-1]])
     return np.asarray(np.median(np.stack([padded[:-2], padded[1:-1], padded[2:]]), axis=0))
 
 
@@ -207,7 +207,7 @@ def _noise(values: Array) -> float:
 
 def _trimmed(values: Array) -> float:
     """The mean without the highest tenth: one long wait is no habit."""
-    kept = np.sort(values)[: max(1, int(np.ceil(0.9 * len(values))))] if len(values) > 2 else values
+    kept = np.sort(values)[: max(1, int(0.9 * len(values)))]
     return float(kept.mean())
 
 

@@ -57,7 +57,7 @@ def _next(attempt: Attempt, step: int, seconds: float, now: float) -> tuple[int 
     """At which step, and in how many seconds, the next save is expected."""
     found = _saves(attempt)
     steps = [save[0] for save in found]
-    if attempt.first == 0:
+    if attempt.first <= 1:
         steps.insert(0, 0)  # the first one of all says how far apart they are
     spans = [after - before for before, after in pairwise(steps)][-2:]
     if not spans or not found:

@@ -44,6 +44,8 @@ class Observer:
         self._reader: Reader | None = None
         self._tracks = Tracks()
         self._leader: int | None = None
+        self._origin: dict[float, int] = {}
+        self._taken: dict[float, int] = {}
         self._since: dict[tuple[int, str], int] = {}
         self._grown = 0.0
         self._looked = False
@@ -75,10 +77,12 @@ class Observer:
     def _see(self, attempt: Attempt, rank: int, rows: Array) -> None:
         """Take the steps of the lowest rank for the curves; of several Steps the first one's."""
         if self._leader is None or rank < self._leader:
-            self._leader, self._tracks = rank, Tracks()
+            self._leader, self._tracks, self._taken = rank, Tracks(), {}
         if rank == self._leader:
             steps = rows[rows["wall"] > 0]
             self._tracks.add(steps["step"], steps["loss"], steps["size"], steps["wall"])
+            taken = self._taken.get(attempt.began, 0) + int(steps["size"].sum(dtype=np.int64))
+            self._taken = {attempt.began: taken}
 
     def _of(self, history: History, attempt: Attempt) -> Snapshot:
         now = self._now()
@@ -90,11 +94,13 @@ class Observer:
             ranks = tuple(_rank(attempt, rank, {}) for rank in attempt.ranks)
             return self._snapshot(state, history, ranks=ranks)
         verdict = judge(history, last=KEEP)
+        self._origin = {attempt.began: max(self._origin.get(attempt.began, 0), _begun_at(attempt))}
+        position = self._origin[attempt.began] + self._taken.get(attempt.began, 0)
         window = _window(walls)
         return replace(
             self._snapshot(state, history, ranks=_ranks(attempt, window)),
             verdict=verdict.sentence,
-            progress=_progress(attempt, leader, until=heard if state.kind in OVER else now),
+            progress=_progress(attempt, leader, position, until=heard if state.kind in OVER else now),
             loss=_with_now(self._tracks.loss(), leader["loss"]),
             throughput=_with_now(self._tracks.throughput(), leader["size"] / np.maximum(walls, 1e-9)),
             window=window,
@@ -154,15 +160,21 @@ def _window(walls: Array) -> int:
     return min(len(walls), max(FEW, late))
 
 
-def _progress(attempt: Attempt, leader: Array, *, until: float) -> Progress:
+def _begun_at(attempt: Attempt) -> int:
+    """Where the first sample of an attempt lies, counted since the start of training."""
+    restored = [whole(event, "position") or 0 for _, event in attempt.said("restore")]
+    return max(restored, default=0)
+
+
+def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -> Progress:
     start = attempt.starts.get(min(attempt.starts, default=0), {})
     goal, epoch = whole(start, "goal"), whole(start, "epoch_size")
     seconds = float(leader["wall"].sum(dtype=float))
     rate = float(leader["size"].sum()) / seconds if seconds > 0 else None
-    left = max(0, goal - attempt.position) / rate if goal is not None and rate else None
+    left = max(0, goal - position) / rate if goal is not None and rate else None
     return Progress(
         step=attempt.last,
-        position=attempt.position,
+        position=position,
         goal=goal,
         epoch_size=epoch,
         rate=rate,
