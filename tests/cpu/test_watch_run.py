@@ -84,7 +84,7 @@ def test_looks_after_each_other_see_what_one_sees(tmp_path: Path) -> None:
     folder.mkdir()
     whole = {rank: "".join(line + "\n" for line in lines(parts, rank)) for rank in range(2)}
     clock = Clock(BEGAN)
-    observer = Observer(tmp_path, now=clock)
+    observer = Observer(tmp_path, now=clock, rest=0)
     assert observer.look().state.kind == "absent"
     pieces = 16
     for piece in range(pieces):
@@ -115,7 +115,9 @@ def test_little_is_held_of_a_long_run(tmp_path: Path) -> None:
     reader = observer._reader
     assert reader is not None
     attempt = reader.history.attempts[0]
+    assert attempt.last == 3000
     assert all(len(rows) <= 2 * KEEP for rows in attempt.steps.values())
+    assert all(len(rows) >= KEEP for rows in attempt.steps.values())
     assert attempt.events == []
 
 

@@ -32,6 +32,10 @@ LONG_AGO = 1e9
 
 _NOT_NEEDED = re.compile(rb'"(?:first|share)": ?\[[\[\]\d, ]*\], ?')
 """Columns that no reader here looks at, a third of all numbers; a name can't hold their quotes."""
+_STEPS = re.compile(rb'\{"event": ?"steps"')
+_NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
+MOST_STEPS = 4
+"""Steps that may share a tick before too few of each are kept."""
 _REFUSED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
 _FROM_RANK_0 = {"log", "evaluation"}
 """Events that all ranks write alike, or of which people see rank 0's."""
@@ -60,7 +64,7 @@ class Reader:
 
     Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
     so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
-    with all steps as they are read: their attempt, the rank, and the rows.
+    with steps as they are read, their attempt, the rank, and the rows: with all of the lowest rank.
     """
 
     def __init__(
@@ -91,10 +95,12 @@ class Reader:
             self._files.clear()
             self.history = History(self.history.directory)
         new = False
-        for rank, path in self.paths().items():
+        paths = self.paths()
+        for rank, path in paths.items():
             file = self._files.setdefault(rank, _File(path, rank))
             for lines in _blocks(file, self.history):
-                self._take(file, lines)
+                few = self._keep is not None and rank > min(paths)
+                self._take(file, _newest(lines, self._keep or 0) if few else lines)
                 new = True
         self.history.files = len(self._files)
         return new
@@ -267,6 +273,19 @@ def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
                     history.skipped += 1
     except OSError:  # gone, or not ours to read: as if it were not there
         return
+
+
+def _newest(lines: list[bytes], keep: int) -> list[bytes]:
+    """The lines that are no blocks of steps, and of these the newest, which hold `keep` steps."""
+    found, count = [], 0
+    for line in reversed(lines):
+        steps = _STEPS.match(line)
+        if steps is None or count < keep * MOST_STEPS:
+            found.append(line)
+        if steps is not None:
+            column = _NUMBERS.search(line)
+            count += column[0].count(b",") + 1 if column is not None else 0
+    return found[::-1]
 
 
 def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:

@@ -25,6 +25,9 @@ LATELY = 30.0
 FEW = 20
 MISSING = 64
 """Ranks that are named of those of which nothing is heard."""
+REST = 20.0
+LONG = 0.03
+"""A verdict that takes so many seconds is made again after REST times as long."""
 QUIET = 15.0
 """Seconds without an event from which a run is silent; longer where its steps take long."""
 
@@ -36,11 +39,19 @@ class Observer:
     """
 
     def __init__(
-        self, directory: Path, *, wait: bool = True, now: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        *,
+        wait: bool = True,
+        now: Callable[[], float] = time.time,
+        rest: float = REST,
     ) -> None:
         self._directory = directory
         self._wait = wait
         self._now = now
+        self._rest = rest
+        self._verdict: Verdict | None = None
+        self._judge_at = 0.0
         self._reader: Reader | None = None
         self._tracks = Tracks()
         self._leader: int | None = None
@@ -93,7 +104,7 @@ class Observer:
         if not len(walls):
             ranks = tuple(_rank(attempt, rank, {}) for rank in attempt.ranks)
             return self._snapshot(state, history, ranks=ranks)
-        verdict = judge(history, last=KEEP)
+        verdict = self._judge(history)
         self._origin = {attempt.began: max(self._origin.get(attempt.began, 0), _begun_at(attempt))}
         position = self._origin[attempt.began] + self._taken.get(attempt.began, 0)
         window = _window(walls)
@@ -107,6 +118,15 @@ class Observer:
             slowest=self._slowest(verdict),
             saves=saves(history, attempt, step=attempt.last, seconds=float(walls.mean()), now=now),
         )
+
+    def _judge(self, history: History) -> Verdict:
+        """The verdict; the last one again where judging takes long and was done not long ago."""
+        begun = time.monotonic()
+        if self._verdict is None or begun >= self._judge_at:
+            self._verdict = judge(history, last=KEEP)
+            took = time.monotonic() - begun
+            self._judge_at = begun + took + (self._rest * took if took > LONG else 0.0)
+        return self._verdict
 
     def _slowest(self, verdict: Verdict) -> Slowest | None:
         """The rank to which most of the loss is owed and that still is slow."""
