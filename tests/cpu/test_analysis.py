@@ -162,7 +162,7 @@ def planted(draw: st.DrawFn, ranks: int) -> list[Plant]:
 
 @pytest.mark.full
 @given(st.data(), st.integers(0, 2**16), st.sampled_from([3, 4, 8]))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_planted_causes_are_blamed(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int, ranks: int
 ) -> None:
@@ -178,7 +178,7 @@ def test_planted_causes_are_blamed(
 
 @pytest.mark.full
 @given(st.integers(0, 2**16), st.sampled_from([2, 3, 4, 8, 16]), st.sampled_from([0.02, 0.1, 0.3]))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_noise_is_not_blamed(
     tmp_path_factory: pytest.TempPathFactory, seed: int, ranks: int, noise: float
 ) -> None:

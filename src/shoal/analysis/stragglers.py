@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .history import Array, Attempt
-from .profile import OWN, RARE, SHOWN, Aligned, Profile, usual
+from .profile import OWN, RARE, SHOWN, Aligned, Profile, others
 
 NOTABLE = 0.03
 """The share of a step from which being slower is worth a word."""
@@ -95,12 +95,12 @@ def stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Strag
         means = found.mean[SHOWN.index(part)]
         if part in RARE:
             continue
-        others = usual(means.T)
-        least = max(NOTABLE * step, CLEAR * float(np.median(others)))
-        for place in range(len(found.ranks)):
-            segment = raised_at_any_scale(means[place] - others, least)
+        compared = others(means.T).T
+        least = max(NOTABLE * step, CLEAR * float(np.median(compared)))
+        for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
+            segment = raised_at_any_scale(mine - theirs, least)
             if segment is not None:
-                named.append(_straggler(attempt, aligned, found, part, place, segment, others))
+                named.append(_straggler(attempt, aligned, found, part, place, segment, theirs))
     named += [each for part in RARE for each in _rare(attempt, aligned, found, part, step)]
     return sorted(named, key=lambda each: (-each.cost, -each.excess))
 
@@ -112,7 +112,7 @@ def _straggler(
     part: str,
     place: int,
     segment: Segment,
-    others: Array,
+    compared: Array,
 ) -> Straggler:
     start, stop, level = segment
     rank = found.ranks[place]
@@ -127,7 +127,7 @@ def _straggler(
         since=since,
         until=int(found.last[stop - 1]) if stop < len(found.first) else None,
         excess=level,
-        usual=float(np.median(others[start:stop])),
+        usual=float(np.median(compared[start:stop])),
         cost=max(0.0, float(surplus.sum()) / found.steps),
         attempt=attempt.began,
     )
@@ -137,7 +137,7 @@ def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> in
     """The step between two at which a rank became slower: where the squares left are smallest."""
     begin, end = np.searchsorted(aligned.steps, [first, last + 1])
     taken = _column(aligned, part, int(begin), int(end))
-    values = taken[place] - usual(taken.T)
+    values = taken[place] - others(taken.T).T[place]
     values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is no change
     count = len(values)
     before = np.arange(1, count)
@@ -158,11 +158,11 @@ def _rare(
     if not len(there):
         return []
     taken, steps = taken[:, there], steps[there]
-    others = usual(taken.T)
-    typical = float(np.median(others))
+    compared = others(taken.T).T
     named = []
     for place, rank in enumerate(found.ranks):
-        excess = taken[place] - others
+        excess = taken[place] - compared[place]
+        typical = float(np.median(compared[place]))
         per_step = float(np.maximum(excess, 0).sum()) / found.steps
         level = float(np.median(excess))
         if level > 0.25 * typical and per_step > NOTABLE * step:

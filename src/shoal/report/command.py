@@ -58,9 +58,9 @@ def _write(history: History, verdict: Verdict, out: str | None) -> Path:
     from .page import page
 
     folder = history.directory / "report" if out is None else Path(out)
-    made = page(history, verdict)
     try:
-        return save(made, folder / PAGE)[0]
+        folder.mkdir(parents=True, exist_ok=True)  # before the figures, which take their time
+        return save(page(history, verdict), folder / PAGE)[0]
     except OSError as error:
         raise CheckpointError(
             given=f"a report in {folder}",
