@@ -72,7 +72,8 @@ class Observer:
             except CheckpointError as error:
                 if not self._wait or self._directory.is_file():
                     raise
-                return self._snapshot(State(kind="absent", reason=f"{error.found}; {error.fix}"))
+                hint = f"; {error.fix}" if self._directory.exists() else ""
+                return self._snapshot(State(kind="absent", reason=error.found + hint))
         if self._reader.poll() and self._looked:
             self._grown = self._now()
         self._looked = True
@@ -112,8 +113,8 @@ class Observer:
             self._snapshot(state, history, ranks=_ranks(attempt, window)),
             verdict=verdict.sentence,
             progress=_progress(attempt, leader, position, until=heard if state.kind in OVER else now),
-            loss=_with_now(self._tracks.loss(), leader["loss"]),
-            throughput=_with_now(self._tracks.throughput(), leader["size"] / np.maximum(walls, 1e-9)),
+            loss=_with_now(self._tracks.loss(), _newest(leader["loss"])),
+            throughput=_with_now(self._tracks.throughput(), _rate(leader[-window:])),
             window=window,
             slowest=self._slowest(verdict),
             saves=saves(history, attempt, step=attempt.last, seconds=float(walls.mean()), now=now),
@@ -189,15 +190,13 @@ def _begun_at(attempt: Attempt) -> int:
 def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -> Progress:
     start = attempt.starts.get(min(attempt.starts, default=0), {})
     goal, epoch = whole(start, "goal"), whole(start, "epoch_size")
-    seconds = float(leader["wall"].sum(dtype=float))
-    rate = float(leader["size"].sum()) / seconds if seconds > 0 else None
+    rate = _rate(leader)
     left = max(0, goal - position) / rate if goal is not None and rate else None
     return Progress(
         step=attempt.last,
         position=position,
         goal=goal,
         epoch_size=epoch,
-        rate=rate,
         left=left,
         elapsed=max(0.0, until - attempt.began),
     )
@@ -227,7 +226,17 @@ def _on_device(attempt: Attempt, rank: int) -> bool:
     return _usage(attempt, rank, "device_memory") is not None
 
 
-def _with_now(curve: Curve | None, values: Array) -> Curve | None:
-    """The curve, with its newest value."""
+def _with_now(curve: Curve | None, now: float | None) -> Curve | None:
+    """The curve, with what its value is now."""
+    return replace(curve, now=now) if curve is not None else None
+
+
+def _newest(values: Array) -> float | None:
     known = values[np.isfinite(values)]
-    return replace(curve, now=float(known[-1])) if curve is not None and len(known) else curve
+    return float(known[-1]) if len(known) else None
+
+
+def _rate(steps: Array) -> float | None:
+    """Samples per second of all ranks together."""
+    seconds = float(steps["wall"].sum(dtype=float))
+    return float(steps["size"].sum(dtype=float)) / seconds if seconds > 0 else None

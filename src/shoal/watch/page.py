@@ -84,7 +84,9 @@ class _Plan:
 
 def _plan(snapshot: Snapshot, width: int, height: int, look: Look, *, keys: bool) -> _Plan:
     """Divide the height: words first, then a curve and some ranks, then more of both."""
-    verdict = look.wrapped(look.safe(snapshot.verdict), width, 1 if height < 10 else 2)
+    verdict = look.wrapped(
+        look.safe(snapshot.verdict), width, 1 if height < 10 else 2 if height < 30 else 3
+    )
     verdict = verdict if snapshot.verdict else []
     facts = _facts(snapshot, width, look)[: max(1, height // 5)] if height >= 8 else []
     footer, heading = keys and height >= 14, height >= 14
@@ -160,12 +162,11 @@ def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
         "step": f"step {now.step:,}",
         "epoch": _epoch(now),
         "samples": f"{now.position:,} samples",
-        "rate": "" if now.rate is None else f"{exact(now.rate)}/s",
         "left": "" if now.left is None or over else f"{duration(finite(now.left))} left",
         "elapsed": _elapsed(now.elapsed, over=over),
     }
     parts = {name: text for name, text in parts.items() if text}
-    for name in ("samples", "rate", "elapsed", "epoch"):
+    for name in ("samples", "elapsed", "epoch"):
         if len(look.dot.join(parts.values())) + 12 * bool(now.goal) > width:
             parts.pop(name, None)
     words = look.dot.join(parts.values())

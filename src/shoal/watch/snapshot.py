@@ -35,7 +35,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is: positions and sizes in samples, `rate` in samples/s of all ranks together.
+    """How far a run is: positions and sizes in samples.
 
     `goal` is the position at which it ends, `left` the seconds until then; None where unknown.
     `elapsed` is the time since the present attempt began.
@@ -45,7 +45,6 @@ class Progress:
     position: int
     goal: int | None = None
     epoch_size: int | None = None
-    rate: float | None = None
     left: float | None = None
     elapsed: float = 0.0
 
@@ -62,16 +61,12 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank did in the steps of late: mean seconds of a step by part, and its memory in bytes.
-
-    `lost` says that it was in the attempt and is not heard of any more.
-    """
+    """What one rank did in the steps of late: mean seconds of a step by part, and its memory in bytes."""
 
     number: int
     host: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     memory: int | None = None
-    peak: int | None = None
 
     @property
     def seconds(self) -> float:
