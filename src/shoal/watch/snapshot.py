@@ -61,7 +61,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank did in the steps of late: mean seconds of a step by part, and its memory in bytes."""
+    """What one rank did of late: mean seconds of a step by part, and its memory in bytes."""
 
     number: int
     host: str = ""
