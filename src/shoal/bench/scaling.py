@@ -67,6 +67,6 @@ def show(study: Study, console: Console) -> list[Row]:
         table = make_table(*head, right=head)
         for row in found:
             if row.curve == curve:
-                add_row(table, *shown.cells(row, each))
+                add_row(table, *shown.cells(row, each, shown.short))
         print_table(console, f"{study.options.model}: {curve}", table)
     return found

@@ -4,50 +4,48 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .figures import Row, Spread
 from .measured import PARTS
 
-HEAD = (
-    "processes",
-    "batch",
-    "{unit}/s",
-    "ms a step",
-    "sync ms",
-    "speed-up",
-    "efficiency",
-    "repeats",
-)
-"""Of the table of a curve."""
+Way = Callable[[Spread, float], str]
 
 
 def head(unit: str) -> tuple[str, ...]:
     """The columns of a curve's table."""
-    return tuple(name.format(unit=unit) for name in HEAD)
+    return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
 
 
-def cells(row: Row, each: int) -> tuple[str, ...]:
-    """A row of a curve's table; `each` is how many units a sample is."""
+def cells(row: Row, each: int, way: Way) -> tuple[str, ...]:
+    """A row of a curve's table; `each` is how many units a sample is, `way` how spread is shown."""
     begin = (str(row.processes), f"{row.configuration.batch:,}")
-    many = f"{row.repeats}" + (f", {row.failed} failed" if row.failed else "")
     if not (row.rate and row.iteration and row.speedup and row.efficiency):
-        return (*begin, "failed", "", "", "", "", many)
+        return (*begin, "failed", "", "", "", "", f"0 of {row.failed}")
+    many = f"{row.repeats} of {row.repeats + row.failed}" if row.failed else f"{row.repeats}"
     return (
         *begin,
-        ranged(row.rate, each),
-        ranged(row.iteration, 1e3),
+        way(row.rate, each),
+        way(row.iteration, 1e3),
         number(row.synchronisation * 1e3),
-        ranged(row.speedup),
-        ranged(row.efficiency, 100, " %"),
+        way(row.speedup, 1),
+        way(row.efficiency, 100),
         many,
     )
 
 
-def ranged(value: Spread, scale: float = 1.0, mark: str = "") -> str:
+def ranged(value: Spread, scale: float) -> str:
     """The median, and between which two the others lie."""
     low, middle, high = (number(each * scale) for each in (value.low, value.median, value.high))
-    return f"{middle}{mark}" if low == high else f"{middle}{mark} ({low} to {high})"
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def short(value: Spread, scale: float) -> str:
+    """The median, and half of what lies between the ends, in percent of it."""
+    middle = number(value.median * scale)
+    if value.low == value.high or not value.median:
+        return middle
+    return f"{middle} ±{(value.high - value.low) / 2 / value.median * 100:.0f}%"
 
 
 def number(value: float) -> str:
