@@ -21,6 +21,7 @@ from shoal.bench.grid import Configuration, Options
 from shoal.bench.measured import Measured, summarize
 from shoal.bench.subject import BuiltIn, Factory, Script, parse_subject, unit
 from shoal.errors import CheckpointError, LaunchError
+from shoal.pages import csv_of
 
 
 def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
@@ -284,7 +285,7 @@ def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> Non
 
 
 def test_the_csv_has_every_row_and_no_formula() -> None:
-    text = shown.table(study_of(strong={1: ONE, 2: None}, reason="=1+1"), "images", 1)
+    text = csv_of(shown.table(study_of(strong={1: ONE, 2: None}, reason="=1+1"), "images", 1))
     one, two = csv.DictReader(io.StringIO(text))
     assert float(one["images_per_second"]) == pytest.approx(80)
     assert float(one["backward"]) == pytest.approx(0.06)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
+
+from shoal.pages import Table
 
 from .figures import Row, Spread
 from .measured import PARTS
@@ -60,30 +60,24 @@ FIELDS = ("scaling", "backend", "strategy", "precision", "way")
 SPREADS = ("rate", "iteration", "speedup", "efficiency")
 
 
-def table(rows: Sequence[Row], unit: str, each: int) -> str:
-    """All rows as CSV: medians with low and high, rates in `unit` per second, times in seconds."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+def table(rows: Sequence[Row], unit: str, each: int) -> Table:
+    """All rows: medians with low and high, rates in `unit` per second, times in seconds."""
     spreads = [name if name != "rate" else f"{unit}_per_second" for name in SPREADS]
     ranges = [f"{name}{end}" for name in spreads for end in ("", "_low", "_high")]
     rest = ("synchronisation", *PARTS, "repeats", "failed", "reason", "notes")
-    writer.writerow((*FIELDS, "processes", "batch", *ranges, *rest))
-    for row in rows:
-        values: list[object] = [getattr(row.curve, name) for name in FIELDS]
-        values += [row.processes, row.configuration.batch]
-        for name in SPREADS:
-            found: Spread | None = getattr(row, name)
-            scale = each if name == "rate" else 1
-            ends = (found.median, found.low, found.high) if found else ()
-            values += [f"{end * scale:.6g}" for end in ends] or ["", "", ""]
-        parts = row.parts or {}
-        values.append(f"{row.synchronisation:.6g}" if parts else "")
-        values += [f"{parts[part]:.6g}" if part in parts else "" for part in PARTS]
-        values += [row.repeats, row.failed, row.reason or "", "; ".join(row.notes)]
-        writer.writerow([_harmless(value) for value in values])
-    return text.getvalue()
+    head = (*FIELDS, "processes", "batch", *ranges, *rest)
+    return Table(caption="", head=head, rows=[_values(row, each) for row in rows])
 
 
-def _harmless(value: object) -> object:
-    """Text that a spreadsheet would take for a formula begins with a quote."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" and value else value
+def _values(row: Row, each: int) -> list[str]:
+    values = [getattr(row.curve, name) for name in FIELDS]
+    values += [str(row.processes), str(row.configuration.batch)]
+    for name in SPREADS:
+        found: Spread | None = getattr(row, name)
+        scale = each if name == "rate" else 1
+        ends = (found.median, found.low, found.high) if found else ()
+        values += [f"{end * scale:.6g}" for end in ends] or ["", "", ""]
+    parts = row.parts or {}
+    values.append(f"{row.synchronisation:.6g}" if parts else "")
+    values += [f"{parts[part]:.6g}" if part in parts else "" for part in PARTS]
+    return [*values, str(row.repeats), str(row.failed), row.reason or "", "; ".join(row.notes)]
