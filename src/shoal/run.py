@@ -39,7 +39,7 @@ from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
 _FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
-_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "wandb"}
+_OWN = {"attempts", "checkpoints", "events", "lock", "report", "tensorboard", "wandb"}
 """What a run directory holds besides."""
 
 

@@ -70,9 +70,8 @@ def _diagnosis(
         blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
     failed = [row for row in rows if row.reason is not None]
     if failed:
-        head = ("configuration", "reason")
-        told_rows = [(str(row.configuration), row.reason or "") for row in failed]
-        blocks.append(Table(caption="What failed.", head=head, rows=told_rows))
+        reasons = [(str(row.configuration), row.reason or "") for row in failed]
+        blocks.append(Table(caption="What failed.", head=("configuration", "reason"), rows=reasons))
     return blocks
 
 

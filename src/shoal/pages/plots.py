@@ -193,6 +193,7 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing
         "text.parse_math": False,  # names may have dollars in them
         "font.family": ["DejaVu Sans"],
         "font.size": 9.5,
+        "axes.facecolor": "none",
         "hatch.linewidth": 0.6,
         "axes.formatter.useoffset": False,
         **dict.fromkeys(
