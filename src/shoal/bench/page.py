@@ -233,18 +233,19 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
         (
             names[pair.curve],
             str(pair.configuration.processes),
-            *(shown.ranged(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            *(shown.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
             shown.ranged(pair.ratio, 1),
         )
         for pair in pairs
     ]
     caption = "Throughput, and that of the second by that of the first (lowest to highest)."
+    ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
     return Page(
         title=f"{called[0]} and {called[1]}: {first.options.model}",
         verdict=told[0],
         about="shoal bench compare",
         sections=[
-            Section(heading="Ratios", blocks=[*ways, Table(caption=caption, head=head, rows=cells)]),
+            Section(heading="Ratios", blocks=[*ways, ratios]),
             Section(heading="Throughput", blocks=_overlaid(pairs, names, word, each, called)),
             Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
             Section(
