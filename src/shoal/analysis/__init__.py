@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .history import PARTS, Attempt, History, Rows, Traffic
 from .profile import LABELS, SHOWN, Profile, profile
-from .reading import Reader
+from .reading import Reader, read
 from .spelling import duration, percent
 from .stragglers import Straggler
 from .verdict import Finding, Judged, Verdict, judge
@@ -31,4 +31,5 @@ __all__ = [
     "judge",
     "percent",
     "profile",
+    "read",
 ]

@@ -228,7 +228,7 @@ def _about(each: Straggler) -> str:
     label = LABELS[each.part]
     against = f"{duration(each.usual + each.excess)} where the others take {duration(each.usual)}"
     what = "a save" if each.part == "checkpoint" else f"{label} of a step"
-    return f"{each.place}: {what} takes {against}, {span}."
+    return f"{each.place[0].upper()}{each.place[1:]}: {what} takes {against}, {span}."
 
 
 def _remedy(each: Straggler) -> str:

@@ -21,8 +21,19 @@ from .page import Drawing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito, 2008, without the yellow, which is too pale on white.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#9467bd")
+# Okabe and Ito, 2008, without the yellow, which is too pale on white, and with greys.
+COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#757575",
+    "#9467bd",
+    "#44aa99",
+    "#bdbdbd",
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "", "", "", "////", "||||", "", "\\\\\\\\", "xxxx", "")
 

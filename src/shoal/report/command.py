@@ -32,23 +32,22 @@ def report(
     While it runs and after a crash. The page needs no network; its figures lie beside it as PNG, SVG
     and CSV.
     """
-    from shoal.analysis import Reader, judge
+    from shoal.analysis import judge, read
     from shoal.tables import plain_console, print_line, print_path
 
-    reader = Reader(run)
-    reader.poll()
-    verdict = judge(reader.history)
+    history = read(run)
+    verdict = judge(history)
     console = plain_console()
     if as_json:
         from .numbers import numbers
 
-        typer.echo(json.dumps(numbers(reader.history, verdict), indent=2, allow_nan=False))
+        typer.echo(json.dumps(numbers(history, verdict), indent=2, allow_nan=False))
     elif text:
         from .text import show
 
-        show(console, reader.history, verdict)
+        show(console, history, verdict)
     else:
-        path = _write(reader.history, verdict, out)
+        path = _write(history, verdict, out)
         print_line(console, verdict.sentence)
         print_path(console, str(path))
 
@@ -59,9 +58,9 @@ def _write(history: History, verdict: Verdict, out: str | None) -> Path:
     from .page import page
 
     folder = history.directory / "report" if out is None else Path(out)
-    made = page(history, verdict)
     try:
-        return save(made, folder / PAGE)[0]
+        folder.mkdir(parents=True, exist_ok=True)  # before the figures, which take their time
+        return save(page(history, verdict), folder / PAGE)[0]
     except OSError as error:
         raise CheckpointError(
             given=f"a report in {folder}",
