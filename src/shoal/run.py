@@ -34,7 +34,7 @@ from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
-from shoal.timeline import CHECKPOINT
+from shoal.timeline import CHECKPOINT, UPDATE
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
@@ -183,6 +183,14 @@ class Run:
         Raises SystemExit, after a save, when a signal on any rank has asked to stop; CheckpointError
         where a save has failed that had not to.
         """
+        timeline = self.world.timeline
+        before = timeline.enter(UPDATE)
+        try:
+            self._tick(every)
+        finally:
+            timeline.enter(before)
+
+    def _tick(self, every: Every | None) -> None:
         self._check_open()
         if every is not None:
             check_every(every, "run.tick(every={})")

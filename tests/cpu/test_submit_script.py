@@ -354,7 +354,8 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
 
 
 _RECORDS = """#!/bin/bash
-echo '{{"event": "{event}", "t": 1}}' >> {path}; echo '{{"event": "end"}}' >> {path}; touch -d tomorrow {path}
+echo '{{"event": "{event}", "t": 1}}' >> {path}
+echo '{{"event": "end", "t": 2}}' >> {path}; touch -d tomorrow {path}
 """
 
 
