@@ -155,8 +155,8 @@ def slow(measured: Pairs, *, factor: float = 3.0) -> list[Slow]:
             ranks: tuple[int, ...]
             common = _most(left, speeds, parties)
             if common is None:
-                ranks = next(iter(left))
-                what, blamed = f"from rank {ranks[0]} to rank {ranks[1]}", [ranks]
+                ranks = link = next(iter(left))
+                what, blamed = f"from rank {link[0]} to rank {link[1]}", [link]
             else:
                 what, ranks = common
                 blamed = [link for link in left if (link[0] in ranks) != (link[1] in ranks)]

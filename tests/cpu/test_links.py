@@ -42,6 +42,10 @@ def measured(hosts: Sequence[str], speed: Callable[[int, int], float]) -> Pairs:
     return Pairs(bytes=1 << 20, hosts=tuple(hosts), bandwidth=rows, latency=rows)
 
 
+def with_slow(rank: int) -> Callable[[int, int], float]:
+    return lambda a, b: 1e8 if rank in (a, b) else 1e9
+
+
 def blamed(hosts: Sequence[str], speed: Callable[[int, int], float]) -> list[str]:
     return [each.what for each in slow(measured(hosts, speed))]
 
@@ -49,7 +53,7 @@ def blamed(hosts: Sequence[str], speed: Callable[[int, int], float]) -> list[str
 def test_a_slow_rank_is_blamed_and_not_its_peers() -> None:
     for size in (3, 4, 7):
         for odd in range(size):
-            found = slow(measured(["a"] * size, lambda a, b, odd=odd: 1e8 if odd in (a, b) else 1e9))
+            found = slow(measured(["a"] * size, with_slow(odd)))
             assert [(each.what, each.ranks, each.hosts) for each in found] == [
                 (f"rank {odd}", (odd,), ("a",))
             ]
