@@ -181,7 +181,7 @@ def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
 
 def notes(repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of the machines that these jobs had."""
-    found = {}
+    found: dict[str, None] = {}
     for repeat in repeats:
         for host in dict.fromkeys(repeat.hosts):
             here = [number for number, each in enumerate(repeat.hosts) if each == host]

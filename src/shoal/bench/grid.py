@@ -96,9 +96,10 @@ class Options:
 
 def options_from(plain: dict[str, Any]) -> Options:
     """What `Options.plain` was made of."""
-    return Options(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
-    )
+    read: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
+    }
+    return Options(**read)
 
 
 def check(options: Options) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from .folder import Study, write_json
 from .grid import Configuration, arguments
 from .measured import Measured, summarize
 from .subject import Script
-from .worker import order_for
 
 GRACE = 20.0
 """Seconds from asking a job to end to ending it."""
@@ -39,7 +39,7 @@ _SHARED = {"none", "shoal run", "torchrun"}
 
 
 class Done(NamedTuple):
-    """How a job's processes ended: the exit code, None where its time was over; and how long it took."""
+    """How a job ended: its exit code, None where its time was over; and how many seconds it took."""
 
     code: int | None
     began: float
@@ -68,7 +68,9 @@ def command_of(study: Study, configuration: Configuration, folder: Path, mpirun:
         program, args = options.subject.path, arguments(options, configuration, run)
     else:
         steps = options.warmup + options.steps
-        write_json(folder / ORDER, order_for(configuration, options.model, steps, run))
+        chosen = asdict(configuration)
+        order = {"model": options.model, "steps": steps, "run": run, "configuration": chosen}
+        write_json(folder / ORDER, order)
         path = (folder / ORDER).absolute()
         text = f"from shoal.bench.worker import work\n\nwork({str(path)!r})\n"
         (folder / PROGRAM).write_text(text)
@@ -119,13 +121,15 @@ def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a job that has not ended: it is asked, then killed, with all of its group."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE)
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=GRACE)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def read(study: Study, configuration: Configuration, number: int, done: Done) -> Repeat:

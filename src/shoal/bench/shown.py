@@ -7,7 +7,6 @@ import io
 from collections.abc import Sequence
 
 from .figures import Row, Spread
-from .grid import NONE
 from .measured import PARTS
 
 HEAD = (
@@ -90,9 +89,3 @@ def table(rows: Sequence[Row], unit: str, each: int) -> str:
 def _harmless(value: object) -> object:
     """Text that a spreadsheet would take for a formula begins with a quote."""
     return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" and value else value
-
-
-def subtitle(row: Row) -> str:
-    """What one point of a plot or table is, where its column says no more."""
-    chosen = (row.configuration.backend, row.configuration.strategy)
-    return ", ".join(part for part in chosen if part != NONE) or "alone"

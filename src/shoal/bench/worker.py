@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,6 @@ LAYOUTS = {"fsdp": "shard=-1"}
 RATE = 1e-4
 
 
-def order_for(configuration: Configuration, model: str, steps: int, run: str) -> dict[str, Any]:
-    """What `work` reads."""
-    return {"model": model, "steps": steps, "run": run, "configuration": asdict(configuration)}
-
-
 def work(path: str) -> None:
     """Train as the file says. Collective."""
     given: Mapping[str, Any] = json.loads(Path(path).read_text())
@@ -44,9 +38,9 @@ def work(path: str) -> None:
     ) as world:
         model, task, dataset = make(subject, chosen.batch)
         spread = parallelize(model, world)
-        optimizer = torch.optim.AdamW(spread.parameters(), lr=RATE)  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(spread.parameters(), lr=RATE)
         step = Step(
-            spread,  # type: ignore[arg-type]
+            spread,
             optimizer,
             task,
             precision=chosen.precision,

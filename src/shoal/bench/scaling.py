@@ -1,0 +1,72 @@
+"""A scaling study from its first job to its page: what is missing is run, then all of it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.errors import LaunchError
+from shoal.tables import add_row, make_table, print_line, print_table
+
+from . import jobs, shown
+from .diagnosis import diagnoses, labels
+from .figures import Repeat, Row, rows
+from .folder import Study, alone, begin
+from .grid import Options, check, configurations
+from .subject import unit
+
+CSV, PAGE = "results.csv", "index.html"
+
+
+def run(path: Path, options: Options, mpirun: str | None, tell: Callable[[str], None]) -> Study:
+    """Run what is missing of a study; each job that ends is told."""
+    check(options)
+    study = begin(path, options)
+    with alone(study):
+        missing = study.missing()
+        total = len(configurations(options)) * options.rounds
+        if len(missing) < total:
+            tell(f"{total - len(missing)} of {total} jobs have been done before")
+        needs = any(configuration.backend == "mpi" for _, configuration in missing)
+        command = (mpirun or jobs.find_mpirun()) if needs else ""
+        word, each = unit(options.subject)
+        for done, (number, configuration) in enumerate(missing, total - len(missing) + 1):
+            repeat = jobs.run(study, configuration, number, command)
+            study.keep(configuration, repeat)
+            outcome = _outcome(repeat, word, each)
+            tell(f"{done} of {total}, round {number + 1}: {configuration}: {outcome}")
+    return study
+
+
+def _outcome(repeat: Repeat, word: str, each: int) -> str:
+    if repeat.measured is None:
+        return f"failed: {repeat.reason}"
+    return f"{shown.number(repeat.measured.rate * each)} {word}/s"
+
+
+def show(study: Study, console: Console) -> list[Row]:
+    """Print what a study came to, the diagnosis first. Raises LaunchError where nothing has run."""
+    found = rows(study.options, study.repeats())
+    if not found:
+        raise LaunchError(
+            given=str(study.path),
+            found="no job of it has a result yet",
+            fix=f"shoal bench scaling {study.options.model} … --study {study.path}",
+        )
+    word, each = unit(study.options.subject)
+    told = diagnoses(found)
+    names = labels([curve for curve, _ in told])
+    print_line(console, *(f"{names[curve]}: {text}" for curve, text in told))
+    for note in dict.fromkeys(note for row in found for note in row.notes):
+        print_line(console, note)
+    console.print()
+    head = shown.head(word)
+    for curve, _ in told:
+        table = make_table(*head, right=head)
+        for row in found:
+            if row.curve == curve:
+                add_row(table, *shown.cells(row, each))
+        print_table(console, f"{study.options.model}: {curve}", table)
+    return found
