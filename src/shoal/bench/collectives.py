@@ -45,7 +45,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What was measured; which sizes of which series would have taken too long; whether all of it was."""
+    """What was measured, which sizes of which series took too long, and whether nobody ended it."""
 
     series: tuple[Series, ...]
     left_out: tuple[tuple[str, str, int], ...]
@@ -144,8 +144,8 @@ def measure(
     The first of the backends is the world's own. The time of a call is that of the rank that it took
     longest. Each sample is a few calls; samples of all points take turns, so that what else the machine
     does at some time falls on all of them. Sizes are left out, from above, where LEAST samples would
-    not fit into the time. `asked_to_stop` may become true on any rank; then all stop, with what they have.
-    `tell` gets a line on how long it will take.
+    not fit into the time. `asked_to_stop` may become true on any rank; then all stop, with what they
+    have. `tell` gets a line on how long it will take.
     """
     for _ in range(CHECKED_STEPS + 1):
         world.stepping()  # in its first steps a world compares each collective, in another collective
@@ -164,9 +164,7 @@ def measure(
         "Ctrl-C ends it with what is there"
     )
     complete = _sample(probes, repeats, clock)
-    return Outcome(
-        series=tuple(_series(world, probes)), left_out=tuple(left_out), complete=complete
-    )
+    return Outcome(series=tuple(_series(world, probes)), left_out=tuple(left_out), complete=complete)
 
 
 class _Clock:
@@ -180,6 +178,10 @@ class _Clock:
     def left(self) -> float:
         """Seconds, as this rank sees it."""
         return self._ends - time.perf_counter()
+
+    def left_everywhere(self) -> float:
+        """Seconds, as all ranks see it: the least of theirs."""
+        return -_largest(self._world, -self.left)
 
     def pause(self) -> float:
         """How long it takes to agree to go on, which comes on top of each sample."""
@@ -202,7 +204,7 @@ def _warm(
     """The probes that fit into the time, warmed up, from small to large; and those that don't."""
     probes: list[Probe] = []
     left_out: list[tuple[str, str, int]] = []
-    largest = {}
+    largest: dict[tuple[Place, str], Probe] = {}
     for size in (0, *sizes):
         for place in places:
             for operation in operations:
@@ -212,8 +214,7 @@ def _warm(
                 taken = sum(LEAST * probe.times * probe.expected for probe in probes)
                 if before is not None:
                     expected = before.expected * size / max(1, before.bytes)
-                    left = -_largest(world, -clock.left)
-                    if (LEAST + 2) * expected + taken > left:
+                    if (LEAST + 2) * expected + taken > clock.left_everywhere():
                         left_out.append((place.backend, operation, size))
                         continue
                 probe = Probe(place, operation, size)
@@ -224,8 +225,10 @@ def _warm(
 
 
 def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
-    """Whether all samples were taken, or ranks were asked to stop."""
+    """Take the samples, while there is time; whether no rank was asked to stop."""
     for number in range(repeats):
+        if number >= LEAST and clock.left_everywhere() <= 0:
+            return True
         # To and fro, so that no probe always follows the same other one.
         for probe in probes if number % 2 == 0 else reversed(probes):
             if not clock.goes_on():
@@ -236,14 +239,19 @@ def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
 
 def _series(world: World, probes: Sequence[Probe]) -> Iterable[Series]:
     """The medians over samples of what the slowest rank took."""
-    everyones = world.gather([probe.samples for probe in probes])
+    # Of what was ended before its first sample there is the call that it was warmed up with.
+    everyones = world.gather([probe.samples or [probe.expected] for probe in probes])
     points: dict[tuple[str, str, str], list[Point]] = {}
     for number, probe in enumerate(probes):
-        slowest = [max(ranks) for ranks in zip(*(samples[number] for samples in everyones), strict=True)]
-        if slowest:
-            key = probe.place.backend, probe.operation, probe.place.device.type
-            points.setdefault(key, []).append(summary(probe.bytes, slowest))
-    for (backend, operation, memory), found in points.items():
+        slowest = [
+            max(ranks) for ranks in zip(*(samples[number] for samples in everyones), strict=True)
+        ]
+        key = probe.place.backend, probe.operation, probe.place.device.type
+        points.setdefault(key, []).append(summary(probe.bytes, slowest))
+    backends = list(dict.fromkeys(probe.place.backend for probe in probes))
+    order = sorted(points, key=lambda key: (backends.index(key[0]), OPERATIONS.index(key[1])))
+    for backend, operation, memory in order:
+        found = points[backend, operation, memory]
         yield Series(
             backend=backend,
             operation=operation,

@@ -300,5 +300,3 @@ def _check_memory(largest: int, processes: int, backends: int) -> None:
             found=f"they need {shown_size(needed)} of memory; {shown_size(free)} are free",
             fix=f"--sizes 1KiB:{max(1, free // (needed // largest * 4) >> 20)}MiB",
         )
-
-

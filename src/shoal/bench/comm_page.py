@@ -25,7 +25,9 @@ def show(console: Console, machine: Machine, left_out: Sequence[tuple[str, str, 
     print_line(console, "")
     _show_fits(console, machine)
     for backend in dict.fromkeys(series.backend for series in machine.series):
-        own = [each for each in machine.series if each.backend == backend and each.operation != "barrier"]
+        own = [
+            each for each in machine.series if each.backend == backend and each.operation != "barrier"
+        ]
         if own:
             _show_matrix(
                 console, f"Time of a call through {backend}", own, lambda _, it: duration(it.seconds)
@@ -47,7 +49,7 @@ def verdict(machine: Machine) -> str:
     text = f"{where}: {'; '.join(sentences)}."
     mains = [_main(machine, backend) for backend in backends]
     if len({main.operation for main in mains}) == 1 and len(mains) > 1:
-        text += " " + " ".join(_comparison(mains[0], other) for other in mains[1:])
+        text += " " + " ".join(comparison(mains[0], other) for other in mains[1:])
     return text
 
 
@@ -74,19 +76,18 @@ def _article(series: Series) -> str:
     return f"{'an' if series.operation.startswith('all') else 'a'} {series.operation}"
 
 
-def _comparison(one: Series, other: Series) -> str:
-    """How two backends compare at the ends of the sizes that both have."""
+def comparison(one: Series, other: Series) -> str:
+    """How another backend compares with one at the smallest and the largest size of both."""
     times = {point.bytes: point.seconds for point in one.points}
     common = [point for point in other.points if point.bytes in times]
-    parts = [
-        f"{_ratio(times[point.bytes] / point.seconds)} at {shown_size(point.bytes)}"
-        for point in dict.fromkeys([*common[:1], *common[-1:]])
+    ratios = [
+        (point.seconds / times[point.bytes], point.bytes) for point in (*common[:1], *common[1:][-1:])
     ]
-    return f"{other.backend} is {', '.join(parts)} compared with {one.backend}." if parts else ""
-
-
-def _ratio(times: float) -> str:
-    return f"{times:.2g} times as fast" if times >= 1 else f"{1 / times:.2g} times slower"
+    if not ratios:
+        return ""
+    (first, size), *rest = ratios
+    text = f"{other.backend} takes {first:.2g} times as long as {one.backend} at {shown_size(size)}"
+    return text + "".join(f", {more:.2g} times as long at {shown_size(at)}" for more, at in rest) + "."
 
 
 def _remarks(machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> Iterator[str]:
@@ -95,8 +96,8 @@ def _remarks(machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> Iter
     for backend, operation in dict.fromkeys((backend, name) for backend, name, _ in left_out):
         sizes = [size for other, name, size in left_out if (other, name) == (backend, operation)]
         yield (
-            f"{operation} through {backend}: {shown_size(min(sizes))} and more would have taken too long "
-            "(--seconds)."
+            f"{operation} through {backend}: {shown_size(min(sizes))} and more would have taken too "
+            "long (--seconds)."
         )
 
 
@@ -113,7 +114,9 @@ def _show_fits(console: Console, machine: Machine) -> None:
         elif series.operation == "barrier":
             cells = (duration(series.points[0].seconds), "", "")
         add_row(table, series.backend, series.operation, *cells, str(len(series.points)), spread)
-    print_table(console, "The line time = latency + bytes / bandwidth, and how far points are off", table)
+    print_table(
+        console, "The line time = latency + bytes / bandwidth, and how far points are off", table
+    )
 
 
 def _show_matrix(
@@ -125,9 +128,7 @@ def _show_matrix(
     sizes = sorted({point.bytes for series in own for point in series.points})
     for size in sizes:
         found = [next((it for it in series.points if it.bytes == size), None) for series in own]
-        texts = [
-            "" if it is None else cell(series, it) for series, it in zip(own, found, strict=True)
-        ]
+        texts = ["" if it is None else cell(series, it) for series, it in zip(own, found, strict=True)]
         add_row(table, shown_size(size), *texts)
     print_table(console, title, table)
 
@@ -135,7 +136,7 @@ def _show_matrix(
 def show_pairs(console: Console, measured: Pairs) -> None:
     """What pairs of ranks give each other: what is slow, and all of it where they are few."""
     odd = slow(measured)
-    if not odd:
+    if not odd and len(measured.hosts) > 2:
         print_line(console, "No link between two ranks is slower than a third of what others give.")
     for each in odd:
         print_line(

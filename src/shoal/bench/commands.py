@@ -10,6 +10,8 @@ import typer
 
 from shoal.errors import LaunchError
 
+from . import machine_commands
+
 if TYPE_CHECKING:
     from .grid import Options
 
@@ -144,3 +146,6 @@ def _folder(options: Options) -> str:
     """A directory's name for the model: `gpt:layers=8` is `gpt-layers=8`, `a/train.py` is `train`."""
     name = Path(options.model).stem if options.model.endswith(".py") else options.model
     return "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
+
+
+benches.command()(machine_commands.comm)
