@@ -127,6 +127,27 @@ def scaling(
     studies.show(done, console)
 
 
+_First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
+_Second = Annotated[Path, typer.Argument(metavar="B", help="Another one's.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="DIR", help="Where the page goes; else B/beside-A."),
+]
+
+
+@benches.command()
+def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
+    """Lay two studies of one model beside each other: what B gives of A, and in which part."""
+    from shoal.tables import plain_console
+
+    from . import scaling as studies
+    from .folder import load
+
+    one, other = load(first), load(second)
+    folder = out or second / f"beside-{first.resolve().name}"
+    studies.compare(one, other, folder, plain_console())
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 

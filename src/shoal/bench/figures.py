@@ -10,12 +10,16 @@ from typing import Any
 from .grid import Configuration, Curve, Options, configuration, curves
 from .measured import PARTS, Blame, Measured, measured_from
 
+BUSY = 0.5
+"""Cores that other programs may use before it is told."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
     """What one job left: figures, or the reason why there are none. `seconds` it took in all.
 
-    `devices`, `hosts` and `cores` are those of the ranks in their order; of the machine, cores.
+    `hosts`, `devices` and `cores` are those of the ranks in their order, the cores being their host's.
+    `others` are the cores that programs beside the job kept busy meanwhile, on average.
     """
 
     key: str
@@ -28,6 +32,7 @@ class Repeat:
     devices: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     parameters: int | None = None
+    others: float = 0.0
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -41,6 +46,7 @@ class Repeat:
             "devices": list(self.devices),
             "cores": list(self.cores),
             "parameters": self.parameters,
+            "others": self.others,
             "measured": None if self.measured is None else self.measured.plain(),
         }
 
@@ -196,4 +202,7 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
                 found[f"more processes than cores: {len(here)} on {many} of {host}"] = None
         if repeat.reason is not None and any(other.measured for other in repeats):
             found[f"round {repeat.round + 1} failed: {repeat.reason}"] = None
+    busy = max((repeat.others for repeat in repeats), default=0.0)
+    if busy >= BUSY:
+        found[f"other programs kept {busy:.1f} cores busy: take these figures as a rough guide"] = None
     return list(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from shoal.analysis import PARTS, Attempt, Reader
 from shoal.environ import THREADS, set_variables
@@ -39,11 +41,15 @@ _SHARED = {"none", "shoal run", "torchrun"}
 
 
 class Done(NamedTuple):
-    """How a job ended: its exit code, None where its time was over; and how many seconds it took."""
+    """How a job ended: its exit code, None where its time was over; and how many seconds it took.
+
+    `others` are the cores that other programs used meanwhile.
+    """
 
     code: int | None
     began: float
     seconds: float
+    others: float
 
 
 def run(study: Study, configuration: Configuration, number: int, mpirun: str) -> Repeat:
@@ -100,7 +106,7 @@ def find_mpirun() -> str:
 
 def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
     """Run a command to its end, or to that of its time; whatever happens, it has ended afterwards."""
-    began, clock = time.time(), time.perf_counter()
+    began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -116,7 +122,21 @@ def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
             pass
         finally:
             _end(process)
-    return Done(code, began, time.perf_counter() - clock)
+    seconds = time.perf_counter() - clock
+    others = (_busy() - busy - (_own() - own)) / max(seconds, 1e-9)
+    return Done(code, began, seconds, max(0.0, others))
+
+
+def _busy() -> float:
+    """Seconds of all cores spent on anything since the machine began."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _own() -> float:
+    """Seconds of cores spent by processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -140,6 +160,7 @@ def read(study: Study, configuration: Configuration, number: int, done: Done) ->
         "round": number,
         "began": done.began,
         "seconds": done.seconds,
+        "others": done.others,
     }
     if done.code is None:
         limit = study.options.limit

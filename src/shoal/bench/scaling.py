@@ -8,13 +8,15 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.errors import LaunchError
+from shoal.pages import csv_of, save
 from shoal.tables import add_row, make_table, print_line, print_table
 
-from . import jobs, shown
+from . import comparing, jobs, shown
 from .diagnosis import diagnoses, labels
-from .figures import Repeat, Row, rows
+from .figures import Repeat, rows
 from .folder import Study, alone, begin
 from .grid import Options, check, configurations
+from .page import compare_page, study_page
 from .subject import unit
 
 CSV, PAGE = "results.csv", "index.html"
@@ -46,8 +48,11 @@ def _outcome(repeat: Repeat, word: str, each: int) -> str:
     return f"{shown.number(repeat.measured.rate * each)} {word}/s"
 
 
-def show(study: Study, console: Console) -> list[Row]:
-    """Print what a study came to, the diagnosis first. Raises LaunchError where nothing has run."""
+def show(study: Study, console: Console) -> None:
+    """Print what a study came to, the diagnosis first, and write its page, plots and CSV.
+
+    Raises LaunchError where nothing has run.
+    """
     found = rows(study.options, study.repeats())
     if not found:
         raise LaunchError(
@@ -67,6 +72,36 @@ def show(study: Study, console: Console) -> list[Row]:
         table = make_table(*head, right=head)
         for row in found:
             if row.curve == curve:
-                add_row(table, *shown.cells(row, each))
+                add_row(table, *shown.cells(row, each, shown.short))
         print_table(console, f"{study.options.model}: {curve}", table)
-    return found
+    path = study.path / CSV
+    path.write_text(csv_of(shown.table(found, word, each)))
+    written = save(study_page(study, found), study.path / PAGE)
+    print_line(console, f"{written[0]}, with plots and {path.name} beside it")
+
+
+def compare(first: Study, second: Study, out: Path, console: Console) -> None:
+    """Print what the second study gives of the first, and write a page into the directory `out`.
+
+    Raises LaunchError where they did other work, or nothing that both have measured.
+    """
+    found = comparing.pairs(first, second)
+    called = first.path.resolve().name, second.path.resolve().name
+    if called[0] == called[1]:
+        called = str(first.path), str(second.path)
+    word, each = unit(first.options.subject)
+    names = labels(list(dict.fromkeys(pair.curve for pair in found)))
+    for pair in found:
+        print_line(console, f"{names[pair.curve]}: {comparing.sentence(pair, *called)}")
+    console.print()
+    head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")
+    table = make_table(*head, right=head[1:])
+    for pair in found:
+        rates = [shown.short(row.rate, each) for row in (pair.first, pair.second) if row.rate]
+        size = str(pair.configuration.processes)
+        add_row(table, names[pair.curve], size, *rates, shown.ranged(pair.ratio, 1))
+    print_table(console, f"{first.options.model}: {called[1]} by {called[0]}", table)
+    for line in comparing.differences(first, second):
+        print_line(console, f"they differ in {line}")
+    written = save(compare_page(first, second, found, called), out / PAGE)
+    print_line(console, str(written[0]))
