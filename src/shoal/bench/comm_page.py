@@ -11,7 +11,7 @@ from shoal.links import Pairs, slow
 from shoal.machine import Machine, Point, Series
 from shoal.tables import add_row, make_table, print_line, print_table
 
-from .spelling import duration, percent, rate, shown_size
+from .spelling import duration, percent, rate, shown_size, times
 
 MOST_RANKS = 8
 """Of more ranks than that a matrix is no table any more."""
@@ -78,16 +78,18 @@ def _article(series: Series) -> str:
 
 def comparison(one: Series, other: Series) -> str:
     """How another backend compares with one at the smallest and the largest size of both."""
-    times = {point.bytes: point.seconds for point in one.points}
-    common = [point for point in other.points if point.bytes in times]
+    known = {point.bytes: point.seconds for point in one.points}
+    common = [point for point in other.points if point.bytes in known]
     ratios = [
-        (point.seconds / times[point.bytes], point.bytes) for point in (*common[:1], *common[1:][-1:])
+        (point.seconds / known[point.bytes], point.bytes) for point in (*common[:1], *common[1:][-1:])
     ]
     if not ratios:
         return ""
     (first, size), *rest = ratios
-    text = f"{other.backend} takes {first:.2g} times as long as {one.backend} at {shown_size(size)}"
-    return text + "".join(f", {more:.2g} times as long at {shown_size(at)}" for more, at in rest) + "."
+    text = f"{other.backend} takes {times(first)} times as long as {one.backend} at {shown_size(size)}"
+    return (
+        text + "".join(f", {times(more)} times as long at {shown_size(at)}" for more, at in rest) + "."
+    )
 
 
 def _remarks(machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> Iterator[str]:

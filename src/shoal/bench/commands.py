@@ -169,4 +169,5 @@ def _folder(options: Options) -> str:
     return "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
 
 
-benches.command()(machine_commands.comm)
+for command in (machine_commands.comm, machine_commands.data, machine_commands.modes):
+    benches.command()(command)
