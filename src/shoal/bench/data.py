@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
 
 from shoal.analysis import Reader
 from shoal.data import Loader
+from shoal.data.flow import Flow
 from shoal.errors import DataError, LaunchError, ShoalError
 from shoal.tables import add_row, make_table, plain_console, print_line, print_path, print_table, size
 from shoal.world import World, init
@@ -49,30 +49,37 @@ def data(asked: Request) -> int:
     """Measure and tell; the exit code. Raises ShoalError for what can't be measured."""
     _check(asked)
     need = _need(asked)
-    with Interrupts() as interrupts, init() as world:
-        loaders = _loaders(asked, world)
-        workers = asked.workers or _usual_workers(loaders[0], world.placement.cores)
-        screen = plain_console(stderr=True)
-        count = len(loaders) * len(workers)
-        print_line(
-            screen,
-            f"{count} combinations, {_ROUNDS} rounds: about "
-            f"{max(asked.seconds, count * _ROUNDS * _SHORTEST):.0f} s; "
-            "Ctrl-C ends it with what is there",
-        )
-        found: list[Measured] = []
+    world = init()
+    try:  # not `with`, which would say where in this file an error came through
+        return _measure_and_tell(asked, world, need)
+    finally:
+        world.close()
+
+
+def _measure_and_tell(asked: Request, world: World, need: Need | None) -> int:
+    screen = plain_console(stderr=True)
+    loaders = _loaders(asked, world)
+    workers = asked.workers or _usual_workers(loaders[0], world.placement.cores)
+    count = len(loaders) * len(workers)
+    seconds = max(asked.seconds, count * _ROUNDS * _SHORTEST)
+    print_line(
+        screen,
+        f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it with what is "
+        "there",
+    )
+    with Interrupts() as interrupts:
         try:
             parts = stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
             found = _measure(asked, loaders, workers, lambda: bool(interrupts.asked))
-        except (ShoalError, KeyboardInterrupt):
+        except ShoalError:
             raise
         except Exception as error:
             raise raised(asked.target, error) from error
-        if not found:
-            print_line(screen, "Ended before anything was measured.")
-        else:
-            _report(asked, found, parts, world.placement.cores, need)
-        return 128 + interrupts.asked if interrupts.asked else 0
+    if found:
+        _report(asked, found, parts, world.placement.cores, need)
+    else:
+        print_line(screen, "Ended before anything was measured.")
+    return 128 + interrupts.asked if interrupts.asked else 0
 
 
 def _measure(
@@ -124,7 +131,7 @@ def _loaders(asked: Request, world: World) -> list[Loader]:
 
 def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
     """0, 1 and powers of two, up to twice the cores: where more are of no use has to be seen."""
-    if isinstance(getattr(loader.feed, "_dataset", None), IterableDataset):
+    if isinstance(loader.feed, Flow):
         return 0, 1  # it is read by one process, whatever is asked for
     powers = [1 << power for power in range(_MOST_WORKERS.bit_length())]
     return 0, *(count for count in powers if count <= min(_MOST_WORKERS, 2 * cores))

@@ -69,20 +69,23 @@ def modes(asked: Request) -> int:
         f"about {asked.seconds:.0f} s, and what compiling takes, a minute perhaps; Ctrl-C ends it with "
         "what is there",
     )
-    found: list[Mode] = []
-    with Interrupts() as interrupts, init() as world:
+    world = init()
+    try:  # not `with`, which would say where in this file an error came through
         subjects = {TOY.format(count): _toy(count) for count in NUMBERS}
         if asked.model is not None:
             subjects[asked.model] = _ways(*_model(asked.model, asked.batch, world), world.device)
-        for subject, ways in subjects.items():
-            share = asked.seconds / len(subjects)
-            found += _measure(subject, ways, share, lambda: bool(interrupts.asked))
-        stopped = interrupts.asked
+        found: list[Mode] = []
+        with Interrupts() as interrupts:
+            for subject, ways in subjects.items():
+                share = asked.seconds / len(subjects)
+                found += _measure(subject, ways, share, lambda: bool(interrupts.asked))
+    finally:
+        world.close()
     if any(mode.seconds is not None for mode in found):
         _report(asked, found)
     else:
         print_line(screen, "Ended before anything was measured.")
-    return 128 + stopped if stopped else 0
+    return 128 + interrupts.asked if interrupts.asked else 0
 
 
 def _toy(count: int) -> dict[str, Callable[[], Call]]:
