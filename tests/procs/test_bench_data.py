@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Waiting(torch.utils.data.Dataset):
         return 1000
 
     def __getitem__(self, index):
-        time.sleep(0.002)  # a disk
+        time.sleep(0.02)  # a disk, so slow that other load hardly matters
         return torch.zeros(100), index
 
 class Broken(Waiting):
@@ -79,11 +80,12 @@ def test_workers_help_a_dataset_that_waits(
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     alone, four = (each["trials"] for each in found["measured"])
-    assert min(trial["rate"] for trial in four) > 1.5 * max(trial["rate"] for trial in alone)
-    assert max(trial["rate"] for trial in alone) < 500
+    slow, fast = (statistics.median(trial["rate"] for trial in each) for each in (alone, four))
+    assert slow < 50
+    assert fast > 1.5 * slow
     assert all(trial["memory"] > 1 << 20 for trial in four)
-    assert found["stages"]["sample"] == pytest.approx(0.0022, rel=0.2)
-    assert 0 < found["stages"]["handed"] < 0.002
+    assert 0.02 < found["stages"]["sample"] < 0.04
+    assert 0 < found["stages"]["handed"] < 0.02
     assert lines[0].startswith("num_workers=4 gives ")
     assert "none is enough" in found["advice"][1]
     assert max(map(len, lines[:-2])) <= 80

@@ -107,7 +107,7 @@ def _measure(
 def _loaders(asked: Request, world: World) -> list[Loader]:
     """A Loader for each batch size, of what the user's function returns."""
     found = named(asked.target, "dataset")
-    if callable(found) and not hasattr(found, "__getitem__"):
+    if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
         found = called(found, asked.target, world)
     if isinstance(found, Loader):
         if asked.batch_sizes and asked.batch_sizes != (found.batch_size,):
