@@ -13,6 +13,7 @@ import typer
 
 from .bench import commands as measuring
 from .errors import CheckpointError, LaunchError, ShoalError
+from .report.command import report
 from .submit import commands as jobs
 
 if TYPE_CHECKING:
@@ -158,6 +159,7 @@ for command in (jobs.status, jobs.logs, jobs.cancel):
     app.command()(command)
 app.add_typer(jobs.sites)
 app.add_typer(measuring.benches)
+app.command()(report)
 
 
 Directory = Annotated[

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shoal.bench import comparing, folder, grid, jobs, shown
 from shoal.bench.diagnosis import causes, diagnoses, labels, sentence
-from shoal.bench.figures import Repeat, Row, rows
+from shoal.bench.figures import Repeat, Row, all_notes, rows
 from shoal.bench.grid import Configuration, Options
 from shoal.bench.measured import Measured, summarize
 from shoal.bench.subject import BuiltIn, Factory, Script, parse_subject, unit
@@ -200,11 +200,13 @@ def test_speed_up_is_taken_within_rounds_so_that_drift_cancels() -> None:
 
 
 def test_more_processes_than_cores_or_gpus_and_busy_machines_are_said() -> None:
-    many = {"hosts": ("a",) * 4, "devices": ("cpu",) * 4, "cores": (2,) * 4, "others": 1.5}
+    many = {"hosts": ("a",) * 4, "devices": ("cpu",) * 4, "cores": 2}
     row = study_of(strong={1: ONE, 4: ONE}, **many)[1]
-    assert row.notes[0] == "more processes than cores: 4 on 2 cores of a"
-    assert "1.5 cores" in row.notes[1]
-    many = {"hosts": ("a", "a"), "devices": ("cuda:0", "cuda:0"), "cores": (16, 16)}
+    assert row.notes == ("more processes than cores: 4 on 2 cores of a",)
+    busy = [repeat("a", 0, ONE, cores=2, others=0.1), repeat("a", 1, ONE, cores=2, others=1.5)]
+    assert "up to 1.5 of 2 cores" in all_notes([row], busy)[1]
+    assert all_notes([row], busy[:1]) == list(row.notes)
+    many = {"hosts": ("a", "a"), "devices": ("cuda:0", "cuda:0"), "cores": 16}
     row = study_of(strong={1: ONE, 2: ONE}, **many)[1]
     assert row.notes == ("more processes than GPUs: 2 on 1 GPU of a",)
 

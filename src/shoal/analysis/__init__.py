@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from .history import PARTS, Attempt, History, Rows, Traffic
 from .profile import LABELS, SHOWN, Profile, profile
-from .reading import Reader
+from .reading import Reader, read
+from .spelling import duration, percent
 from .stragglers import Straggler
-from .verdict import Finding, Verdict, judge
+from .verdict import Finding, Judged, Verdict, judge
 
 __all__ = [
     "LABELS",
@@ -19,12 +20,16 @@ __all__ = [
     "Attempt",
     "Finding",
     "History",
+    "Judged",
     "Profile",
     "Reader",
     "Rows",
     "Straggler",
     "Traffic",
     "Verdict",
+    "duration",
     "judge",
+    "percent",
     "profile",
+    "read",
 ]

@@ -71,18 +71,22 @@ class Rows:
         """All rows so far."""
         return self._held[: self._count]
 
+    def __getstate__(self) -> Array:
+        return self.all
+
+    def __setstate__(self, rows: Array) -> None:
+        self._held, self._count = rows, len(rows)
+
     def append(self, count: int) -> Array:
         """`count` further rows of zeros, to be filled in."""
         end = self._count + count
         if end > len(self._held):
             # Pages that nobody has written to take no memory, so that room for twice as many is free.
-            grown = np.empty(max(2 * end, 1024), self._held.dtype)
+            grown = np.zeros(max(2 * end, 1024), self._held.dtype)
             grown[: self._count] = self.all
             self._held = grown
-        added = self._held[self._count : end]
-        added[...] = np.zeros((), self._held.dtype)
         self._count = end
-        return added
+        return self._held[end - count : end]
 
 
 @dataclass
@@ -213,6 +217,19 @@ class History:
     def world(self) -> int:
         """How many ranks the last attempt has."""
         return self.latest.size if self.latest is not None else 0
+
+    def join(self, other: History) -> None:
+        """Add what was read of other ranks."""
+        for began, theirs in other.found.items():
+            ours = self.attempt(began)
+            ours.starts |= theirs.starts
+            ours.steps |= theirs.steps
+            ours.usage |= theirs.usage
+            ours.traffic |= theirs.traffic
+            ours.events += theirs.events
+            ours.seen = max(ours.seen, theirs.seen)
+        self.files += other.files
+        self.skipped += other.skipped
 
     def attempt(self, began: float) -> Attempt:
         """The attempt that began at a time; a new one if there is none yet."""

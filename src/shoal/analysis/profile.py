@@ -216,6 +216,16 @@ def usual(means: Array) -> Array:
     return np.partition(means, place, axis=-1)[..., place]
 
 
+def others(means: Array) -> Array:
+    """For each rank (the last axis) what a usual one of the others has; for the faster it is more."""
+    count = means.shape[-1]
+    place = max(0, (count - 2) // 2)
+    following = min(place + 1, count - 1)
+    ordered = np.partition(means, (place, following), axis=-1)
+    below, above = ordered[..., place, None], ordered[..., following, None]
+    return np.where(means <= below, above, below)
+
+
 def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
     """Everything that a Profile has of one window."""
     size = last - first

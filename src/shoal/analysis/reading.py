@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +20,18 @@ from shoal.errors import CheckpointError
 from .history import PARTS, STEP, USAGE, Array, Attempt, Event, History, Rows, Traffic
 
 BLOCK = 4 << 20
+LARGE = 64 << 20
+"""Bytes of events from which further processes are worth their start."""
+MOST_PROCESSES = 8
+LONG = 1 << 12
+"""Bytes of a line from which it is a block of steps."""
 LONGEST = 64 << 20
 """Bytes of a line; what is longer was not written by a run."""
 LONG_AGO = 1e9
 """Seconds above which a duration is none."""
 
+_NOT_NEEDED = re.compile(rb'"(?:first|share)": ?\[[\[\]\d, ]*\], ?')
+"""Columns that no reader here looks at, a third of all numbers; a name can't hold their quotes."""
 _REFUSED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
 _FROM_RANK_0 = {"log", "evaluation"}
 """Events that all ranks write alike, or of which people see rank 0's."""
@@ -43,16 +55,18 @@ class Reader:
     """Reads a run directory, or the `events` in it; `poll` reads what has been written since.
 
     Files may be missing, empty, cut anywhere, or hold what no run has written: what can be read is in
-    `history`, what can't is counted there. Raises CheckpointError where there are no events at all.
+    `history`, what can't is counted there. `only` is the one rank to be read, if not all are. Raises
+    CheckpointError where there are no events at all.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, only: int | None = None) -> None:
         directory = Path(directory)
+        self._only = only
         inside = directory / "events"
         self._folder = inside if inside.is_dir() else directory
         self._files: dict[int, _File] = {}
         self.history = History(inside.parent if inside.is_dir() else directory)
-        if not _paths(self._folder):
+        if not self.paths():
             raise CheckpointError(
                 given=str(directory),
                 found=_absence(directory),
@@ -61,12 +75,11 @@ class Reader:
 
     def poll(self) -> bool:
         """Read on in all files; whether anything was new."""
-        paths = _paths(self._folder)
         if any(_shrunk(file) for file in self._files.values()):  # another run in the same place
             self._files.clear()
             self.history = History(self.history.directory)
         new = False
-        for rank, path in sorted(paths.items()):
+        for rank, path in self.paths().items():
             file = self._files.setdefault(rank, _File(path, rank))
             for lines in _blocks(file, self.history):
                 self._take(file, lines)
@@ -74,10 +87,15 @@ class Reader:
         self.history.files = len(self._files)
         return new
 
+    def paths(self) -> dict[int, Path]:
+        """The files of events, by rank."""
+        found = _paths(self._folder)
+        return dict(sorted((rank, path) for rank, path in found.items() if self._only in (None, rank)))
+
     def _take(self, file: _File, lines: list[bytes]) -> None:
         for line in lines:
             try:
-                event = json.loads(line)
+                event = json.loads(_NOT_NEEDED.sub(b"", line, 2) if len(line) > LONG else line)
                 known = isinstance(event, dict) and isinstance(event["event"], str)
                 if known and event["event"] == "step":
                     file.single.append(event)
@@ -135,6 +153,36 @@ class Reader:
         return file.attempt
 
 
+def read(directory: str | Path) -> History:
+    """All that there is to read just now; of a large run by several processes, each a rank at a time.
+
+    Raises CheckpointError where there are no events at all.
+    """
+    reader = Reader(directory)
+    paths = reader.paths()
+    processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(paths))
+    if processes < 2 or sum(map(_size, paths.values())) < LARGE:
+        reader.poll()
+        return reader.history
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for history in pool.map(_read_one, repeat(directory), paths):
+            reader.history.join(history)
+    return reader.history
+
+
+def _read_one(directory: str | Path, rank: int) -> History:
+    reader = Reader(directory, only=rank)
+    reader.poll()
+    return reader.history
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def _paths(folder: Path) -> dict[int, Path]:
     """The files of events in a directory, by rank."""
     found = {}
@@ -167,10 +215,7 @@ def _suggestion(directory: Path) -> str:
 
 
 def _shrunk(file: _File) -> bool:
-    try:
-        return file.path.stat().st_size < file.offset
-    except OSError:
-        return False
+    return 0 < _size(file.path) < file.offset
 
 
 def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
@@ -194,13 +239,15 @@ def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
         return
 
 
-def _seconds(values: object, count: int, scale: float) -> Array:
+def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
     found = np.array(values, np.float32)
-    if found.shape != (count,):
+    if found.shape != shape:
         raise ValueError("a column of another length")
     found *= np.float32(scale)
-    np.nan_to_num(found, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-    return np.clip(found, 0.0, LONG_AGO, out=found)
+    if not (found.min(initial=0) >= 0 and found.max(initial=0) <= LONG_AGO):  # nor where one is NaN
+        np.nan_to_num(found, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        np.clip(found, 0.0, LONG_AGO, out=found)
+    return found
 
 
 def _numbers(values: object, count: int) -> Array:
@@ -214,19 +261,18 @@ def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
     """The columns of a block of steps; ValueError, TypeError or KeyError where it is none."""
     steps = np.array(event["step"], np.int64)
     count = len(steps)
-    columns = {
-        "step": steps,
-        "time": float(event["t"]) - np.array(event["at"], np.float64) * 1e-6,
-        "wall": _seconds(event["wall"], count, 1e-6),
-    }
-    if columns["time"].shape != (count,) or steps.ndim != 1 or not np.isfinite(columns["time"]).all():
+    # A column of zeros is left out.
+    ticks = float(event["t"]) - np.array(event.get("at", [0] * count), np.float64) * 1e-6
+    if ticks.shape != (count,) or steps.ndim != 1 or not np.isfinite(ticks).all():
         raise ValueError("a column of another length")
+    columns = {"step": steps, "time": ticks}
     for name in ("loss", "norm", "counted", "size"):
         if name in event:
             columns[name] = _numbers(event[name], count)
-    for part in PARTS:
-        if part in event:
-            columns[part] = _seconds(event[part], count, 1e-6)
+    parts = [part for part in ("wall", *PARTS) if part in event]
+    if parts:
+        durations = _seconds([event[part] for part in parts], (len(parts), count), 1e-6)
+        columns |= zip(parts, durations, strict=True)
     return columns
 
 
@@ -243,11 +289,11 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
         columns[name] = _numbers([event.get(name) for event in events], count)
     known = np.zeros(count)
     for part in ("wait", "forward", "backward", "update"):
-        columns[part] = _seconds([event.get(part, 0.0) for event in events], count, 1.0)
+        columns[part] = _seconds([event.get(part, 0.0) for event in events], (count,), 1.0)
         known += columns[part]
     earlier = before is not None and len(before) > 0
     begun = before.all["time"][-1] if before is not None and earlier else columns["time"][0] - known[0]
-    columns["wall"] = _seconds(np.diff(columns["time"], prepend=begun), count, 1.0)
+    columns["wall"] = _seconds(np.diff(columns["time"], prepend=begun), (count,), 1.0)
     return columns
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .history import Array, Attempt
-from .profile import OWN, RARE, SHOWN, Aligned, Profile, usual
+from .profile import OWN, RARE, SHOWN, Aligned, Profile, others
 
 NOTABLE = 0.03
 """The share of a step from which being slower is worth a word."""
@@ -64,12 +64,12 @@ def raised(values: Array, least: float) -> Segment | None:
         start, stop = _stretch(calm)
         outside = np.delete(calm, slice(start, stop))
         # Among so many stretches the shorter ones are the more often high by accident.
-        chance = noise * (1 + 4 / (stop - start) ** 0.5)
+        chance = noise * (1 + 5 / (stop - start) ** 0.5)
         clear = len(outside) > 0 and calm[start:stop].mean() - outside.mean() >= max(least, chance)
         if not clear or _trimmed(outside) > bound:  # slow all along, if at all
             start, stop = 0, count
-    level = _trimmed(values[start:stop])
-    return Segment(start, stop, level) if level > bound else None
+    level, middle = _trimmed(values[start:stop]), float(np.median(values[start:stop]))
+    return Segment(start, stop, level) if min(level, middle) > bound else None
 
 
 def raised_at_any_scale(values: Array, least: float) -> Segment | None:
@@ -95,12 +95,12 @@ def stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Strag
         means = found.mean[SHOWN.index(part)]
         if part in RARE:
             continue
-        others = usual(means.T)
-        least = max(NOTABLE * step, CLEAR * float(np.median(others)))
-        for place in range(len(found.ranks)):
-            segment = raised_at_any_scale(means[place] - others, least)
+        compared = others(means.T).T
+        least = max(NOTABLE * step, CLEAR * float(np.median(compared)))
+        for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
+            segment = raised_at_any_scale(mine - theirs, least)
             if segment is not None:
-                named.append(_straggler(attempt, aligned, found, part, place, segment, others))
+                named.append(_straggler(attempt, aligned, found, part, place, segment, theirs))
     named += [each for part in RARE for each in _rare(attempt, aligned, found, part, step)]
     return sorted(named, key=lambda each: (-each.cost, -each.excess))
 
@@ -112,7 +112,7 @@ def _straggler(
     part: str,
     place: int,
     segment: Segment,
-    others: Array,
+    compared: Array,
 ) -> Straggler:
     start, stop, level = segment
     rank = found.ranks[place]
@@ -127,7 +127,7 @@ def _straggler(
         since=since,
         until=int(found.last[stop - 1]) if stop < len(found.first) else None,
         excess=level,
-        usual=float(np.median(others[start:stop])),
+        usual=float(np.median(compared[start:stop])),
         cost=max(0.0, float(surplus.sum()) / found.steps),
         attempt=attempt.began,
     )
@@ -137,7 +137,7 @@ def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> in
     """The step between two at which a rank became slower: where the squares left are smallest."""
     begin, end = np.searchsorted(aligned.steps, [first, last + 1])
     taken = _column(aligned, part, int(begin), int(end))
-    values = taken[place] - usual(taken.T)
+    values = taken[place] - others(taken.T).T[place]
     values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is no change
     count = len(values)
     before = np.arange(1, count)
@@ -158,11 +158,11 @@ def _rare(
     if not len(there):
         return []
     taken, steps = taken[:, there], steps[there]
-    others = usual(taken.T)
-    typical = float(np.median(others))
+    compared = others(taken.T).T
     named = []
     for place, rank in enumerate(found.ranks):
-        excess = taken[place] - others
+        excess = taken[place] - compared[place]
+        typical = float(np.median(compared[place]))
         per_step = float(np.maximum(excess, 0).sum()) / found.steps
         level = float(np.median(excess))
         if level > 0.25 * typical and per_step > NOTABLE * step:
@@ -194,7 +194,7 @@ def _calmed(values: Array) -> Array:
     """Values of which none stands out alone: each is the middle one of itself and its neighbours."""
     if len(values) < 3:
         return values
-    padded = np.concatenate([values[:1], values, values[-1:]])
+    padded = np.concatenate([values[1:2], values, values[-2:-1]])
     return np.asarray(np.median(np.stack([padded[:-2], padded[1:-1], padded[2:]]), axis=0))
 
 
@@ -207,7 +207,7 @@ def _noise(values: Array) -> float:
 
 def _trimmed(values: Array) -> float:
     """The mean without the highest tenth: one long wait is no habit."""
-    kept = np.sort(values)[: max(1, int(np.ceil(0.9 * len(values))))] if len(values) > 2 else values
+    kept = np.sort(values)[: max(1, int(0.9 * len(values)))]
     return float(kept.mean())
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .history import Attempt, History
 from .profile import COMPUTING, LABELS, OWN, SHOWN, Aligned, Profile, align, edges, profile_of, warm_up
+from .spelling import duration, percent
 from .stragglers import NOTABLE, Straggler, stragglers
 
 UNEVEN = "uneven"
@@ -156,13 +157,13 @@ def _sentence(
         said |= {(each.rank, each.host, each.part) for each in guilty}
         places = list(dict.fromkeys(each.place for each in guilty))
         whom = f" ({_several(places)})" if places else ""
-        pieces.append(f"{_percent(share)} {WORDS[part]}{whom}")
+        pieces.append(f"{percent(share)} {WORDS[part]}{whom}")
     # Ranks that cost little by themselves, because another is slower still.
     also = [each for each in named if (each.rank, each.host, each.part) not in said]
     behind = list(dict.fromkeys(f"{each.place} in {LABELS[each.part]}" for each in also))
-    text = f"{_percent(efficient)} efficient"
+    text = f"{percent(efficient)} efficient"
     if not any(one.attempt.measured for one in judged):
-        text = f"{_percent(efficient)} computing or communicating"
+        text = f"{percent(efficient)} computing or communicating"
     if pieces:
         text += ": " + ", ".join(pieces)
     if behind:
@@ -187,13 +188,13 @@ def _findings(
     shares: Mapping[str, float], named: list[Straggler], judged: list[Judged]
 ) -> Iterator[Finding]:
     attempt = judged[-1].attempt
-    for each in named:
+    for each in _together(named):
         yield Finding(_about(each), _remedy(each))
     if shares.get("communication", 0.0) >= MUCH:
         yield _about_links(shares["communication"], judged)
     if shares.get("wait", 0.0) >= MUCH and not any(each.part == "wait" for each in named):
         yield Finding(
-            f"All ranks wait for data alike: {_percent(shares['wait'])} of the time.",
+            f"All ranks wait for data alike: {percent(shares['wait'])} of the time.",
             "more workers, or less work per sample: shoal.Loader(…, workers=N)",
         )
     if shares.get("checkpoint", 0.0) >= NOTABLE:
@@ -211,12 +212,23 @@ def _findings(
         )
 
 
+def _together(named: list[Straggler]) -> list[Straggler]:
+    """One for each rank and part, though it may have been slower in several attempts."""
+    found: dict[tuple[int, str | None, str], Straggler] = {}
+    for each in named:
+        before = found.setdefault((each.rank, each.host, each.part), each)
+        until = each.until if each.attempt > before.attempt else before.until
+        first = min(before, each, key=lambda one: one.attempt)
+        found[each.rank, each.host, each.part] = replace(before, since=first.since, until=until)
+    return list(found.values())
+
+
 def _about(each: Straggler) -> str:
     span = f"from step {each.since:,}" + (f" to {each.until:,}" if each.until is not None else " on")
     label = LABELS[each.part]
-    against = f"{_time(each.usual + each.excess)} where the others take {_time(each.usual)}"
+    against = f"{duration(each.usual + each.excess)} where the others take {duration(each.usual)}"
     what = "a save" if each.part == "checkpoint" else f"{label} of a step"
-    return f"{each.place}: {what} takes {against}, {span}."
+    return f"{each.place[0].upper()}{each.place[1:]}: {what} takes {against}, {span}."
 
 
 def _remedy(each: Straggler) -> str:
@@ -239,7 +251,7 @@ def _about_links(share: float, judged: list[Judged]) -> Finding:
         sums[1] += traffic.bytes
         sums[2] = max(sums[2], traffic.bus)
     hosts = sorted({host for rank in attempt.ranks if (host := attempt.host(rank)) is not None})
-    text = f"All ranks wait for the network alike: {_percent(share)} of the time is communication"
+    text = f"All ranks wait for the network alike: {percent(share)} of the time is communication"
     if seconds:
         kind, group, ranks, backend = max(seconds, key=lambda key: seconds[key][0])
         spent, moved, bus = seconds[kind, group, ranks, backend]
@@ -257,7 +269,7 @@ def _about_links(share: float, judged: list[Judged]) -> Finding:
 
 def _about_saves(attempt: Attempt, share: float) -> Finding:
     saves = attempt.said("save")
-    text = f"Saves keep training waiting for {_percent(share)} of the time"
+    text = f"Saves keep training waiting for {percent(share)} of the time"
     times = [
         (float(event["seconds"]), rank)
         for rank, event in saves
@@ -265,7 +277,7 @@ def _about_saves(attempt: Attempt, share: float) -> Finding:
     ]
     if times:
         longest, rank = max(times)
-        text += f"; the longest took {_time(longest)} ({attempt.place(rank)})"
+        text += f"; the longest took {duration(longest)} ({attempt.place(rank)})"
     return Finding(
         text + ".",
         "save less often: run.tick(every=shoal.YoungDaly(mtbf=…)), or to a faster file system: "
@@ -276,14 +288,3 @@ def _about_saves(attempt: Attempt, share: float) -> Finding:
 def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
     names = [str(rank) for rank in ranks]
     return f"rank{'s' if len(names) > 1 else ''} {_several(names)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
-
-
-def _time(seconds: float) -> str:
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.9995 * length:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{max(0.0, seconds) * 1e6:.3g} µs"

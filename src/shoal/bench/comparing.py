@@ -114,6 +114,16 @@ def pair_rows(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
     return found
 
 
+def largest(pairs: Sequence[Pair]) -> list[Pair]:
+    """Of each curve the pair with most processes."""
+    found: dict[Curve, Pair] = {}
+    for pair in pairs:
+        known = found.get(pair.curve)
+        if known is None or pair.configuration.processes > known.configuration.processes:
+            found[pair.curve] = pair
+    return list(found.values())
+
+
 def sentence(pair: Pair, first: str, second: str) -> str:
     """Such as `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
     many = (

@@ -107,7 +107,7 @@ def _text(part: str, row: Row, work: float) -> str:
         where = f" ({SHOWN[row.blame.part]})"
         return f"waiting for rank {row.blame.rank} on {row.blame.host}{where}"
     if part == "compute":
-        return "forward and backward" + (f" ({crowded[0]})" if crowded else "")
+        return "forward and backward" + (f" ({crowded[0].partition(':')[0]})" if crowded else "")
     if part == "update" and work < 1 and row.configuration.strategy == "ddp":
         return "optimizer, the same work on each rank"
     return SHOWN[part]

@@ -18,8 +18,9 @@ BUSY = 0.5
 class Repeat:
     """What one job left: figures, or the reason why there are none. `seconds` it took in all.
 
-    `hosts`, `devices` and `cores` are those of the ranks in their order, the cores being their host's.
-    `others` are the cores that programs beside the job kept busy meanwhile, on average.
+    `hosts` and `devices` are those of the ranks in their order. `cores` are those of the one machine
+    that it ran on, 0 where there were several; `others` is how many of these programs beside the job
+    kept busy, on average.
     """
 
     key: str
@@ -30,7 +31,7 @@ class Repeat:
     reason: str | None = None
     hosts: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    cores: tuple[int, ...] = ()
+    cores: int = 0
     parameters: int | None = None
     others: float = 0.0
 
@@ -44,7 +45,7 @@ class Repeat:
             "reason": self.reason,
             "hosts": list(self.hosts),
             "devices": list(self.devices),
-            "cores": list(self.cores),
+            "cores": self.cores,
             "parameters": self.parameters,
             "others": self.others,
             "measured": None if self.measured is None else self.measured.plain(),
@@ -53,7 +54,7 @@ class Repeat:
 
 def repeat_from(plain: Mapping[str, Any]) -> Repeat:
     """What `Repeat.plain` was made of."""
-    lists = {name: tuple(plain[name]) for name in ("hosts", "devices", "cores")}
+    lists = {name: tuple(plain[name]) for name in ("hosts", "devices")}
     measured = plain["measured"]
     rest = {"measured": None if measured is None else measured_from(measured), **lists}
     return Repeat(**{**plain, **rest})
@@ -192,17 +193,31 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
         for host in dict.fromkeys(repeat.hosts):
             here = [number for number, each in enumerate(repeat.hosts) if each == host]
             devices = {repeat.devices[number] for number in here}
-            cores = repeat.cores[here[0]] if repeat.cores else 0
             if any(device.startswith("cuda") for device in devices):
                 if len(devices) < len(here):
                     gpus = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
                     found[f"more processes than GPUs: {len(here)} on {gpus} of {host}"] = None
-            elif 0 < cores < len(here):
-                many = "1 core" if cores == 1 else f"{cores} cores"
+            elif 0 < repeat.cores < len(here):
+                many = "1 core" if repeat.cores == 1 else f"{repeat.cores} cores"
                 found[f"more processes than cores: {len(here)} on {many} of {host}"] = None
         if repeat.reason is not None and any(other.measured for other in repeats):
             found[f"round {repeat.round + 1} failed: {repeat.reason}"] = None
-    busy = max((repeat.others for repeat in repeats), default=0.0)
-    if busy >= BUSY:
-        found[f"other programs kept {busy:.1f} cores busy: take these figures as a rough guide"] = None
     return list(found)
+
+
+def all_notes(rows: Sequence[Row], repeats: Sequence[Repeat]) -> list[str]:
+    """What has to be said of a study, each once."""
+    disturbance = disturbed(repeats)
+    found = dict.fromkeys(note for row in rows for note in row.notes)
+    return [*found, *([disturbance] if disturbance else [])]
+
+
+def disturbed(repeats: Sequence[Repeat]) -> str | None:
+    """What has to be said where the machine had other work."""
+    most = max(repeats, key=lambda repeat: repeat.others, default=None)
+    if most is None or most.others < BUSY:
+        return None
+    return (
+        f"other programs kept up to {most.others:.1f} of {most.cores} cores busy: "
+        "take these figures as a rough guide"
+    )

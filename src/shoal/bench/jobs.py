@@ -161,6 +161,7 @@ def read(study: Study, configuration: Configuration, number: int, done: Done) ->
         "began": done.began,
         "seconds": done.seconds,
         "others": done.others,
+        "cores": len(os.sched_getaffinity(0)),
     }
     if done.code is None:
         limit = study.options.limit
@@ -212,9 +213,8 @@ def measure(attempt: Attempt, warmup: int, steps: int) -> Measured:
 
 
 def _circumstances(attempt: Attempt) -> dict[str, Any]:
-    """Hosts, devices and cores of the ranks, and the model's size."""
+    """Hosts and devices of the ranks, and the model's size."""
     starts = [attempt.starts.get(rank, {}) for rank in range(attempt.size)]
-    cores = [start.get("cores") for start in starts]
     parameters = starts[0].get("parameters")
     devices = []
     for rank, start in enumerate(starts):
@@ -225,7 +225,6 @@ def _circumstances(attempt: Attempt) -> dict[str, Any]:
     return {
         "hosts": tuple(attempt.host(rank) or "?" for rank in range(attempt.size)),
         "devices": tuple(devices),
-        "cores": tuple(each for each in cores if type(each) is int) if None not in cores else (),
         "parameters": parameters if type(parameters) is int else None,
     }
 

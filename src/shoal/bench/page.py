@@ -21,18 +21,20 @@ WIDE = 8
 """More processes than these are drawn on logarithmic axes."""
 LEAST = 0.001
 """The share of a step that a part has somewhere, to be drawn."""
+TOLD = 0.005
+"""The share of a step from which on a cause is in the table."""
 FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways")
 COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
 
-def study_page(study: Study, rows: Sequence[Row]) -> Page:
-    """The page of a study of which these rows have been measured."""
+def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
+    """The page of a study: of the rows that have been measured, and what has to be said of them."""
     word, each = unit(study.options.subject)
     told = diagnoses(rows)
     names = labels([curve for curve, _ in told])
     first = names[told[0][0]] + ": " if len(told) > 1 else ""
     sections = [
-        Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names)),
+        Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names, notes)),
         Section(heading="Throughput", blocks=_throughput(rows, names, word, each)),
         Section(heading="Where a step's time goes", blocks=_time(rows, names)),
         Section(heading="All figures", blocks=_tables(rows, word, each)),
@@ -47,10 +49,12 @@ def study_page(study: Study, rows: Sequence[Row]) -> Page:
 
 
 def _diagnosis(
-    rows: Sequence[Row], told: Sequence[tuple[Curve, str]], names: Mapping[Curve, str]
+    rows: Sequence[Row],
+    told: Sequence[tuple[Curve, str]],
+    names: Mapping[Curve, str],
+    notes: Sequence[str],
 ) -> list[Block]:
     blocks: list[Block] = [Text(text=f"{names[curve]}: {text}.") for curve, text in told]
-    notes = dict.fromkeys(note for row in rows for note in row.notes)
     blocks += [Text(text=f"{note[:1].upper()}{note[1:]}.") for note in notes]
     lost = []
     for row in rows:
@@ -58,21 +62,21 @@ def _diagnosis(
         if base is None or base is row or row.parts is None:
             continue
         for cause in causes(row, base):
-            if abs(cause.share) >= 0.005:
+            if abs(cause.share) >= TOLD:
                 share = f"{cause.share * 100:.1f}"
                 lost.append((names[row.curve], str(row.processes), share, cause.text))
     if lost:
         head = ("curve", "processes", "% of a step", "cause")
         caption = (
             "What a step takes beyond perfect scaling, in percent of it; below 0 it takes less. "
-            "For each number of processes it adds up to what is lacking of 100 % efficiency."
+            "For each number of processes it adds up to what is lacking of 100 % efficiency, but for "
+            "what is below half a percent."
         )
         blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
     failed = [row for row in rows if row.reason is not None]
     if failed:
-        head = ("configuration", "reason")
-        told_rows = [(str(row.configuration), row.reason or "") for row in failed]
-        blocks.append(Table(caption="What failed.", head=head, rows=told_rows))
+        reasons = [(str(row.configuration), row.reason or "") for row in failed]
+        blocks.append(Table(caption="What failed.", head=("configuration", "reason"), rows=reasons))
     return blocks
 
 
@@ -220,26 +224,28 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
     """The page of two studies, of which these pairs have been measured; how they are called."""
     word, each = unit(first.options.subject)
     names = labels(list(dict.fromkeys(pair.curve for pair in pairs)))
-    told = [comparing.sentence(pair, *called) for pair in pairs]
+    last = comparing.largest(pairs)
+    told = [f"{names[pair.curve]}: {comparing.sentence(pair, *called)}" for pair in last]
     differ = comparing.differences(first, second)
-    ways = [Text(text=f"{names[p.curve]}: {text}.") for p, text in zip(pairs, told, strict=True)]
+    ways = [Text(text=f"{text}.") for text in told]
     head = ("curve", "processes", *(f"{name}, {word}/s" for name in called), "ratio")
     cells = [
         (
             names[pair.curve],
             str(pair.configuration.processes),
-            *(shown.ranged(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            *(shown.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
             shown.ranged(pair.ratio, 1),
         )
         for pair in pairs
     ]
     caption = "Throughput, and that of the second by that of the first (lowest to highest)."
+    ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
     return Page(
         title=f"{called[0]} and {called[1]}: {first.options.model}",
-        verdict=f"{names[pairs[-1].curve]}: {told[-1]}",
+        verdict=told[0],
         about="shoal bench compare",
         sections=[
-            Section(heading="Ratios", blocks=[*ways, Table(caption=caption, head=head, rows=cells)]),
+            Section(heading="Ratios", blocks=[*ways, ratios]),
             Section(heading="Throughput", blocks=_overlaid(pairs, names, word, each, called)),
             Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
             Section(

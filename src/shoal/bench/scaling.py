@@ -13,7 +13,7 @@ from shoal.tables import add_row, make_table, print_line, print_table
 
 from . import comparing, jobs, shown
 from .diagnosis import diagnoses, labels
-from .figures import Repeat, rows
+from .figures import Repeat, all_notes, rows
 from .folder import Study, alone, begin
 from .grid import Options, check, configurations
 from .page import compare_page, study_page
@@ -53,7 +53,8 @@ def show(study: Study, console: Console) -> None:
 
     Raises LaunchError where nothing has run.
     """
-    found = rows(study.options, study.repeats())
+    repeats = study.repeats()
+    found = rows(study.options, repeats)
     if not found:
         raise LaunchError(
             given=str(study.path),
@@ -64,8 +65,8 @@ def show(study: Study, console: Console) -> None:
     told = diagnoses(found)
     names = labels([curve for curve, _ in told])
     print_line(console, *(f"{names[curve]}: {text}" for curve, text in told))
-    for note in dict.fromkeys(note for row in found for note in row.notes):
-        print_line(console, note)
+    notes = all_notes(found, repeats)
+    print_line(console, *notes)
     console.print()
     head = shown.head(word)
     for curve, _ in told:
@@ -76,7 +77,7 @@ def show(study: Study, console: Console) -> None:
         print_table(console, f"{study.options.model}: {curve}", table)
     path = study.path / CSV
     path.write_text(csv_of(shown.table(found, word, each)))
-    written = save(study_page(study, found), study.path / PAGE)
+    written = save(study_page(study, found, notes), study.path / PAGE)
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 
 
@@ -91,7 +92,7 @@ def compare(first: Study, second: Study, out: Path, console: Console) -> None:
         called = str(first.path), str(second.path)
     word, each = unit(first.options.subject)
     names = labels(list(dict.fromkeys(pair.curve for pair in found)))
-    for pair in found:
+    for pair in comparing.largest(found):
         print_line(console, f"{names[pair.curve]}: {comparing.sentence(pair, *called)}")
     console.print()
     head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")

@@ -21,8 +21,19 @@ from .page import Drawing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito, 2008, without the yellow, which is too pale on white.
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#9467bd")
+# Okabe and Ito, 2008, without the yellow, which is too pale on white, and with greys.
+COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#757575",
+    "#9467bd",
+    "#44aa99",
+    "#bdbdbd",
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "", "", "", "////", "||||", "", "\\\\\\\\", "xxxx", "")
 
@@ -153,7 +164,13 @@ def _scales(axes: Axes, *, log_x: bool, log_y: bool, ticks: Sequence[float] | No
     if log_x:
         axes.set_xscale("log", base=2)
     if log_y:
+        from matplotlib.ticker import FuncFormatter, LogLocator
+
         axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        for level in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            # Powers of ten would be written as formulas.
+            level(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     if ticks is not None:
         axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks], minor=False)
         axes.set_xticks([], minor=True)
@@ -193,6 +210,7 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing
         "text.parse_math": False,  # names may have dollars in them
         "font.family": ["DejaVu Sans"],
         "font.size": 9.5,
+        "axes.facecolor": "none",
         "hatch.linewidth": 0.6,
         "axes.formatter.useoffset": False,
         **dict.fromkeys(
