@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 benches = typer.Typer(
     name="bench",
-    help="Measure: how a model scales, two such studies beside each other.",
+    help="Measure: how a model scales; collectives, input, ways to compute.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
