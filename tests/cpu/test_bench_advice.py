@@ -160,3 +160,11 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_at_once() -> None:
+    with Interrupts() as interrupts:
+        interrupts.at_once = True
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert interrupts.asked == signal.SIGTERM

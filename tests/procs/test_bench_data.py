@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import shoal
+from commands import Command, wait_for
 from shoal.bench import data
 
 pytestmark = pytest.mark.full
@@ -102,6 +105,21 @@ def test_tensors_and_what_can_only_be_iterated(sets: str, capsys: pytest.Capture
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [each["workers"] for each in found["measured"]] == [0, 1]
     assert found["stages"] is None
+
+
+def test_ctrl_c_keeps_what_was_measured(sets: str, tmp_path: Path) -> None:
+    """The terminal sends it to the workers too."""
+    bench = [sys.executable, "-m", "shoal", "bench", "data", f"{sets}:loader"]
+    running = Command([*bench, "--seconds", "60", "--workers", "0,2"], tmp_path)
+    try:
+        wait_for(lambda: len(running.members()) >= 3)  # with workers
+        os.killpg(running.process.pid, signal.SIGINT)
+        ended = running.end()
+    finally:
+        running.clean_up()
+    assert ended.code == 128 + signal.SIGINT, ended.err
+    assert ended.out.startswith("num_workers=")
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(

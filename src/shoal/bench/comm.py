@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import signal
 import socket
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from shoal.world import World, init
 from . import comm_page
 from .collectives import OPERATIONS, Bounds, measure
 from .interrupting import Interrupts
+from .sheet import write_rows
 from .spelling import parse_sizes, shown_size
 
 BACKENDS = ("mpi", "nccl", "gloo")
@@ -211,8 +211,7 @@ def _report(
         comm_page.show_pairs(console, pairs)
     print_path(console, f"machine file: {path}")
     if asked.csv is not None:
-        with _writable(asked.csv).open("w", newline="") as file:
-            csv.writer(file).writerows(comm_page.rows(machine))
+        write_rows(asked.csv, comm_page.rows(machine))
         print_path(console, f"points: {asked.csv}")
     if asked.json:
         print_path(console, to_json(machine))
@@ -221,11 +220,6 @@ def _report(
 def _file_name(machine: Machine) -> str:
     stamp = datetime.fromisoformat(machine.measured).strftime("%Y%m%d-%H%M%S")
     return f"machine-{machine.hosts[0]}-{len(machine.hosts)}-{stamp}.json"
-
-
-def _writable(path: Path) -> Path:
-    _check_folder(path)
-    return path
 
 
 def _spoken(backend: str) -> str:

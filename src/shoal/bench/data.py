@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from .advice import Measured, Need, advise
 from .inputs import Stages, Trial, stages, trial
 from .interrupting import Interrupts
 from .named import called, named, raised, require_alone
+from .sheet import write_rows
 from .spelling import duration, percent
 
 BATCH_SIZE = 32
@@ -62,12 +62,12 @@ def _measure_and_tell(asked: Request, world: World, need: Need | None) -> int:
     workers = asked.workers or _usual_workers(loaders[0], world.placement.cores)
     count = len(loaders) * len(workers)
     seconds = max(asked.seconds, count * _ROUNDS * _SHORTEST)
-    print_line(
-        screen,
-        f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it with what is "
-        "there",
-    )
     with Interrupts() as interrupts:
+        print_line(
+            screen,
+            f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it with what "
+            "is there",
+        )
         try:
             parts = stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
             found = _measure(asked, loaders, workers, lambda: bool(interrupts.asked))
@@ -218,13 +218,7 @@ def _report(
             add_row(stage, name, duration(seconds), duration(seconds * found[0].batch_size))
         print_table(console, "Each stage alone", stage)
     if asked.csv is not None:
-        try:
-            with asked.csv.open("w", newline="") as file:
-                csv.writer(file).writerows(_rows(found))
-        except OSError as error:
-            raise LaunchError(
-                given=f"--csv {asked.csv}", found=f"{error.strerror}", fix="give another file"
-            ) from None
+        write_rows(asked.csv, _rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain: dict[str, Any] = {

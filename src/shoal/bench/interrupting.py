@@ -9,11 +9,13 @@ from types import FrameType, TracebackType
 class Interrupts:
     """Inside of this context the first SIGINT or SIGTERM sets `asked`, and nothing else happens.
 
-    In the main thread only, as Python has it for handlers.
+    Where `at_once` is set, it raises KeyboardInterrupt too. In the main thread only, as Python has it
+    for handlers.
     """
 
     def __init__(self) -> None:
         self.asked = 0
+        self.at_once = False
 
     def __enter__(self) -> Interrupts:
         numbers = (signal.SIGINT, signal.SIGTERM)
@@ -33,6 +35,6 @@ class Interrupts:
             signal.signal(number, before)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.asked:
+        again, self.asked = bool(self.asked), number
+        if again or self.at_once:
             raise KeyboardInterrupt
-        self.asked = number

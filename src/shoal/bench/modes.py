@@ -7,7 +7,6 @@ model is run forward and backward, as training does.
 from __future__ import annotations
 
 import copy
-import csv
 import json
 import math
 import statistics
@@ -30,6 +29,7 @@ from .interrupting import Interrupts
 from .models import make
 from .modes_page import PYTHON, Mode, advise, rows
 from .named import raised, require_alone
+from .sheet import write_rows
 from .spelling import duration, percent
 from .subject import Script, parse_subject
 
@@ -64,11 +64,6 @@ def modes(asked: Request) -> int:
         )
     require_alone("shoal bench modes")
     screen = plain_console(stderr=True)
-    print_line(
-        screen,
-        f"about {asked.seconds:.0f} s, and what compiling takes, a minute perhaps; Ctrl-C ends it with "
-        "what is there",
-    )
     world = init()
     try:  # not `with`, which would say where in this file an error came through
         subjects = {TOY.format(count): _toy(count) for count in NUMBERS}
@@ -76,9 +71,14 @@ def modes(asked: Request) -> int:
             subjects[asked.model] = _ways(*_model(asked.model, asked.batch, world), world.device)
         found: list[Mode] = []
         with Interrupts() as interrupts:
+            print_line(
+                screen,
+                f"about {asked.seconds:.0f} s, and what compiling takes, a minute perhaps; Ctrl-C ends "
+                "it with what is there",
+            )
             for subject, ways in subjects.items():
                 share = asked.seconds / len(subjects)
-                found += _measure(subject, ways, share, lambda: bool(interrupts.asked))
+                found += _measure(subject, ways, share, interrupts)
     finally:
         world.close()
     if any(mode.seconds is not None for mode in found):
@@ -183,25 +183,28 @@ def _measure(
     subject: str,
     ways: dict[str, Callable[[], Call]],
     seconds: float,
-    asked_to_stop: Callable[[], bool],
+    interrupts: Interrupts,
 ) -> list[Mode]:
     """All ways of one subject: first calls, then samples in turns."""
     runners: list[_Runner] = []
     failed: list[Mode] = []
     for way, prepare in ways.items():
-        if asked_to_stop():
+        if interrupts.asked:
             failed.append(Mode(subject=subject, way=way, reason="ended before it began"))
             continue
+        interrupts.at_once = True  # nobody waits for a compiler after Ctrl-C
         try:
             runners.append(_Runner(way, prepare))
         except (Exception, KeyboardInterrupt) as error:
             failed.append(Mode(subject=subject, way=way, reason=_reason(error)))
+        finally:
+            interrupts.at_once = False
     ends = time.perf_counter() + seconds
     for number in range(_MOST):
         if number >= _LEAST and time.perf_counter() > ends:
             break
         for runner in runners if number % 2 == 0 else reversed(runners):
-            if not asked_to_stop():
+            if not interrupts.asked:
                 runner.sample()
     usual = next((one for one in runners if one.way in ("torch operations", "eager")), None)
     return [*(one.mode(subject, usual) for one in runners), *failed]
@@ -288,13 +291,7 @@ def _report(asked: Request, found: Sequence[Mode]) -> None:
         what = f", forward and backward, batches of {asked.batch}" if subject == asked.model else ""
         print_table(console, f"{subject}{what}", table)
     if asked.csv is not None:
-        try:
-            with asked.csv.open("w", newline="") as file:
-                csv.writer(file).writerows(rows(found))
-        except OSError as error:
-            raise LaunchError(
-                given=f"--csv {asked.csv}", found=f"{error.strerror}", fix="give another file"
-            ) from None
+        write_rows(asked.csv, rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain = {"advice": sentences, "modes": [asdict(mode) for mode in found]}
