@@ -74,10 +74,12 @@ class Batch:
     @property
     def share(self) -> tuple[int, int]:
         """The positions [start, stop) that this rank consumes; empty if it only stands in."""
-        real = [micro for micro in self.micros if micro.weight]
-        if not real:
-            return self.first, self.first
-        return real[0].first, real[-1].first + real[-1].samples
+        start = stop = -1
+        for micro in self.micros:
+            if micro.weight:
+                start = micro.first if start < 0 else start
+                stop = micro.first + micro.samples
+        return (start, stop) if start >= 0 else (self.first, self.first)
 
     def __len__(self) -> int:
         """The number of micro-batches."""

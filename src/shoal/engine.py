@@ -149,8 +149,8 @@ class Engine(ABC):
 
         Afterwards the gradients of the parameters that this rank holds are those of
         `scale * loss_sum / batch.size` summed over the world, and no other module's have changed.
-        `autocast` is the dtype of mixed precision, None for none. What it marks on `world.timeline`
-        counts as backward and so on; what it does not, as forward. Collective.
+        `autocast` is the dtype of mixed precision, None for none. Entered in FORWARD of the
+        `world.timeline`, it enters BACKWARD and, before the sums, UPDATE. Collective.
         """
 
     @abstractmethod

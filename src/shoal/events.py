@@ -116,19 +116,19 @@ class Events:
         before = self._spent.get(name, self._begun)
         self._spent[name] = spent[-1]
         fields = {
-            "event": "steps",
-            "t": round(times[-1], 6),
-            "name": name,
-            "step": step,
-            "first": first,
-            "size": size,
-            "share": share,
-            "counted": counted,
+            "t": repr(round(times[-1], 6)),
+            "name": json.dumps(name),
+            "step": repr(list(step)),
+            "first": repr(list(first)),
+            "size": _numbers(size),
+            "share": repr(list(map(list, share))),
+            "counted": _numbers(counted),
             "loss": _numbers(loss),
-            "norm": _numbers(norm),
-            **columns(before, spent),
+            "norm": _numbers(norm, "%.9g"),
         }
-        return json.dumps(fields, separators=(",", ":")) + "\n"
+        fields |= {part: repr(column) for part, column in columns(before, spent).items()}
+        texts = ", ".join(f'"{field}": {text}' for field, text in fields.items())
+        return f'{{"event": "steps", {texts}}}\n'
 
     def _hand_over(self, lines: str) -> None:
         if len(self._waiting) < KEPT_BYTES:
@@ -225,11 +225,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
 
 
-def _numbers(values: Sequence[float]) -> Sequence[float | None]:
-    # JSON has no NaN and no infinity.
-    if math.isfinite(sum(values)):
-        return values
-    return [value if math.isfinite(value) else None for value in values]
+def _numbers(values: Sequence[float], short: str = "") -> str:
+    """A column of numbers as JSON, written out because that is most of what a step costs here."""
+    if not math.isfinite(sum(values)):  # which JSON has no word for
+        return json.dumps([value if math.isfinite(value) else None for value in values])
+    if values.count(values[0]) == len(values):
+        return f"[{', '.join([repr(values[0])] * len(values))}]"
+    # All at once, and to as many digits as float32 has, in a third of the time.
+    return f"[{', '.join([short] * len(values)) % tuple(values)}]" if short else repr(list(values))
 
 
 def _finite(value: Plain) -> Plain:

@@ -34,6 +34,7 @@ class Recording:
         self._events = events
         self._steps = steps
         self._loader = loader
+        self._first = next(iter(steps))
         self._timeline = loader.world.timeline
         self.rewind()
 
@@ -81,31 +82,24 @@ class Recording:
 
     def tick(self, now: float) -> bool:
         """Record the steps taken since the last tick; whether the first Step took one."""
-        recorded, self._recorded = self._recorded, self._numbers()
-        batch, steps = self._loader.last, self._steps
-        taken = [name for name, number in self._recorded.items() if number != recorded[name]]
-        if batch is None or not taken:
-            return bool(taken) and taken[0] == next(iter(steps))
-        spent = self._timeline.take()
-        charged = {taken[0]: spent} if len(steps) == 1 else self._charged(spent, taken)
+        recorded, steps = self._recorded, self._steps
+        taken = [name for name, step in steps.items() if step.number != recorded[name]]
+        if not taken:
+            return False
+        batch, spent = self._loader.last, self._timeline.take()
+        charged = None if len(steps) == 1 else self._charged(spent, taken)
         for name in taken:
-            result = steps[name].last
-            if result is not None:
-                self._events.step(
-                    StepEvent(
-                        name,
-                        self._recorded[name],
-                        batch.first,
-                        batch.size,
-                        batch.share,
-                        result.counted,
-                        result.loss,
-                        result.norm,
-                        now,
-                        charged[name],
-                    )
-                )
-        return taken[0] == next(iter(steps))
+            number, result = steps[name].number, steps[name].last
+            recorded[name] = number
+            if batch is None or result is None:  # of a state that was loaded
+                continue
+            loss, norm, counted = result[:3]
+            first, share = batch.first, batch.share
+            each = spent if charged is None else charged[name]
+            self._events.step(
+                StepEvent(name, number, first, batch.size, share, counted, loss, norm, now, each)
+            )
+        return taken[0] == self._first
 
     def end(self, error: BaseException | None) -> None:
         """Record that the run closes, and by what if that is an error."""

@@ -27,7 +27,7 @@ from shoal.parallel import engine_of
 from shoal.sameness import check_same_environment
 from shoal.shares import divided
 from shoal.task import Micro, Task
-from shoal.timeline import CHECKPOINT, FORWARD, UPDATE
+from shoal.timeline import CHECKPOINT, FORWARD
 from shoal.trial import check_loss_adds_up
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -155,7 +155,6 @@ class Step:
         scale = 1.0 if self._scale is None else self._scale.value
         try:
             totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
-            self.engine.world.timeline.enter(UPDATE)
             decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
         except BaseException:
             self.engine.discard()  # whoever catches it goes on with the next batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
@@ -94,13 +94,13 @@ class Timeline:
                 self._held = held
 
     def take(self) -> Spent:
-        """What has been spent until now."""
-        self.enter(self._part)
+        """What had been spent when the last mark was made."""
         self._paused = None
         return tuple(self.spent)
 
     def pause(self) -> Spent:
         """Until `begin`, or else `take`, time belongs to nothing. Returns what was spent before."""
+        self.enter(self._part)
         self._paused = self.take()
         return self._paused
 
@@ -201,7 +201,8 @@ def columns(before: Spent, rows: Sequence[Spent]) -> dict[str, list[int]]:
     """
     import numpy as np  # not for those who only read
 
-    table = np.array([before, *rows], dtype=np.int64) // 1000
+    flat = chain(before, chain.from_iterable(rows))
+    table = np.fromiter(flat, np.int64, (1 + len(rows)) * len(before)).reshape(-1, len(before)) // 1000
     clock, parts = table[1:, CLOCK], np.diff(table[:, 1:], axis=0)
     found = {"at": clock[-1] - clock, "wall": parts.sum(axis=1)}
     found |= {name: parts[:, number] for number, name in enumerate(PARTS) if number}

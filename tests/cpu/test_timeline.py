@@ -64,6 +64,7 @@ def test_time_belongs_to_what_was_entered_last(clock: Clock) -> None:
     with timeline.within(COMMUNICATION):
         clock.now += 11
     clock.now += 100
+    timeline.enter(OTHER)
     spent = timeline.take()
     assert parts(spent) == {
         "wait": 3,
@@ -87,6 +88,7 @@ def test_what_is_marked_during_a_save_or_an_evaluation_is_part_of_it(clock: Cloc
         timeline.enter(before)
         clock.now += 5
     clock.now += 1
+    assert timeline.enter(OTHER) == UPDATE
     assert parts(timeline.take()) == {"evaluation": 15, "update": 1}
 
 
@@ -97,6 +99,7 @@ def test_an_error_leaves_a_part(clock: Clock) -> None:
         raise ValueError("oh")
     timeline.enter(WAIT)
     clock.now += 5
+    timeline.enter(OTHER)
     assert parts(timeline.take()) == {"wait": 5}
 
 
@@ -107,12 +110,14 @@ def test_time_before_the_first_batch_belongs_to_no_step(clock: Clock) -> None:
     timeline.enter(WAIT)
     clock.now += 5
     timeline.begin()  # another epoch
+    timeline.enter(OTHER)
     assert parts(timeline.take()) == {"wait": 5}
     before = timeline.pause()
     timeline.enter(FORWARD)
     clock.now += 5
     timeline.begin()
     clock.now += 2
+    timeline.enter(OTHER)
     spent = timeline.take()
     assert [now - was for now, was in zip(spent, before, strict=True)][1:].count(0) == len(PARTS) - 1
     assert parts(spent) == {"wait": 5, "forward": 2}
@@ -122,6 +127,7 @@ def test_without_a_loader_time_goes_on_from_the_pause(clock: Clock) -> None:
     timeline = Timeline()
     before = timeline.pause()
     clock.now += 5
+    timeline.enter(OTHER)
     assert sum(timeline.take()[1:]) - sum(before[1:]) == 5
     timeline.begin()
     assert sum(timeline.take()[1:]) - sum(before[1:]) == 5
@@ -201,6 +207,7 @@ def test_on_a_device_time_is_known_once_it_has_come_there() -> None:
     assert all(sum(step) == 3_750_000 for step in steps)
     assert steps[0][UPDATE - 1] == 500_000
     assert queue.made < 20
+    timeline.enter(OTHER)
     queue.done = queue.clock
     assert sum(timeline.take()[1:]) == round(queue.clock * 1e6)
 
@@ -219,6 +226,7 @@ def test_a_device_is_marked_during_a_save_and_from_a_pause_on() -> None:
     queue.clock += 5.0
     timeline.begin()
     queue.clock += 3.0
+    timeline.enter(OTHER)
     queue.done = queue.clock
     assert parts(timeline.take()) == {"checkpoint": 2_000_000, "other": 3_000_000}
 

@@ -159,7 +159,7 @@ def test_they_add_up_under_other_strategies(name: str, tmp_path: Path) -> None:
     layout, strategy = STRATEGIES[name]
     pipeline = name == "pipeline"
     with Ranks(2, layout=layout) as two:
-        took = two.call(trained, tmp_path, 300, strategy, -1, -1, 2 if pipeline else 1)
+        took = two.call(trained, tmp_path, 320, strategy, -1, -1, 2 if pipeline else 1)
     for rank, seconds in enumerate(took):
         sums = summed(tmp_path, rank)
         assert sums["wall"] == pytest.approx(seconds, rel=0.02)
@@ -175,10 +175,10 @@ def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
     # In the first steps collectives are compared before they begin.
     of_rank = [summed(tmp_path, rank, after=4) for rank in range(3)]
     planted = PLANTED * (steps - 4)
-    most = {part: max(range(3), key=lambda rank, p=part: of_rank[rank][p]) for part in PARTS}
-    assert (most["wait"], most["forward"], most["communication"]) == (1, 2, 0)
     for rank, part in ((1, "wait"), (2, "forward"), (0, "communication")):
-        assert of_rank[rank][part] > 0.7 * planted
+        mine, *others = (of_rank[each][part] for each in (rank, *({0, 1, 2} - {rank})))
+        assert mine > 0.7 * planted
+        assert mine > max(others)
 
 
 @pytest.mark.full

@@ -252,7 +252,7 @@ class PipelineEngine(MeshEngine):
     def _build(
         self, forms: Mapping[int, tuple[Form, Form]], micro_batches: int
     ) -> tuple[Any, list[PipelineStage]]:
-        stages = [
+        stages: list[PipelineStage] = [
             MarkedStage(
                 self.world.timeline,
                 part,

@@ -197,7 +197,7 @@ class DDPEngine(LocalEngine):
         if self._last:
             enter = self.world.timeline.enter
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: enter(COMMUNICATION))
+            queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type,return-value]
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
@@ -221,7 +221,7 @@ class DDPEngine(LocalEngine):
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
             choice = worth.choose(some, self.wire)
-            self.world.say(f"shoal: {choice}")
+            self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
             if choice.value is None:
                 return
             how = choice.value
