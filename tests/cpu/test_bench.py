@@ -165,7 +165,7 @@ def test_planted_causes_are_named_with_their_shares_which_add_up_to_what_is_lost
     assert sum(found.values()) == pytest.approx(lost)
     assert found["exposed all-reduce"] == pytest.approx(10 / 80)
     assert found["waiting for rank 1 on node1 (forward)"] == pytest.approx(10 / 80)
-    assert found["optimizer, the same work on each rank"] == pytest.approx(5 / 80)
+    assert found["optimizer (the same work on each rank)"] == pytest.approx(5 / 80)
     assert found["forward and backward"] == pytest.approx(5 / 80)
     assert sentence(row, base).startswith("2 processes give 1.25x (62 %): 12 % ")
 

@@ -105,11 +105,11 @@ def _text(part: str, share: float, row: Row, work: float) -> str:
         return COLLECTIVES.get(row.configuration.strategy, SHOWN[part])
     if part == "waiting":
         if row.blame is None:
-            return "waiting for the slowest rank, now this, now that"
+            return "waiting for ranks that are late in turn"
         where = f" ({SHOWN[row.blame.part]})"
         return f"waiting for rank {row.blame.rank} on {row.blame.host}{where}"
     if part == "compute":
         return "forward and backward" + (f" ({crowded[0].partition(':')[0]})" if crowded else "")
     if part == "update" and work < 1 and row.configuration.strategy == "ddp":
-        return "optimizer, the same work on each rank"
+        return "optimizer (the same work on each rank)"
     return SHOWN[part]
