@@ -41,7 +41,6 @@ def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
         ("gpt:depth=3", "'depth=3' is none of its sizes"),
         ("gpt:layers=0", "no number above 0"),
         ("gpt:width=100,heads=7", "heads=5"),
-        ("missing.py", "there is no file"),
         ("a b:c", "neither a built-in model"),
     ],
 )
@@ -85,6 +84,7 @@ def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int,
         ({"warmup": 0}, "--warmup 1"),
         ({"args": ("--x",)}, "only a script takes"),
         ({"processes": (0, 1)}, "1 or more"),
+        ({"model": "missing.py"}, "there is no file"),
     ],
 )
 def test_what_cannot_be_studied_is_refused(changed: dict[str, Any], told: str) -> None:
@@ -165,7 +165,7 @@ def test_planted_causes_are_named_with_their_shares_which_add_up_to_what_is_lost
     assert sum(found.values()) == pytest.approx(lost)
     assert found["exposed all-reduce"] == pytest.approx(10 / 80)
     assert found["waiting for rank 1 on node1 (forward)"] == pytest.approx(10 / 80)
-    assert found["optimizer, the same work on each rank"] == pytest.approx(5 / 80)
+    assert found["optimizer (the same work on each rank)"] == pytest.approx(5 / 80)
     assert found["forward and backward"] == pytest.approx(5 / 80)
     assert sentence(row, base).startswith("2 processes give 1.25x (62 %): 12 % ")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Command, Ended
+from commands import GONE_WITHIN, Command, Ended, wait_for
 from shoal.bench.figures import rows
 from shoal.bench.folder import load
 
@@ -64,7 +64,23 @@ def here(tmp_path: Path) -> Path:
 TINY = ("--steps", "6", "--warmup", "2", "--rounds", "1", "--batch", "8", "--study", "s")
 
 
-def test_a_study_measures_the_same_training_on_one_and_two_processes(here: Path) -> None:
+def test_a_study_that_is_killed_leaves_nothing_running_and_goes_on(here: Path) -> None:
+    command = [sys.executable, "-m", "shoal", "bench", "scaling", "mine:make", "-n", "1,2", *TINY]
+    started = Command(command, here)
+    try:
+        wait_for(lambda: any(here.glob("s/jobs/*/round-0/run/events/*")))
+        started.process.terminate()
+        assert started.end().code == 143
+        wait_for(lambda: started.members() == [], GONE_WITHIN)
+    finally:
+        started.clean_up()
+    study = load(here / "s")
+    assert len(study.missing()) == 2
+    check_study(here)
+
+
+def check_study(here: Path) -> None:
+    """A study measures the same training on one and two processes."""
     ended = bench(here, "scaling", "mine:make", "-n", "1,2", *TINY)
     assert ended.code == 0, ended.err + ended.out
     assert "2 processes give" in ended.out

@@ -39,7 +39,7 @@ def causes(row: Row, base: Row) -> list[Cause]:
         return []
     excess = {part: (row.parts[part] - work * base.parts.get(part, 0.0)) / total for part in row.parts}
     excess["compute"] = excess.pop("forward", 0.0) + excess.pop("backward", 0.0)
-    found = [Cause(share=share, text=_text(part, row, work)) for part, share in excess.items()]
+    found = [Cause(share=share, text=_text(part, share, row, work)) for part, share in excess.items()]
     return sorted(found, key=lambda cause: -cause.share)
 
 
@@ -97,17 +97,19 @@ def _alone(base: Row) -> str:
     return f"{many}, and nothing to compare with: {told}"
 
 
-def _text(part: str, row: Row, work: float) -> str:
+def _text(part: str, share: float, row: Row, work: float) -> str:
+    if share < 0:  # what was won needs no excuse
+        return "forward and backward" if part == "compute" else SHOWN[part]
     crowded = [note for note in row.notes if note.startswith("more processes")]
     if part == "communication":
         return COLLECTIVES.get(row.configuration.strategy, SHOWN[part])
     if part == "waiting":
         if row.blame is None:
-            return "waiting for the slowest rank, now this, now that"
+            return "waiting for ranks that are late in turn"
         where = f" ({SHOWN[row.blame.part]})"
         return f"waiting for rank {row.blame.rank} on {row.blame.host}{where}"
     if part == "compute":
         return "forward and backward" + (f" ({crowded[0].partition(':')[0]})" if crowded else "")
     if part == "update" and work < 1 and row.configuration.strategy == "ddp":
-        return "optimizer, the same work on each rank"
+        return "optimizer (the same work on each rank)"
     return SHOWN[part]

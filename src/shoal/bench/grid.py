@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import LaunchError
 
-from .subject import Script, Subject, parse_subject
+from .subject import SIZES, Script, Subject, parse_subject
 
 SCALINGS = ("strong", "weak")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -151,6 +152,12 @@ def _check_script(options: Options) -> None:
                 fix=f"shoal bench scaling {options.model}",
             )
         return
+    if not Path(options.model).is_file():
+        raise LaunchError(
+            given=options.model,
+            found=f"there is no file {Path(options.model).absolute()}",
+            fix="the path of a script, or one of " + ", ".join(SIZES),
+        )
     varied = {
         "run": True,
         "batch": "weak" in options.scalings,

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +86,21 @@ def command_of(study: Study, configuration: Configuration, folder: Path, mpirun:
         return [*shlex.split(mpirun), "-n", count, sys.executable, program, *args]
     launched = [sys.executable, "-m", "shoal", "run", "-n", count, program]
     return [*launched, "--", *args] if args else launched
+
+
+@contextmanager
+def orderly() -> Iterator[None]:
+    """A signal that ends this process ends its job too, which has a session of its own."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def find_mpirun() -> str:
@@ -243,6 +258,6 @@ def reason_of(code: int, log: str) -> str:
     elif not line and code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         line = "killed (SIGKILL), as the system does when memory is short"
     if not line:
-        last = [text for text in log.splitlines() if text.strip()]
+        last = [text for text in log.splitlines() if re.search(r"\w", text)]
         line = last[-1].strip() if last else "it printed nothing"
     return printable(f"{line[:300]} (exit code {code})")

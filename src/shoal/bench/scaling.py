@@ -26,7 +26,7 @@ def run(path: Path, options: Options, mpirun: str | None, tell: Callable[[str], 
     """Run what is missing of a study; each job that ends is told."""
     check(options)
     study = begin(path, options)
-    with alone(study):
+    with alone(study), jobs.orderly():
         missing = study.missing()
         total = len(configurations(options)) * options.rounds
         if len(missing) < total:

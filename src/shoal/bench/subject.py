@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from shoal.errors import LaunchError
@@ -63,14 +62,8 @@ Subject: TypeAlias = BuiltIn | Factory | Script
 
 
 def parse_subject(text: str) -> Subject:
-    """What `text` names. Raises LaunchError for what is none, or has no such size."""
+    """What `text` names, be it there or not. Raises LaunchError for what is none of these."""
     if text.endswith(".py"):
-        if not Path(text).is_file():
-            raise LaunchError(
-                given=text,
-                found=f"there is no file {Path(text).absolute()}",
-                fix="the path of a script, or one of " + ", ".join(SIZES),
-            )
         return Script(path=text)
     name, colon, rest = text.partition(":")
     if name in SIZES:
