@@ -10,12 +10,14 @@ import typer
 
 from shoal.errors import LaunchError
 
+from . import machine_commands
+
 if TYPE_CHECKING:
     from .grid import Options
 
 benches = typer.Typer(
     name="bench",
-    help="Measure: how a model scales, two such studies beside each other.",
+    help="Measure: how a model scales; collectives, input, ways to compute.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -165,3 +167,7 @@ def _folder(options: Options) -> str:
     """A directory's name for the model: `gpt:layers=8` is `gpt-layers=8`, `a/train.py` is `train`."""
     name = Path(options.model).stem if options.model.endswith(".py") else options.model
     return "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
+
+
+for command in (machine_commands.comm, machine_commands.data, machine_commands.modes):
+    benches.command()(command)
