@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .bench import commands as measuring
 from .errors import CheckpointError, LaunchError, ShoalError
 from .submit import commands as jobs
 
@@ -156,6 +157,7 @@ app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
 for command in (jobs.status, jobs.logs, jobs.cancel):
     app.command()(command)
 app.add_typer(jobs.sites)
+app.add_typer(measuring.benches)
 
 
 Directory = Annotated[
