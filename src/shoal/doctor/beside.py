@@ -11,7 +11,7 @@ from shoal.errors import ShoalError
 
 
 class Outcome(TypedDict):
-    """What came of it: a value that JSON holds, or the trouble there was; `hung` if it goes on still."""
+    """What came of it: a value that JSON holds, or the trouble there was; `hung` if it goes on."""
 
     value: Any
     trouble: str
@@ -26,7 +26,8 @@ def beside(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str,
     """
     done: dict[str, Outcome] = {}
     threads = [
-        threading.Thread(target=_do, args=(name, work, done), daemon=True) for name, work in works.items()
+        threading.Thread(target=_do, args=(name, work, done), daemon=True)
+        for name, work in works.items()
     ]
     deadline = time.monotonic() + limit
     for thread in threads:

@@ -19,7 +19,7 @@ _NAMED = 3
 
 
 class State(StrEnum):
-    """Failure: training would break, give other numbers or take twice as long. Warning: less than that."""
+    """Failure: training breaks, gives other numbers or takes twice as long. Warning: less than that."""
 
     OK = "ok"
     WARNING = "warning"
@@ -31,7 +31,7 @@ _GRAVEST = (State.FAILURE, State.WARNING, State.OK)
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report: what was looked at, what was found, and what to type where it is not ok."""
+    """One line of the report: what was looked at, what was found, what to type if it is not ok."""
 
     what: str
     state: State

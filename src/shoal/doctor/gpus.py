@@ -88,9 +88,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         name=str(nvml.nvmlDeviceGetName(handle)),
         total=memory.total,
         used=memory.used,
-        temperature=ask(
-            lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 0
-        ),
+        temperature=ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 0),
         slowdown=ask(
             lambda: nvml.nvmlDeviceGetTemperatureThreshold(
                 handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
@@ -130,9 +128,11 @@ def _judge_host(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
     problems = [problem for gpu in gpus for problem in _problems(gpu)]
     yield from problems
     if not problems:
-        names = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) if (
-            names := [gpu["name"] for gpu in gpus]
-        ) else ""
+        names = (
+            ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+            if (names := [gpu["name"] for gpu in gpus])
+            else ""
+        )
         yield ok("GPU health", f"{names}: no ECC error, no slowdown, free")
 
 
@@ -153,4 +153,4 @@ def _problems(gpu: Gpu) -> Iterator[Finding]:
         yield warning(name, found, report)
     if gpu["used"] > _BUSY * gpu["total"]:
         found = f"{size(gpu['used'])} of its {size(gpu['total'])} are in use before training"
-        yield warning(name, found, "see whose they are: nvidia-smi; ask for GPUs of your own (--exclusive)")
+        yield warning(name, found, "nvidia-smi says whose; ask for GPUs of your own (--exclusive)")

@@ -110,7 +110,7 @@ def _judge_cores(ranks: Sequence[Seen[Cores]]) -> Iterator[Finding]:
     elif crowded:
         yield failure(
             "cores",
-            f"ranks {spans([one.rank for one in crowded])} share cores while others of {cores} are idle",
+            f"ranks {spans([one.rank for one in crowded])} share cores while others may be idle",
             "srun --cpu-bind=cores, or mpirun --bind-to none",
         )
     else:
@@ -133,7 +133,7 @@ def _judge_time(ranks: Sequence[Seen[Cores]], usable: Sequence[int]) -> Iterator
             "CPU time",
             f"the cgroup allows the time of {quota:g} cores, and there are {len(usable)}: "
             "ranks are stopped in mid-step",
-            f"ask for {len(usable)} CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
+            "ask for as many CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
         )
     given = [int(one.facts["threads"]) for one in ranks if one.facts["threads"].isdecimal()]
     if len(given) == len(ranks) and sum(given) > len(usable):
@@ -191,7 +191,9 @@ def _judge_files(one: Seen[Limits]) -> Iterator[Finding]:
         yield warning(
             "open files",
             f"{files:,} allowed, and {one.facts['size']} ranks may need {wanted:,}",
-            f"ulimit -n {wanted}" if able else f"ask the administrators for a limit (nofile) of {wanted}",
+            f"ulimit -n {wanted}"
+            if able
+            else f"ask the administrators for a limit (nofile) of {wanted}",
         )
 
 
@@ -201,7 +203,7 @@ def _judge_locked(one: Seen[Limits]) -> Iterator[Finding]:
         yield warning(
             "locked memory",
             f"{size(locked)} allowed; InfiniBand registers buffers in it",
-            "ulimit -l unlimited; in Slurm, PropagateResourceLimitsExcept=MEMLOCK is the administrators'",
+            "ulimit -l unlimited; in Slurm administrators set PropagateResourceLimitsExcept=MEMLOCK",
         )
     else:
         yield ok("locked memory", f"{size(locked)} allowed" if locked != UNLIMITED else "unlimited")

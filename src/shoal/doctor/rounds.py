@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,12 @@ class Rounds:
         return not self.missing and not self.stuck
 
     def take(
-        self, name: str, works: Mapping[str, Callable[[], object]], limit: float, *, together: bool = False
+        self,
+        name: str,
+        works: Mapping[str, Callable[[], object]],
+        limit: float,
+        *,
+        together: bool = False,
     ) -> list[dict[str, Outcome]]:
         """What came of `works` on each rank, in rank order, with nothing of one that is missing.
 
@@ -89,3 +95,14 @@ class Rounds:
             ) from None
         missing, self.stuck = json.loads(store.get(f"{name}/all"))
         self.missing = tuple(missing)
+
+    def end(self) -> None:
+        """Rank 0, which may hold the store, stays until all that are here have heard its last word."""
+        if self.store is None:
+            return
+        if self.rank:
+            self.store.set(f"heard/{self.rank}", "")
+            return
+        heard = [f"heard/{rank}" for rank in range(1, self.size) if rank not in self.missing]
+        with suppress(RuntimeError):
+            self.store.wait(heard, timedelta(seconds=_LATE_SECONDS))
