@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import torch
 
-from shoal.doctor.findings import Finding, Seen, failure, grouped, ok, warning
+from shoal.doctor.findings import Finding, Seen, failure, grouped, ok, warning, where
 from shoal.doctor.outliers import HALF, slow
 
 WINDOW = 0.3
@@ -18,13 +18,17 @@ _OTHER = (1024, torch.float32)
 
 
 class Compute(TypedDict):
-    """FLOP/s by device, and the kind of these devices: only the same kind can be compared."""
+    """FLOP/s by device, and the kind of these devices: only the same kind can be compared.
+
+    Not where ranks take turns on cores, if it is not to be `compared`.
+    """
 
     kind: str
+    compared: bool
     rates: dict[str, float]
 
 
-def look(devices: Sequence[torch.device]) -> Compute:
+def look(devices: Sequence[torch.device], *, compared: bool = True) -> Compute:
     """The best of some windows of each device, one after the other.
 
     A window is long against the periods in which a cgroup stops a process, so that this shows, and
@@ -33,7 +37,13 @@ def look(devices: Sequence[torch.device]) -> Compute:
     rates = {str(device): max(_rates(device)) for device in devices}
     first = devices[0]
     kind = torch.cuda.get_device_name(first) if first.type == "cuda" else first.type
-    return Compute(kind=kind, rates=rates)
+    return Compute(kind=kind, compared=compared, rates=rates)
+
+
+def better(one: Compute, other: Compute) -> Compute:
+    """The best that each device has given."""
+    rates = {name: max(rate, other["rates"][name]) for name, rate in one["rates"].items()}
+    return Compute(kind=one["kind"], compared=one["compared"], rates=rates)
 
 
 def visible() -> list[torch.device]:
@@ -70,7 +80,12 @@ def _finish(device: torch.device) -> None:
 
 def judge(ranks: Sequence[Seen[Compute]]) -> Iterator[Finding]:
     """Devices that are slower than others of their kind."""
-    for kind, members in grouped(ranks, lambda one: one.facts["kind"]).items():
+    crowded = [one for one in ranks if not one.facts["compared"]]
+    if crowded:
+        text = f"{where(crowded)} take turns on too few cores, and are not compared"
+        yield ok("compute", text)
+    rest = [one for one in ranks if one.facts["compared"]]
+    for kind, members in grouped(rest, lambda one: one.facts["kind"]).items():
         rates = {
             (one.rank, one.host, device): rate
             for one in members

@@ -145,7 +145,9 @@ def judge(ranks: Sequence[Seen[Directory]]) -> Iterator[Finding]:
         )
     elif able:
         yield ok("sync", f"{1000 * max(one.facts['sync'] for one in able):.1f} ms at most for 4 kB")
-    yield from by_rank([min(ranks, key=lambda one: one.facts["free"])], _judge_room)
+    sized = [one for one in able if one.facts["total"]]
+    if sized:
+        yield from by_rank([min(sized, key=lambda one: one.facts["free"])], _judge_room)
 
 
 def _judge_rights(one: Seen[Directory]) -> Iterator[Finding]:

@@ -136,7 +136,7 @@ def _judge_time(ranks: Sequence[Seen[Cores]], usable: Sequence[int]) -> Iterator
             "ask for as many CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
         )
     given = [int(one.facts["threads"]) for one in ranks if one.facts["threads"].isdecimal()]
-    if len(given) == len(ranks) and sum(given) > len(usable):
+    if len(given) == len(ranks) and max(given) > 1 and sum(given) > len(usable):
         fit = max(1, len(usable) // len(ranks))
         yield warning(
             "threads",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,30 +20,57 @@ WARNED, FAILED = 2.0, 3.0
 """So many times slower than usual. Less is noise where ranks outnumber cores."""
 
 
-def chosen(hosts: Sequence[str]) -> list[int]:
-    """The ranks that are measured."""
-    if len(hosts) <= MOST_RANKS:
-        return list(range(len(hosts)))
+def chosen(hosts: Sequence[str], crowded: Sequence[str]) -> list[int]:
+    """The ranks that are measured: of hosts where ranks take turns on cores, the first alone."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    return firsts if len(firsts) > 1 else list(range(MOST_RANKS))
+    alone = firsts if len(hosts) > MOST_RANKS and len(firsts) > 1 else []
+    ranks = [rank for rank, host in enumerate(hosts) if host not in crowded or rank in firsts]
+    return alone or ranks[:MOST_RANKS]
 
 
-def look(world: World, hosts: Sequence[str]) -> dict[str, Any] | None:
-    """The links of a world whose ranks are on these hosts; rank 0 has them. Collective."""
-    measured = pairs(world, among=chosen(hosts))
+def look(world: World, among: Sequence[int]) -> dict[str, Any] | None:
+    """The links between these ranks of a world; rank 0 has them, if there are any. Collective."""
+    if len(among) < 2:
+        return None
+    measured = pairs(world, among=among)
     return asdict(measured) if world.first else None
 
 
-def judge(ranks: Sequence[Seen[dict[str, Any]]]) -> Iterator[Finding]:
+def better(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The best that each link has given."""
+    if one is None or other is None:
+        return None
+    return {
+        **one,
+        "bandwidth": _each(max, one["bandwidth"], other["bandwidth"]),
+        "latency": _each(min, one["latency"], other["latency"]),
+    }
+
+
+def _each(best: Callable[[float, float], float], one: Matrix, other: Matrix) -> Matrix:
+    return tuple(
+        tuple(None if a is None or b is None else best(a, b) for a, b in zip(*rows, strict=True))
+        for rows in zip(one, other, strict=True)
+    )
+
+
+def judge(ranks: Sequence[Seen[dict[str, Any] | None]]) -> Iterator[Finding]:
     """A line for each slow machine, rank or link; one for all where none is."""
-    measured = Pairs(**ranks[0].facts)
+    facts = ranks[0].facts
+    if facts is None:
+        yield ok("links", "not measured: ranks take turns on too few cores")
+        return
+    measured = Pairs(**facts)
     found = slow(measured, factor=WARNED)
     for one in found:
         hosts = " and ".join(one.hosts)
         text = f"{one.what} ({hosts}): {one.bandwidth / 1e9:.3g} GB/s, "
         text += f"others {one.ratio:.1f} times as much"
-        fix = f"see to cables and ports of {hosts} (ethtool -S, ibstat, nvidia-smi nvlink -s), "
-        fix += f"or leave one out (sbatch --exclude={one.hosts[0]})"
+        within = len(one.hosts) == 1 and len(one.ranks) == 2
+        look = "nvidia-smi topo -m, nvlink -s; numactl -H" if within else "ethtool -S, ibstat"
+        fix = (
+            f"see to the links of {hosts} ({look}), or leave one out (sbatch --exclude={one.hosts[0]})"
+        )
         yield (failure if one.ratio >= FAILED else warning)("links", text, fix)
     if not found:
         for within, what in ((False, "between hosts"), (True, "within a host")):

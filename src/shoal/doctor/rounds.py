@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from shoal.doctor.beside import Outcome, beside
 from shoal.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.01
 _LATE_SECONDS = 5.0
@@ -95,6 +97,16 @@ class Rounds:
             ) from None
         missing, self.stuck = json.loads(store.get(f"{name}/all"))
         self.missing = tuple(missing)
+
+    def tell(self, name: str, value: T) -> T:
+        """What rank 0 has to say, on every rank; a value that JSON holds."""
+        if self.store is None:
+            return value
+        if self.rank == 0:
+            self.store.set(f"{name}/told", json.dumps(value))
+            return value
+        told: T = json.loads(self.store.get(f"{name}/told"))
+        return told
 
     def end(self) -> None:
         """Rank 0, which may hold the store, stays until all that are here have heard its last word."""

@@ -119,7 +119,7 @@ def judge(ranks: Sequence[Seen[View]]) -> Iterator[Finding]:
         )
     else:
         slowest = max(one.facts["seconds"] for one in ranks)
-        yield ok("shared", f"all ranks saw what rank 0 wrote within {1000 * slowest:.0f} ms")
+        yield ok("shared", f"all ranks saw what rank 0 wrote within {1000 * slowest:.1f} ms")
     unlocked = [one for one in ranks if one.facts["seconds"] >= 0 and not one.facts["locked"]]
     if unlocked:
         yield warning(
