@@ -69,6 +69,22 @@ class Network:
                 else:
                     _tc(space, *f"replace dev {device} root tbf rate {rate} {_BUCKET}".split())
 
+    def narrow(self, host: str, other: str, rate: str | None) -> None:
+        """Let only so much through from a host to another, as tc spells it; None: all."""
+        space = self.space(host)
+        if rate is None:
+            _tc(space, "del", "dev", "eth0", "root")
+            return
+        # A fourth band, to which nothing goes but by the filter.
+        _tc(space, *["add", "dev", "eth0", "root", "handle", "1:", "prio", "bands", "4"])
+        _tc(space, *f"add dev eth0 parent 1:4 tbf rate {rate} {_BUCKET}".split())
+        for address in self.hosts[other]:
+            ipv6 = ":" in address
+            match = f"match {'ip6' if ipv6 else 'ip'} dst {address.partition('/')[0]}"
+            kind = f"protocol {'ipv6' if ipv6 else 'ip'} pref {2 if ipv6 else 1}"
+            words = f"filter add dev eth0 parent 1: {kind} u32 {match} flowid 1:4"
+            _run("tc", "-n", space, *words.split())
+
     def delay(self, round_trip: float) -> list[str]:
         """The command that delays all frames for as long as it runs: `round_trip` in seconds."""
         enter = ["ip", "netns", "exec", self.space(_SWITCH), sys.executable, str(DELAY)]

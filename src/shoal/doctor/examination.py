@@ -69,9 +69,9 @@ class Doctor:
 
     request: Request
     rounds: Rounds
+    hosts: list[str]
     began: float = field(default_factory=time.time)
     begun: float = field(default_factory=time.perf_counter)
-    hosts: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     outcomes: list[dict[str, Outcome]] = field(default_factory=list)
     """Of the first round, on rank 0."""
@@ -80,9 +80,7 @@ class Doctor:
         """Let all ranks look, and judge it on rank 0."""
         works = {topic.name: topic.look for topic in topics}
         outcomes = self.rounds.take(name, works, self.request.limit)
-        if not self.hosts:
-            self.hosts = self.rounds.tell("hosts", [_host(each) for each in outcomes])
-            self.outcomes = outcomes
+        self.outcomes = self.outcomes or outcomes
         for topic in topics:
             self.findings += self._judged(topic, outcomes)
 
@@ -176,15 +174,9 @@ def _best(topic: Topic[Any], before: dict[str, Outcome], now: dict[str, Outcome]
     return {topic.name: Outcome(value=topic.better(old["value"], new["value"]), trouble="", hung=False)}
 
 
-def _host(outcomes: dict[str, Outcome]) -> str:
-    known = outcomes.get("host")
-    return "unknown host" if known is None or known["trouble"] else str(known["value"])
-
-
 def each_alone(request: Request, ranks: int) -> list[Topic[Any]]:
     """What each of so many ranks looks at by itself; nothing of it imports torch."""
     topics: list[Topic[Any]] = [
-        Topic(name="host", look=socket.gethostname, judge=lambda _: ()),
         Topic(name="software", look=software.look, judge=software.judge),
         Topic(name="cores", look=host.look_at_cores, judge=host.judge_cores),
         Topic(name="memory", look=host.look_at_memory, judge=host.judge_memory),
@@ -236,7 +228,8 @@ def _unmet(what: str, error: ShoalError) -> Finding:
 
 def examine_alone(request: Request, *before: Finding) -> Examination:
     """Look at this process, after what was found `before`."""
-    doctor = Doctor(request=request, rounds=Rounds(None, rank=0, size=1), findings=list(before))
+    rounds, hosts = Rounds(None, rank=0, size=1), [socket.gethostname()]
+    doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
     doctor.go("alone", each_alone(request, 1))
     hidden = "" in environ.visible_devices().values()
     if gpus.DEVICE.exists() and not hidden and not request.quick:
@@ -261,11 +254,12 @@ def examine_together(world: World, request: Request) -> tuple[Examination | None
     from shoal.doctor import compute, links, place
 
     store = world.store("shoal/doctor")
-    doctor = Doctor(request=request, rounds=Rounds(store, rank=world.rank, size=world.size))
+    hosts = world.gather(socket.gethostname())
+    rounds = Rounds(store, rank=world.rank, size=world.size)
+    doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
     rank, size, inner = world.rank, world.size, request.limit * _INNER
     placed = Topic(name="place", look=partial(place.look, world), judge=place.judge)
     doctor.go("each", [*each_alone(request, size), placed])
-    rounds, hosts = doctor.rounds, doctor.hosts
     if rounds.going and len(set(hosts)) > 1:
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
         ask = partial(clocks.look, store, rank=rank, asking=asking, limit=inner)
