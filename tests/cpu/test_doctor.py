@@ -228,7 +228,7 @@ def test_limits() -> None:
             files=4096, most_files=4096, locked=-1, shared=8 * GIB, shared_free=8 * GIB,
             infiniband=True, size=64,
         )  # fmt: skip
-        return host.Limits(**{**found, **more})
+        return host.Limits(**{**found, **more})  # type: ignore[typeddict-item]
 
     def told(**more: Any) -> list[str]:
         return [what for what, _, _ in grave(list(host.judge_limits(seen([limits(**more)]))))]
@@ -241,8 +241,8 @@ def test_limits() -> None:
 
 def at(gpu: str = "", **more: Any) -> place.Place:
     found = place.Place(
-        device="cuda:0" if gpu else "cpu", gpu=gpu, model="H100" if gpu else "", backend="gloo",
-        interface="eth0", reason="all reached it", speed=25000, passed_over=[],
+        device="cuda:0" if gpu else "cpu", gpu=gpu, unused="", model="H100" if gpu else "",
+        backend="gloo", interface="eth0", reason="all reached it", speed=25000, passed_over=[],
     )  # fmt: skip
     return place.Place(**{**found, **more})  # type: ignore[typeddict-item]
 
@@ -253,6 +253,8 @@ def test_gpus_that_are_shared_or_missing() -> None:
     (lacking,) = grave(list(place.judge(seen([at("A"), at()]))))
     assert lacking[2] == "rank 1 (node1) compute on the CPU, the others on GPUs"
     assert grave(list(place.judge(seen([at("A"), at("A")])))) == []
+    (unused,) = grave(list(place.judge(seen([at(unused="built for the CPU only")]))))
+    assert unused[2].endswith("compute on the CPU, beside GPUs: built for the CPU only")
     (mixed,) = grave(list(place.judge(seen([at("A"), at("B", model="A100")]))))
     assert mixed[:2] == ("GPU", State.WARNING)
 
@@ -438,8 +440,8 @@ def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     fine = directory.look(tmp_path / "runs/a")
     assert fine["troubles"] == {}
     assert fine["folder"] == str(tmp_path)
-    monkeypatch.setattr(directory.os, "rename", refuse)
-    monkeypatch.setattr(directory.fcntl, "lockf", refuse)
+    monkeypatch.setattr("os.rename", refuse)
+    monkeypatch.setattr("fcntl.lockf", refuse)
     found = grave(list(directory.judge(seen([fine, directory.look(tmp_path)]))))
     assert [(what, state) for what, state, _ in found] == [
         ("rename", State.WARNING),

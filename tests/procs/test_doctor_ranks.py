@@ -24,6 +24,7 @@ from ranks import Ranks, free_port
 from shoal.doctor import compute, directory, software
 from shoal.doctor.examination import Request, examine_together
 from shoal.doctor.findings import Examination, State
+from shoal.installed import packages
 
 pytestmark = pytest.mark.full
 
@@ -71,7 +72,7 @@ def bad(found: Examination) -> dict[str, tuple[State, str]]:
 
 def other_package(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        known = {**software.packages(), "rich": "0.0.1", "numpy": "9"}
+        known = {**packages(), "rich": "0.0.1", "numpy": "9"}
         stack.enter_context(patch.object(software, "packages", lambda: known))
 
 

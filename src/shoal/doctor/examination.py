@@ -15,7 +15,7 @@ from shoal.doctor import clocks, dataset, directory, gpus, host, sharing, softwa
 from shoal.doctor.beside import Outcome
 from shoal.doctor.findings import Examination, Finding, Seen, State, failure, where
 from shoal.doctor.rounds import Rounds
-from shoal.errors import ShoalError
+from shoal.errors import LaunchError, ShoalError
 from shoal.installed import packages
 
 if TYPE_CHECKING:
@@ -212,14 +212,26 @@ def examine(request: Request) -> tuple[Examination | None, bool]:
 
     try:
         world = init(prepare_timeout=max(request.wait, request.limit * (_TOGETHER + 1)))
-    except ShoalError as error:
+    except Exception as error:  # engines and drivers raise what they like
+        known = _as_known(error)
         if placement.rank:
-            raise
-        return examine_alone(request, _unmet("ranks", error)), False
+            raise known from None
+        return examine_alone(request, _unmet("ranks", known)), False
     examination, hangs = examine_together(world, request)
     if not hangs:
         world.close()
     return examination, hangs
+
+
+def _as_known(error: Exception) -> ShoalError:
+    if isinstance(error, ShoalError):
+        return error
+    lines = str(error).splitlines() or [""]
+    return LaunchError(
+        given="a world of all ranks",
+        found=f"it could not form: {type(error).__name__}: {lines[0]}",
+        fix="shoal info says what was chosen; nvidia-smi, whether the GPUs answer",
+    )
 
 
 def _unmet(what: str, error: ShoalError) -> Finding:
@@ -231,8 +243,7 @@ def examine_alone(request: Request, *before: Finding) -> Examination:
     rounds, hosts = Rounds(None, rank=0, size=1), [socket.gethostname()]
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
     doctor.go("alone", each_alone(request, 1))
-    hidden = "" in environ.visible_devices().values()
-    if gpus.DEVICE.exists() and not hidden and not request.quick:
+    if gpus.present() and not request.quick:
         doctor.measure(_compute_of_all())
     return doctor.result()
 

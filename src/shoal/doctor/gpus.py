@@ -12,7 +12,7 @@ from shoal import environ
 from shoal.doctor.findings import Finding, Seen, by_host, failure, grouped, ok, warning, where
 from shoal.tables import size
 
-DEVICE = Path("/dev/nvidiactl")
+DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
 _INSTALL = "pip install 'shoal[gpu]'"
 _BUSY = 0.1
 _MARGIN = 5
@@ -48,6 +48,11 @@ class Gpus(TypedDict):
     lacking: str
     gpus: list[Gpu]
     visible: dict[str, str]
+
+
+def present() -> bool:
+    """Whether this machine has GPUs of NVIDIA or AMD, and they are not hidden from this process."""
+    return (DEVICE.exists() or AMD.exists()) and "" not in environ.visible_devices().values()
 
 
 def look() -> Gpus:

@@ -7,16 +7,21 @@ from typing import TypedDict
 
 import torch
 
+from shoal.doctor import gpus
 from shoal.doctor.findings import Finding, Seen, failure, grouped, ok, warning, where
 from shoal.network import Interface, interfaces
 from shoal.world import World
 
 
 class Place(TypedDict):
-    """A rank in its world. `gpu` identifies its GPU among all; empty on the CPU. Speeds in Mbit/s."""
+    """A rank in its world. `gpu` identifies its GPU among all; empty on the CPU. Speeds in Mbit/s.
+
+    `unused` is why it computes on the CPU of a machine that has GPUs.
+    """
 
     device: str
     gpu: str
+    unused: str
     model: str
     backend: str
     interface: str
@@ -31,6 +36,7 @@ def look(world: World) -> Place:
     place = Place(
         device=str(world.device),
         gpu="",
+        unused="",
         model="",
         backend=str(chosen["backend"].value),
         interface="",
@@ -41,6 +47,8 @@ def look(world: World) -> Place:
     if world.device.type == "cuda":
         found = torch.cuda.get_device_properties(world.device)
         place["gpu"], place["model"] = str(found.uuid), found.name
+    elif gpus.present():
+        place["unused"] = chosen["device"].rejected.get("cuda", "")
     if "interface" in chosen:
         way = chosen["interface"]
         own = {one.name: one for one in interfaces()}
@@ -94,6 +102,13 @@ def _judge_devices(ranks: Sequence[Seen[Place]]) -> Iterator[Finding]:
         )
     elif on_gpus and not without and not shared:
         yield ok("GPU", f"{next(iter(models))}, one for each rank")
+    unused = [one for one in without if one.facts["unused"]]
+    if unused and not on_gpus:
+        yield failure(
+            "GPU",
+            f"{where(unused)} compute on the CPU, beside GPUs: {unused[0].facts['unused']}",
+            "install torch for these GPUs; to use none, export CUDA_VISIBLE_DEVICES=",
+        )
     elif not on_gpus:
         yield ok("GPU", "none: every rank computes on the CPU")
 

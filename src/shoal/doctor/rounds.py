@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.doctor.beside import Outcome, beside
 from shoal.errors import LaunchError
@@ -60,7 +60,8 @@ class Rounds:
             everyone = [mine]
         elif self.rank:
             self.store.set(f"{name}/{self.rank}", json.dumps(mine))
-            self._hear(self.store, name, limit + 2 * _LATE_SECONDS)
+            missing, self.stuck = self._hear(self.store, f"{name}/all", limit + 2 * _LATE_SECONDS)
+            self.missing = tuple(missing)
             return []
         else:
             everyone = self._collect(self.store, name, mine, deadline)
@@ -86,17 +87,16 @@ class Rounds:
         self.missing = tuple(sorted({*self.missing, *awaited}))
         return [found.get(rank, {}) for rank in range(self.size)]
 
-    def _hear(self, store: Store, name: str, limit: float) -> None:
+    def _hear(self, store: Store, key: str, limit: float) -> Any:
         try:
-            store.wait([f"{name}/all"], timedelta(seconds=limit))
+            store.wait([key], timedelta(seconds=limit))
+            return json.loads(store.get(key))
         except RuntimeError:
             raise LaunchError(
-                given=f"rank {self.rank} of {self.size} in the round {name!r} of shoal doctor",
-                found=f"rank 0 did not go on within {limit:.0f} s",
+                given=f"rank {self.rank} of {self.size} in shoal doctor, at {key}",
+                found=f"rank 0 did not go on within {limit:.0f} s, or is gone",
                 fix="see what rank 0 itself has printed",
             ) from None
-        missing, self.stuck = json.loads(store.get(f"{name}/all"))
-        self.missing = tuple(missing)
 
     def tell(self, name: str, value: T) -> T:
         """What rank 0 has to say, on every rank; a value that JSON holds."""
@@ -105,7 +105,7 @@ class Rounds:
         if self.rank == 0:
             self.store.set(f"{name}/told", json.dumps(value))
             return value
-        told: T = json.loads(self.store.get(f"{name}/told"))
+        told: T = self._hear(self.store, f"{name}/told", 2 * _LATE_SECONDS)
         return told
 
     def end(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from shoal import environ
 from shoal.cgroups import own_limits
 
-EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi")
+EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
 """Those extras of Shoal that add something to a script; the others serve its own development."""
 
 PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
