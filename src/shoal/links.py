@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.world import World
 
 BYTES = 4 << 20
-REPEATS = 5
+REPEATS = 9
 _SMALL = 8
 _ROUND_TRIPS = 4
 """How many small messages make one measurement: a single one is too short for the clock's noise."""
@@ -36,9 +36,9 @@ Turns = list[list[tuple[int, int]]]
 class Pairs:
     """What each pair of ranks was measured to give; the same on all ranks.
 
-    `bandwidth` is in bytes/s from the sender (row) to the receiver (column) for messages of `bytes`,
-    without the latency; `latency` in seconds one way, for messages of eight bytes. `hosts` is where
-    each rank is.
+    `bandwidth` is in bytes/s from the sender (row) to the receiver (column): `bytes` in the time until
+    the receiver's short answer is back. `latency` is in seconds one way, for messages of eight bytes.
+    `hosts` is where each rank is.
     """
 
     bytes: int
@@ -69,8 +69,9 @@ def pairs(
 
     Pairs that have a machine in common take turns, all others are measured at once: `schedule`. Each
     rank sends `bytes` to the other and waits for a short answer, `repeats` times after a first one
-    that doesn't count; the median does. With `among` only these ranks are measured, for instance one
-    of each machine; the others wait.
+    that doesn't count. The fastest does: sought is what slows a link always, not what else a machine
+    was doing. With `among` only these ranks are measured, for instance one of each machine; the
+    others wait.
 
     Raises LaunchError for a world of one, and for numbers that can't be.
     """
@@ -95,7 +96,7 @@ def pairs(
     return Pairs(
         bytes=bytes,
         hosts=tuple(hosts),
-        bandwidth=_matrix(world.size, lambda a, b: _bandwidth(bytes, *(row.get(b) for row in rows[a]))),
+        bandwidth=_matrix(world.size, lambda a, b: bytes / rows[a][0][b] if b in rows[a][0] else None),
         latency=_matrix(world.size, lambda a, b: rows[min(a, b)][1].get(max(a, b))),
     )
 
@@ -134,7 +135,7 @@ def _tournament(players: int) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def slow(measured: Pairs, *, factor: float = 2.0) -> list[Slow]:
+def slow(measured: Pairs, *, factor: float = 3.0) -> list[Slow]:
     """What is slower than usual by `factor` or more: machines, then ranks, then single links.
 
     Links within a machine are compared with each other, and so are those between machines. Usual is
@@ -230,13 +231,12 @@ class _Probe:
 
     def latency(self, peer: int, *, begins: bool) -> float:
         """Seconds one way, of small messages to and fro."""
-        return self._median(lambda: self._to_and_fro(self._small, peer, _ROUND_TRIPS, begins)) / (
-            2 * _ROUND_TRIPS
-        )
+        seconds = self._fastest(lambda: self._to_and_fro(self._small, peer, _ROUND_TRIPS, begins))
+        return seconds / (2 * _ROUND_TRIPS)
 
     def transfer(self, peer: int, *, sends: bool) -> float:
         """Seconds from the begin of sending to the answer; of use to the sender."""
-        return self._median(lambda: self._to_and_fro(self._large, peer, 1, sends))
+        return self._fastest(lambda: self._to_and_fro(self._large, peer, 1, sends))
 
     def _to_and_fro(self, tensor: torch.Tensor, peer: int, times: int, begins: bool) -> None:
         for _ in range(times):
@@ -249,22 +249,14 @@ class _Probe:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _median(self, act: Callable[[], None]) -> float:
+    def _fastest(self, act: Callable[[], None]) -> float:
         act()  # the first one also connects
         seconds = []
         for _ in range(self._repeats):
             begun = time.perf_counter()
             act()
             seconds.append(time.perf_counter() - begun)
-        return statistics.median(seconds)
-
-
-def _bandwidth(bytes: int, seconds: float | None, latency: float | None) -> float | None:
-    """Of what took so long with its answer. An answer takes the latency, and so does the way there."""
-    if seconds is None or latency is None:
-        return None
-    # Timings of messages that are hardly larger than the answer may come out the other way round.
-    return bytes / max(seconds - 2 * latency, seconds / 10)
+        return min(seconds)
 
 
 def _matrix(size: int, value: Callable[[int, int], float | None]) -> Matrix:
