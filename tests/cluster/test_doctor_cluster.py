@@ -28,7 +28,7 @@ def idle_again(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_a_narrow_link_between_two_of_three_nodes_is_named(cluster: Cluster, tmp_path: Path) -> None:
     network, between = cluster.network, (("node01", "node03"), ("node03", "node01"))
     for one, other in between:
-        network.narrow(one, other, "20mbit")
+        network.narrow(one, other, "100mbit")
     command = ["srun", "-N3", "-wnode01,node02,node03", sys.executable, "-m", "shoal", "doctor"]
     try:
         done = cluster.run(

@@ -154,6 +154,24 @@ def test_a_check_that_hangs_on_one_rank_is_a_line(ranks: Ranks) -> None:
     )
 
 
+def one_core(world: shoal.World, stack: ExitStack) -> None:
+    """All ranks of one machine bound to its first core, as by a launcher that binds each alike."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    stack.callback(os.sched_setaffinity, 0, before)
+    stack.enter_context(patch("socket.gethostname", lambda: "node0"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_ranks_that_share_a_core_while_others_are_idle_are_named(ranks: Ranks) -> None:
+    found = find(ranks, Request(limit=5), one_core)
+    state, text = bad(found)["cores"]
+    assert (state, text.partition(" (")[0]) == (State.FAILURE, "3 ranks on 1 core")
+    told = {one.what: one.found for one in found.findings}
+    assert "not compared" in told["compute"]
+    assert told["links"].startswith("not measured")
+
+
 def environment(**more: object) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return {**kept, "COLUMNS": "200", **{name: str(value) for name, value in more.items()}}
@@ -161,15 +179,18 @@ def environment(**more: object) -> dict[str, str]:
 
 STOPPED = """
 import os, signal, sys
-from shoal.doctor import host
-host.look_at_memory = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+from shoal.doctor import host, links
+{where} = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 sys.argv = ["shoal", "doctor", "--limit", "1"]
 from shoal.cli import main
 main()
 """
 
 
-def test_a_rank_that_stops_is_named_and_strict_ends_the_job() -> None:
+@pytest.mark.parametrize(
+    "where", ["links.look", pytest.param("host.look_at_memory", marks=pytest.mark.long)]
+)
+def test_a_rank_that_stops_is_named_and_strict_ends_the_job(where: str) -> None:
     shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     shared["MASTER_PORT"] = free_port()
     asked = [sys.executable, "-m", "shoal", "doctor", "--limit", "1", "--strict"]
@@ -180,7 +201,7 @@ def test_a_rank_that_stops_is_named_and_strict_ends_the_job() -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank, command in enumerate((asked, [sys.executable, "-c", STOPPED]))
+        for rank, command in enumerate((asked, [sys.executable, "-c", STOPPED.format(where=where)]))
     ]
     try:
         text = started[0].communicate(timeout=100)[0]

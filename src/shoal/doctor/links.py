@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MOST_RANKS = 64
 """Of more ranks only the first of each host is measured: pairs grow as their square."""
 
+BYTES, REPEATS = 1 << 20, 5
+"""Enough to tell a slow link from others, and little for one of 10 Mbit/s."""
+
 WARNED, FAILED = 2.0, 3.0
 """So many times slower than usual. Less is noise where ranks outnumber cores."""
 
@@ -32,7 +35,7 @@ def look(world: World, among: Sequence[int]) -> dict[str, Any] | None:
     """The links between these ranks of a world; rank 0 has them, if there are any. Collective."""
     if len(among) < 2:
         return None
-    measured = pairs(world, among=among)
+    measured = pairs(world, bytes=BYTES, repeats=REPEATS, among=among)
     return asdict(measured) if world.first else None
 
 
@@ -61,7 +64,9 @@ def judge(ranks: Sequence[Seen[dict[str, Any] | None]]) -> Iterator[Finding]:
         yield ok("links", "not measured: ranks take turns on too few cores")
         return
     measured = Pairs(**facts)
-    found = slow(measured, factor=WARNED)
+    # What is slow for certain is not to be mixed with what may be.
+    certain = slow(measured, factor=FAILED)
+    found = certain or slow(measured, factor=WARNED)
     for one in found:
         hosts = " and ".join(one.hosts)
         text = f"{one.what} ({hosts}): {one.bandwidth / 1e9:.3g} GB/s, "
@@ -71,7 +76,7 @@ def judge(ranks: Sequence[Seen[dict[str, Any] | None]]) -> Iterator[Finding]:
         fix = (
             f"see to the links of {hosts} ({look}), or leave one out (sbatch --exclude={one.hosts[0]})"
         )
-        yield (failure if one.ratio >= FAILED else warning)("links", text, fix)
+        yield (failure if certain else warning)("links", text, fix)
     if not found:
         for within, what in ((False, "between hosts"), (True, "within a host")):
             speeds = list(_values(measured, measured.bandwidth, within=within))
