@@ -59,6 +59,8 @@ def _each(best: Callable[[float, float], float], one: Matrix, other: Matrix) -> 
 
 def judge(ranks: Sequence[Seen[dict[str, Any] | None]]) -> Iterator[Finding]:
     """A line for each slow machine, rank or link; one for all where none is."""
+    if ranks[0].rank:  # rank 0 alone has them; its own trouble is told
+        return
     facts = ranks[0].facts
     if facts is None:
         yield ok("links", "not measured: ranks take turns on too few cores")
