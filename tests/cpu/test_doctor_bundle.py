@@ -146,12 +146,20 @@ def test_a_file_that_is_there_is_not_replaced_and_others_cannot_read_it(tmp_path
     assert content(path) == {"a": "1"}
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("piece", ["a", "-", "--a", "a=", "eyJ-", "://"])
+def test_no_line_is_too_long_to_be_looked_through(piece: str) -> None:
+    long = piece * (bundle.TAIL // len(piece))
+    assert Redactor([], {"host": "host-1"}).text(long + " host") == long + " host-1"
+
+
 @pytest.mark.parametrize(
     ("text", "left"),
     [
         ("a: token=abc def", "a: token=*** def"),
         ("tokens: 123, tokenizer=bpe", "tokens: 123, tokenizer=bpe"),
         ("'dbPassword': 'x y', n=1", "'dbPassword': ***, n=1"),
+        ('"token": "a\\"b", "n": 1', '"token": ***, "n": 1'),
         ("keep the key here", "keep the key here"),
         ("a known-secret-value b", "a *** b"),
         ("n01 n01x n01-ib xn01", "host-1 n01x n01-ib xn01"),

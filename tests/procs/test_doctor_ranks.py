@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import shoal
 from commands import Command
@@ -213,12 +214,25 @@ def test_a_rank_that_stops_is_named_and_strict_ends_the_job(where: str) -> None:
     assert f"rank 1 ({socket.gethostname()}) did not come to the end of a check" in text
 
 
-def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+def by_mpirun(run: str) -> dict[str, object]:
     names = {"RANK": 0, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 2}
-    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()}
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()} | {"PMIX_NAMESPACE": run}
+
+
+def by_torchrun(run: str, port: int) -> dict[str, object]:
+    names = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    store = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": run}
+    return {**names, **store, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.long)])
+def test_a_rank_that_never_comes_is_named(launcher: str, tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    run = tmp_path.name
+    variables = by_mpirun(run) if launcher == "mpirun" else by_torchrun(run, store.port)
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "doctor", "--limit", "0.5", "--wait", "1", "--strict"],
-        env=environment(**variables, PMIX_NAMESPACE=tmp_path.name),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=100,

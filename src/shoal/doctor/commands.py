@@ -60,7 +60,8 @@ def diagnose_here(order: Order, processes: int, describe: Callable[[], str]) -> 
             found="a number of processes is 1 or more",
             fix="shoal doctor -n 2, or one for each GPU",
         )
-    return max(launch(diagnose, order, describe, processes=processes))
+    codes = launch(diagnose, order, describe, processes=processes)
+    return max(code or 0 for code in codes)  # one that left at once has returned nothing
 
 
 def _report(order: Order, found: Examination, describe: Callable[[], str]) -> int:

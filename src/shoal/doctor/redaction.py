@@ -11,16 +11,17 @@ from urllib.parse import quote
 from shoal.texts import MASK, is_secret, masked
 
 # What a line says below a name: `token=…`, `"api_key": "…"`, `--password …`. The value is looked at
-# and not taken, for it may be a name with a value itself.
+# where the name is a secret's only: it may be a name with a value itself, and a line may be long.
 _NAMED = re.compile(
-    r"""(?:(?P<name>[A-Za-z_][\w.-]*)["']?[ \t]*[:=][ \t]*|--(?P<flag>[\w-]+)[ \t]+)"""
-    r"""(?=(?P<value>"[^"\n]*"|'[^'\n]*'|[^\s,;&'"]+))"""
+    r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)["']?[ \t]*[:=][ \t]*"""
+    r"""|(?<![\w-])--(?P<flag>[\w-]+)[ \t]+"""
 )
+_VALUE = re.compile(r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;&'"]+)""")
 # Keys that are known by their form, wherever they stand.
 _FORMS = re.compile(
     r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|wandb_v\d_)[\w./+-]{12,}"
     r"|\b(?:Bearer|Basic)[ \t]+[\w./+=~-]{8,}"
-    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"
+    r"|\beyJ[\w-]{8,4096}\.[\w-]{8,4096}\.[\w-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
@@ -72,10 +73,12 @@ class Redactor:
 def _mask_named(text: str) -> str:
     pieces, at = [], 0
     for found in _NAMED.finditer(text):
-        counted = found["name"] == "tokens" and found["value"].isdecimal()
-        if found.start() >= at and is_secret(found["name"] or found["flag"]) and not counted:
+        if found.start() < at or not is_secret(found["name"] or found["flag"]):
+            continue
+        value = _VALUE.match(text, found.end())
+        if value is not None and not (found["name"] == "tokens" and value[0].isdecimal()):
             pieces += [text[at : found.end()], MASK]
-            at = found.end("value")
+            at = value.end()
     return "".join([*pieces, text[at:]])
 
 
