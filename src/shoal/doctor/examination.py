@@ -118,6 +118,11 @@ class Doctor:
             found += [at] if len(usable) < len(ranks) else []
         return self.rounds.tell("crowded", found)
 
+    def written(self) -> bool:
+        """Whether rank 0 could write into the run directory, so that the others can look for it."""
+        tried = self.outcomes[0]["run directory"]["value"] if self.outcomes else None
+        return self.rounds.tell("written", tried is not None and tried["sync"] >= 0)
+
     def _judged(self, topic: Topic[Any], outcomes: Sequence[dict[str, Outcome]]) -> Iterable[Finding]:
         seen: list[Seen[Any]] = []
         troubles: dict[str, list[Seen[None]]] = {}
@@ -132,12 +137,13 @@ class Doctor:
                 seen.append(Seen(rank=rank, host=at, facts=outcome["value"]))
         for trouble, ranks in troubles.items():
             on = f" on {where(ranks)}" if self.rounds.size > 1 else ""
-            yield unchecked(topic.name, f"{on}: {trouble}")
+            hung = any(outcomes[one.rank][topic.name]["hung"] for one in ranks)
+            yield unchecked(topic.name, f"{on}: {trouble}", hung=hung)
         if seen:
             try:
                 yield from list(topic.judge(seen))
             except Exception as error:  # whatever it is, the other lines are worth having
-                yield unchecked(topic.name, f": {type(error).__name__}: {error}")
+                yield unchecked(topic.name, f": {type(error).__name__}: {error}", hung=False)
 
     def result(self) -> Examination:
         """What has been found."""
@@ -161,9 +167,11 @@ class Doctor:
         )
 
 
-def unchecked(what: str, why: str) -> Finding:
+def unchecked(what: str, why: str, *, hung: bool) -> Finding:
     """A line on what could not be looked at."""
-    fix = "shoal doctor --limit SECONDS gives it longer; what hangs or fails here does so in training"
+    fix = "try the same by hand there; what fails here may fail in training"
+    if hung:
+        fix = "shoal doctor --limit SECONDS gives it longer; what hangs here may hang in training"
     return failure(what, f"could not be checked{why}", fix)
 
 
@@ -275,7 +283,7 @@ def examine_together(world: World, request: Request) -> tuple[Examination | None
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
         ask = partial(clocks.look, store, rank=rank, asking=asking, limit=inner)
         doctor.go("clock", [Topic(name="clock", look=ask, judge=clocks.judge)])
-    if rounds.going and request.run is not None:
+    if rounds.going and request.run is not None and doctor.written():
         see = partial(sharing.look, request.run, store, rank=rank, size=size, limit=inner)
         doctor.go("shared", [Topic(name="shared", look=see, judge=sharing.judge)])
     if rounds.going and not request.quick:

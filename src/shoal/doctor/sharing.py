@@ -36,18 +36,17 @@ def look(directory: Path, store: Store, *, rank: int, size: int, limit: float) -
     What was asked for in vain is what file systems of several machines remember: so it goes with a
     checkpoint that one rank completes and all open.
     """
-    nothing = View(seconds=0.0, locked=True)
     if rank == 0:
         try:
             _show(existing(directory), store, size, limit)
         except OSError:
             store.set("folder", "")
             raise
-        return nothing
+        return View(seconds=0.0, locked=True)
     store.wait(["folder"], timedelta(seconds=limit))
     folder = Path(store.get("folder").decode())
     if folder == Path():
-        return nothing
+        raise OSError("rank 0 could not write")
     (folder / _TEXT).exists()
     store.set(f"looked/{rank}", "")
     store.wait(["written"], timedelta(seconds=limit))
@@ -119,7 +118,7 @@ def judge(ranks: Sequence[Seen[View]]) -> Iterator[Finding]:
         )
     else:
         slowest = max(one.facts["seconds"] for one in ranks)
-        yield ok("shared", f"all ranks saw what rank 0 wrote within {1000 * slowest:.1f} ms")
+        yield ok("shared", f"all ranks saw what rank 0 wrote within {max(1, round(1000 * slowest))} ms")
     unlocked = [one for one in ranks if one.facts["seconds"] >= 0 and not one.facts["locked"]]
     if unlocked:
         yield warning(
