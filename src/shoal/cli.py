@@ -13,6 +13,7 @@ import typer
 
 from .bench import commands as measuring
 from .errors import CheckpointError, LaunchError, ShoalError
+from .report.command import report
 from .submit import commands as jobs
 
 if TYPE_CHECKING:
@@ -219,11 +220,32 @@ def _describe() -> str:
     return console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
 
 
+@app.command()
+def watch(
+    directory: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or one to come.")],
+    every: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Plain pages below each other, so often."),
+    ] = None,
+    ascii_only: Annotated[
+        bool, typer.Option("--ascii", help="Without blocks and braille, which some fonts lack.")
+    ] = False,
+) -> None:
+    """Show a run while it goes on: progress, curves, where each rank's time goes.
+
+    A live page on a terminal, which q leaves; one plain page elsewhere. Reads only.
+    """
+    from .watch import watch as show
+
+    raise typer.Exit(show(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
+
+
 app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
 for command in (jobs.status, jobs.logs, jobs.cancel):
     app.command()(command)
 app.add_typer(jobs.sites)
 app.add_typer(measuring.benches)
+app.command()(report)
 
 
 Directory = Annotated[
