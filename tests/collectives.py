@@ -104,6 +104,45 @@ def refused(rank: int, size: int) -> list[str]:
     return wrong
 
 
+def too_large(rank: int, size: int) -> list[str]:
+    """More elements than a C int counts, none of which is touched; MPI 4 takes them."""
+    from mpi4py import MPI
+
+    if MPI.Get_version() >= (4, 0):
+        return []
+    tensor = torch.empty(2**31, dtype=torch.uint8)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.broadcast(tensor, 0),
+        lambda: dist.all_reduce(tensor),
+        lambda: dist.send(tensor, (rank + 1) % size),
+    ]
+    wrong = []
+    for number, call in enumerate(calls):
+        try:
+            call()
+        except shoal.ShoalError as error:
+            if "counts to 2,147,483,647" not in error.found:
+                wrong.append(f"{number}: {error}")
+            continue
+        wrong.append(f"{number} was taken")
+    return wrong
+
+
+def too_long(rank: int, size: int) -> list[str]:
+    """A message that is longer than what shall hold it, to the last rank."""
+    wrong = []
+    if rank == 0:
+        dist.send(torch.ones(4), size - 1)
+    if rank == size - 1:
+        try:
+            dist.recv(torch.zeros(2), 0)
+            wrong.append("was received")
+        except dist.DistBackendError as error:
+            if "trunc" not in str(error).lower():
+                wrong.append(str(error))
+    return wrong
+
+
 def copies(rank: int, size: int) -> list[str]:
     wrong = []
     for dtype in DTYPES:
@@ -279,6 +318,8 @@ CHECKS: dict[str, Callable[[int, int], list[str]]] = {
     for check in (
         reductions,
         refused,
+        too_large,
+        too_long,
         copies,
         in_place,
         scattered_sums,

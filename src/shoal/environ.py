@@ -130,6 +130,11 @@ def worker_variables(
     return {name: str(value) for name, value in values.items()}
 
 
+def speaks_mpi() -> bool:
+    """Whether what started this process has told it how ranks of MPI find each other."""
+    return any(name.startswith(("PMI_", "PMI2_", "PMIX_")) for name in os.environ)
+
+
 def reports() -> int | None:
     """The pipe to the launcher of this very process, and not of one that started it; None without."""
     process, _, descriptor = os.environ.get(REPORTS, "").partition(":")

@@ -49,6 +49,15 @@ def main(size, seconds):
 main(int(sys.argv[1]), float(sys.argv[2]))
 """
 
+SUMS = """
+import torch, shoal
+
+with shoal.init(backend="mpi") as world:
+    total = world.all_reduce(torch.full((2,), world.rank + 1.0))
+    (library,) = [choice.reason for choice in world.choices if choice.what == "backend"]
+    world.say(f"{total.tolist()} by {library.removeprefix('given; ')}")
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
@@ -98,6 +107,21 @@ def test_the_same_script_reaches_the_same_loss(
     done = cluster.run(command, folder=tmp_path, variables=AS_ROOT)
     assert done.returncode == 0, done.stderr
     assert loss(done.stdout) == alone
+
+
+def test_srun_starts_ranks_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
+    """By PMIx, on two nodes; and where it says nothing of MPI they are refused, not N worlds of one."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    srun = ["srun", "-N2", "-n3"]
+    command = [sys.executable, "sums.py"]
+    variables = {**AS_ROOT, "SLURM_MPI_TYPE": "pmix"}
+    done = cluster.run([*srun, *command], folder=tmp_path, variables=variables)
+    assert done.stdout.splitlines()[-1].startswith("[6.0, 6.0] by mpi4py"), done.stderr
+    assert "Open MPI" in done.stdout
+    done = cluster.run([*srun, "--mpi=none", *command], folder=tmp_path, variables=AS_ROOT)
+    assert done.returncode != 0
+    assert "found: srun has told its tasks nothing of MPI" in done.stderr
+    assert "fix:   srun --mpi=pmix" in done.stderr
 
 
 def test_two_steps_of_one_job_on_one_node_do_not_clash(

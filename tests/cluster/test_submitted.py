@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.slurm import Cluster
+from shoal import events
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -112,6 +113,9 @@ class Jobs:
         """Until a step is recorded, which training waits after."""
         path = self.folder / run / "events/rank-0.jsonl"
         self.wait(lambda: path.exists() and f'"step": {number}' in path.read_text())
+
+    def wait_for_files(self, *names: str) -> None:
+        self.wait(lambda: all((self.folder / name).exists() for name in names))
 
     def gone(self) -> bool:
         return self.slurm("squeue", "--noheader").strip() == ""
@@ -235,6 +239,71 @@ def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: str) -> None:
     jobs.wait(lambda: len(jobs.ends()) == 2)
     assert losses(jobs.log()) == [alone]
     assert [code for _, code in jobs.ends()] == [75, 0]
+
+
+# The first two attempts wait to be told to save; then a save waits: for SIGTERM, or without end.
+TWICE = TRAIN.replace(
+    "import torch, shoal\n",
+    """
+from pathlib import Path
+import torch, shoal
+
+class Slow:
+    def state_dict(self):
+        if asked:
+            Path(f"saving-{attempt}-{world.rank}").touch()
+        while asked and (attempt == 1 or not told_again):
+            time.sleep(0.01)
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+asked, told_again = [], []
+signal.signal(signal.SIGTERM, lambda *_: told_again.append(1))
+""",
+)
+TWICE = TWICE.replace(
+    '    world.say(f"begins', '    attempt = world.placement.attempt\n    world.say(f"begins'
+)
+TWICE = TWICE.replace("step, data) as run", "step, data, state={'slow': Slow()}) as run")
+TWICE = TWICE.replace(
+    "            run.tick()\n",
+    """
+            if attempt < 2 and step.number == 5 * (attempt + 1):
+                Path(f"ready-{attempt}-{world.rank}").touch()
+                while not run._stopping._asked:
+                    time.sleep(0.01)
+                asked.append(1)
+            run.tick()
+""",
+)
+TWICE = TWICE.replace("        run.save()\n", "")
+
+
+def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
+    """A save that ends between SIGTERM and SIGKILL is whole, one that does not never was.
+
+    Either way Slurm puts the job back once, and no sample is lost or taken twice.
+    """
+    (jobs.folder / "twice.py").write_text(TWICE)
+    number = jobs.submit("--nodes", "2", "-n", "2", "twice.py", "--", "run", "2", "0")
+    for attempt in (0, 1):
+        jobs.wait_for_files(f"ready-{attempt}-0", f"ready-{attempt}-1")
+        jobs.slurm("scancel", "--signal=USR1", number)
+        jobs.wait_for_files(f"saving-{attempt}-0", f"saving-{attempt}-1")
+        jobs.slurm("scontrol", "requeue", number)
+    jobs.wait(lambda: losses(jobs.log()) != [])
+    jobs.wait(jobs.gone)
+    assert losses(jobs.log()) == [alone]
+    (saved,) = re.findall(r"saved step (\d+)", jobs.log())
+    assert re.findall(r"resumed at sample \d+ \(step (\d+)", jobs.log()) == [saved, saved]
+    assert "goes back into the queue" not in jobs.log()
+    assert jobs.ends()[-1] == (number, 0)
+    taken = events.steps(jobs.folder / "run")
+    assert sorted(taken) == [("step", step) for step in range(1, 22)]
+    shares = sorted(tuple(rank["share"]) for ranks in taken.values() for rank in ranks.values())
+    assert [end for _, end in shares[:-1]] == [begin for begin, _ in shares[1:]]
+    assert (shares[0][0], shares[-1][1]) == (0, 3 * 101)
 
 
 LATE = """

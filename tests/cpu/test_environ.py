@@ -149,6 +149,7 @@ def test_batch_script_and_shells_are_not_tasks(step: str | None) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4"]),
         ({**TORCHRUN, "WORLD_SIZE": "eight"}, ["WORLD_SIZE=eight"]),
         ({**TORCHRUN, "MASTER_PORT": "http"}, ["MASTER_PORT=http"]),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "16"}, ["LOCAL_WORLD_SIZE=16", "WORLD_SIZE=8"]),
         ({**TORCHRUN, "GROUP_WORLD_SIZE": "", "WORLD_SIZE": "7"}, ["WORLD_SIZE=7", "GROUP_RANK"]),

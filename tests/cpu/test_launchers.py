@@ -238,6 +238,9 @@ def test_attempts_of_a_job_of_slurm_know_each_other(name: str) -> None:
         # Nobody to know the job by.
         (change("mpich-4"), ["MASTER_ADDR", "MASTER_PORT"]),
         (change("slurm-cyclic", SHOAL_PORTS="80"), ["SHOAL_PORTS=80"]),
+        (change("slurm-cyclic", MASTER_PORT="-1"), ["MASTER_PORT=-1", "from 1 to 65535"]),
+        (change("slurm-cyclic", MASTER_PORT="0"), ["MASTER_PORT=0"]),
+        (change("slurm-cyclic", MASTER_PORT="70000"), ["MASTER_PORT=70000"]),
         (change("slurm-cyclic", SHOAL_PORTS="9000-70000"), ["SHOAL_PORTS=9000-70000"]),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+
 import pytest
 import torch
 
@@ -27,6 +30,24 @@ def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_serves_no_gpu() -> None:
     with pytest.raises(LaunchError, match="what is in the CPU's memory"):
         choose_backend("mpi", torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("variable", ["", "PMI_RANK", "PMIX_RANK"])
+def test_srun_alone_starts_no_ranks_of_mpi(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI would end the process itself, with half a page about how Slurm was built."""
+    monkeypatch.setattr("shoal.mpi.library._load", lambda *_: pytest.fail("loaded"))
+    for name in [name for name in os.environ if name.startswith("PMI")]:
+        monkeypatch.delenv(name)
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    here = dataclasses.replace(environ.placement({}, cpus=2), launcher="srun", size=2)
+    if variable:
+        with pytest.raises(pytest.fail.Exception, match="loaded"):
+            serve(here)
+    else:
+        with pytest.raises(LaunchError, match="srun has told its tasks nothing of MPI") as error:
+            serve(here)
+        assert "srun --mpi=pmix" in error.value.fix
 
 
 def test_torchrun_starts_no_ranks_of_mpi() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -220,6 +222,98 @@ def test_a_run_directory_that_can_not_be_made(fakes: Fakes) -> None:
     assert "taken" in error.given
 
 
+@pytest.mark.full
+def test_sbatch_may_say_more_than_a_number(fakes: Fakes) -> None:
+    fakes.set("sbatch", out="Welcome!\n --> 3 of 100 hours used\n1234;mini\n")
+    assert "job 1234:" in submitted("train.py")
+    fakes.set("sbatch", out="Submitted, thank you\n")
+    error = refused("submit", "--time", "1", "--run", "other", "train.py")
+    assert "printed no number of a job: 'Submitted, thank you'" in error.found
+
+
+def test_a_run_has_one_job_at_a_time(fakes: Fakes) -> None:
+    """The second would take the first one's directory away from it."""
+    submitted("train.py")
+    fakes.set("squeue", out="42|PENDING|0:00|1:00:00|(Priority)\n")
+    error = refused("submit", "--time", "1:00:00", "train.py")
+    assert "job 42 (pending) of this run has not ended" in error.found
+    assert error.fix.startswith(f"shoal cancel {Path('runs/train').resolve()} first")
+    assert os.listdir("runs/train/jobs") == ["1"]
+    submitted("--run", "runs/other", "train.py")
+    submitted("--force", "train.py")
+    fakes.set("squeue", out="42|COMPLETED|0:07|1:00:00|node01\n")
+    submitted("train.py")
+
+
+@pytest.mark.full
+def test_a_job_that_nobody_would_know_of_is_taken_back(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room for the record, say: `shoal cancel` would not find it."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shoal.submit.submitting.write_record", full)
+    assert "No space left" in refused("submit", "--time", "1", "train.py").found
+    assert fakes.calls("scancel") == [["scancel", "--quiet", "42"]]
+    assert os.listdir() == ["train.py"]
+
+
+@pytest.mark.full
+def test_no_file_of_the_users_is_written_over(fakes: Fakes) -> None:
+    Path("job.sh").write_text("#!/bin/bash\n# by hand\n")
+    error = refused("submit", "--time", "1", "-o", "job.sh", "train.py")
+    assert "is no batch script of `shoal submit`" in error.found
+    assert Path("job.sh").read_text() == "#!/bin/bash\n# by hand\n"
+    assert refused("submit", "--time", "1", "-o", "none/job.sh", "train.py").given == "-o none/job.sh"
+    assert sorted(os.listdir()) == ["job.sh", "train.py"]
+    for _ in range(2):
+        submitted("-o", "mine.sh", "train.py")
+
+
+@pytest.mark.full
+def test_a_script_that_can_not_be_read(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.read_text
+
+    def read_text(path: Path, *args: Any, **options: Any) -> str:
+        if path.name == "train.py":
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert refused("submit", "--time", "1", "--site", "plain", "train.py").given == "train.py"
+
+
+@pytest.mark.full
+def test_slurm_that_does_not_answer_is_no_job_that_is_gone(fakes: Fakes) -> None:
+    submitted("train.py")
+    said = "error: Socket timed out on send/recv operation\n"
+    for name in ("squeue", "scancel"):
+        fakes.set(name, code=1, err=f"slurm_load_jobs {said}")
+        for command in ("status", "cancel"):
+            if (name, command) != ("scancel", "status"):
+                assert "Socket timed out" in refused(command, "runs/train").found
+        fakes.set(name)
+    fakes.set("squeue", code=1, err="slurm_load_jobs error: Invalid job id specified\n")
+    assert "Slurm does not know it any more" in shoal("status", "runs/train").output
+    fakes.set("squeue", out="squeue: warning: x\n")
+    assert "Slurm does not know it any more" in shoal("status", "runs/train").output
+
+
+@pytest.mark.full
+def test_how_a_job_ended_that_never_ran(fakes: Fakes) -> None:
+    submitted("train.py")
+    fakes.set("squeue", out="42|FAILED|0:00|1:00:00|(JobLaunchFailure)\n")
+    said = shoal("status", "runs/train").output
+    assert "failed" in said
+    assert "JobLaunchFailure" in said
+    Path("runs/train/jobs/1/ends").write_text(f"42 0 3 {time.time():.0f}\n")
+    said = shoal("status", "runs/train").output
+    assert "failed with 3" in said
+    assert "JobLaunchFailure" not in said
+
+
 def test_how_a_job_is(fakes: Fakes) -> None:
     submitted("train.py")
     fakes.set("squeue", out="42|RUNNING|1:02|1:00:00|node[01-02]\n")
@@ -229,8 +323,9 @@ def test_how_a_job_is(fakes: Fakes) -> None:
     step = {"event": "step", "t": time.time(), "step": 7, "loss": 0.25}
     (events / "rank-0.jsonl").write_text(json.dumps(step) + "\n")
     said = shoal("status", "runs/train").output
-    for part in ("running", "node[01-02]", "saved, to go on", "step 7, loss 0.25, 0 s ago"):
+    for part in ("running", "node[01-02]", "saved, to go on"):
         assert part in said
+    assert re.search(r"step 7, loss 0.25, \d+ s ago", said)
     fakes.set("squeue", code=1)
     (Path("runs/train/jobs/1/ends")).write_text(f"42 3 137 {time.time():.0f}\n")
     said = shoal("status", "runs/train").output
@@ -246,9 +341,21 @@ def test_its_log_is_shown(fakes: Fakes, capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().out == "epoch 1\n"
 
 
+@pytest.mark.full
+def test_elements_that_an_array_does_not_have(fakes: Fakes) -> None:
+    submitted("train.py")
+    assert "is no array" in refused("logs", "--element", "0", "runs/train").found
+    Path("sweep.txt").write_text("a\nb\n")
+    submitted("--sweep", "sweep.txt", "train.py")
+    for element in ("2", "-1"):
+        error = refused("logs", "--element", element, "runs/train")
+        assert "has elements 0 to 1" in error.found
+
+
 def test_it_is_cancelled_after_a_save(fakes: Fakes) -> None:
     submitted("train.py")
-    assert shoal("cancel", "runs/train").exit_code == 0
+    fakes.set("squeue", out="42|RUNNING|0:07|1:00:00|node01\n")
+    assert "job 42: told to save and to end" in shoal("cancel", "runs/train").output
     assert fakes.calls("scancel") == [
         ["scancel", "--quiet", "--state=PENDING", "42"],
         ["scancel", "--quiet", "--signal=USR1", "--state=RUNNING", "42"],
@@ -256,6 +363,8 @@ def test_it_is_cancelled_after_a_save(fakes: Fakes) -> None:
     assert Path("runs/train/jobs/1/cancelled").exists()
     shoal("cancel", "--now", "runs/train")
     assert fakes.calls("scancel")[-1] == ["scancel", "--quiet", "42"]
+    fakes.set("squeue")
+    assert "job 42: had ended before" in shoal("cancel", "runs/train").output
 
 
 def test_the_newest_submission_counts(fakes: Fakes) -> None:
@@ -289,6 +398,14 @@ def test_sites_are_listed_shown_and_drafted(fakes: Fakes, tmp_path: Path) -> Non
         "a node of main has 8 GPUs"
         in refused("submit", "--time=1", "--site=mine", "--gpus-per-node=9", "train.py").found
     )
+
+
+@pytest.mark.full
+def test_a_file_of_a_site_that_can_not_be_read(fakes: Fakes, tmp_path: Path) -> None:
+    (tmp_path / "config/shoal/sites/odd.toml").mkdir(parents=True)
+    error = refused("submit", "--time", "1", "train.py")
+    assert error.given == f"the site in {tmp_path / 'config/shoal/sites/odd.toml'}"
+    assert "directory" in error.found
 
 
 @pytest.mark.parametrize(("columns", "files"), [(60, False), (89, False), (90, True)])

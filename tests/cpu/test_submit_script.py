@@ -25,6 +25,7 @@ HOSTILE = (
     "' ; touch broken ; '",
     '" ; touch broken ; "',
     "two\nlines\n#SBATCH --nodes=9",
+    "far\n\n\n\napart'\n",
     "$HOME",
     "*",
     "",
@@ -93,10 +94,10 @@ def test_whatever_was_typed_arrives_as_it_was(fakes: Fakes, tmp_path: Path) -> N
     assert not list(tmp_path.rglob("broken"))
 
 
-@pytest.mark.parametrize("value", ["a\n#SBATCH --nodes=9", "a\rb", "\x1b[2J"])
+@pytest.mark.parametrize("value", ["a\n#SBATCH --nodes=9", "a\rb", "\x1b[2J", "a\\b"])
 @pytest.mark.parametrize("field", ["name", "account", "partition", "qos", "constraint", "memory"])
 def test_no_value_ends_a_line_that_sbatch_reads(field: str, value: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="control character"):
+    with pytest.raises(LaunchError, match="control character, or a backslash"):
         write(request(**{field: value}), PLAIN, place(tmp_path))
 
 
@@ -239,8 +240,21 @@ def test_a_job_is_not_requeued_for_ever(fakes: Fakes, tmp_path: Path) -> None:
 
 
 def test_a_cancelled_job_saves_and_stays_ended(fakes: Fakes, tmp_path: Path) -> None:
-    (tmp_path / "run/jobs/1/cancelled").touch()
+    mark = tmp_path / "run/jobs/1/cancelled"
+    program = fakes.path / "srun"
+    program.write_text(program.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\ntouch {mark}\n"))
     assert finish(fakes, tmp_path / "run", 75) == (75, [])
+    assert len(fakes.calls("srun")) == 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"chain": 2}, {"requeue": False}])
+def test_a_job_that_was_cancelled_does_not_begin(
+    changes: dict[str, Any], fakes: Fakes, tmp_path: Path
+) -> None:
+    """It had saved and was on its way back into the queue: nothing was left that could be told."""
+    (tmp_path / "run/jobs/1/cancelled").touch()
+    assert finish(fakes, tmp_path / "run", 0, **changes) == (75, [])
+    assert fakes.calls("srun") == []
 
 
 def test_a_site_without_requeue(fakes: Fakes, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,48 @@ def test_a_script_that_git_ignores_is_copied(checkout: Path) -> None:
     assert script.read_text() == "x = 1\n"
     assert not script.is_symlink()
     assert not script.parent.is_symlink()
+
+
+@pytest.mark.full
+def test_what_an_ignored_script_imports_is_linked_to(checkout: Path) -> None:
+    for name in ("data/train.py", "data/helper.py", "data/deep/script.py", "data/deep/other.py"):
+        (checkout / name).parent.mkdir(exist_ok=True)
+        (checkout / name).write_text("x = 1\n")
+    copied(checkout, "data/deep/script.py", checkout / "runs/a/jobs/1")
+    copy = checkout / "runs/a/jobs/1/source/data"
+    links = {str(path.relative_to(copy)): path.is_symlink() for path in copy.rglob("*")}
+    expected = {"deep/other.py": True, "helper.py": True, "numbers": True, "train.py": True}
+    assert links == {"deep": False, "deep/script.py": False, **expected}
+
+
+@pytest.mark.full
+def test_a_checkout_of_somebody_else_is_not_taken_for_none(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Git says so, and whose it is; without git half of the project would not be copied."""
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(LaunchError, match="dubious ownership") as error:
+        find_source(checkout / "scripts/train.py", without=checkout / "runs/a")
+    assert "safe.directory" in error.value.found
+
+
+@pytest.mark.full
+def test_files_that_go_or_can_not_be_read(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lock files of editors, files of colleagues: no reason not to submit."""
+    found = find_source(checkout / "scripts/train.py", without=checkout / "runs/a")
+    (checkout / "new.py").unlink()
+    script = copy_source(found, checkout / "runs/a")
+    assert script.exists()
+    assert not (script.parent.parent / "new.py").exists()
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path.name != "helper.py" and access(path, mode)
+    )
+    found = find_source(checkout / "scripts/train.py", without=checkout / "runs/a")
+    assert "helper.py" in map(str, found.linked)
+    (checkout / "scripts/train.py").unlink()
+    with pytest.raises(FileNotFoundError):
+        copy_source(found, checkout / "runs/a/jobs/2")
 
 
 def test_without_git_it_is_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from shoal.errors import LaunchError
 
 _T = TypeVar("_T")
 
+_LAST_PORT = 65535
 PORTS = "SHOAL_PORTS"
 """Sets the range of ports in which ranks meet where the launcher names none: `first-last`."""
 
@@ -123,9 +124,21 @@ def _given_address(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
     return Choice(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
 
 
+def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
+    """MASTER_PORT, if there is such a port; 0 is for worlds that need none."""
+    port = integer(env, "MASTER_PORT")
+    if not least <= port <= _LAST_PORT:
+        raise LaunchError(
+            given=spell(env, ("MASTER_PORT",)),
+            found=f"ports are numbers from 1 to {_LAST_PORT}",
+            fix="unset MASTER_PORT, and a free one is found; or name one that is free (ss -ltn)",
+        )
+    return port
+
+
 def _given_port(env: Mapping[str, str]) -> Choice[tuple[int, ...]]:
     """The port that MASTER_PORT names."""
-    port = integer(env, "MASTER_PORT")
+    port = master_port(env, least=1)
     return Choice(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
 
 
@@ -155,10 +168,10 @@ def _directory(env: Mapping[str, str]) -> Choice[str]:
 def _ports(env: Mapping[str, str], job: str, number: int | None) -> Choice[tuple[int, ...]]:
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _LAST_PORT):
         raise LaunchError(
             given=f"{PORTS}={text}",
-            found="not a range of ports from 1 to 65535",
+            found=f"not a range of ports from 1 to {_LAST_PORT}",
             fix=f"export {PORTS}={_DEFAULT_PORTS}, which is the default",
         )
     count = int(last) - int(first) + 1

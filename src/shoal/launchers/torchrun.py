@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shoal.choice import Choice
 from shoal.errors import LaunchError
 
-from .placement import Placement, divided, integer, refuse_many_worlds, require, spell
+from .placement import Placement, divided, integer, master_port, refuse_many_worlds, require, spell
 
 RUN_ID = "shoal-run"
 """The run identifier that `shoal run` gives to torch elastic, by which workers know it."""
@@ -43,7 +43,7 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
         _check_outer(env, size, nodes)
     launcher = "shoal run" if several or run_id == RUN_ID else "torchrun"
     cores = divided(cpus, local_size)
-    address, port = env["MASTER_ADDR"], integer(env, "MASTER_PORT")
+    address, port = env["MASTER_ADDR"], master_port(env)
     return Placement(
         rank=rank,
         size=size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -34,6 +35,9 @@ _COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE
 _TYPES = {torch.bool: MPI.C_BOOL, **_INTEGERS, **_FLOATS, **_COMPLEX}
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """MPI has no sums of these; they are summed in the wider one, and rounded once."""
+
+_MOST = 2**31 - 1 if MPI.Get_version() < (4, 0) else sys.maxsize
+"""So many elements can be counted."""
 
 _SUMS = {"SUM": MPI.SUM, "AVG": MPI.SUM, "PRODUCT": MPI.PROD}
 _ORDERED = {**_SUMS, "MIN": MPI.MIN, "MAX": MPI.MAX}
@@ -72,18 +76,31 @@ def reducible(tensor: Tensor) -> Tensor:
 
 def moved(tensor: Tensor, count: int | None = None) -> Spec:
     """A flat tensor that MPI shall move; `count` is how many of its elements are one rank's."""
-    return [_memory(tensor), tensor.numel() if count is None else count, kind(tensor)]
+    return [_memory(tensor), _counted(tensor.numel() if count is None else count), kind(tensor)]
 
 
 def parts(tensor: Tensor, counts: Sequence[int]) -> Spec:
     """A flat tensor that MPI shall move in parts of so many elements, one for each rank."""
     starts = list(accumulate(counts, initial=0))[:-1]
+    _counted(max((*counts, *starts)))
     return [_memory(tensor), (list(counts), starts), kind(tensor)]
 
 
 def reduced(tensor: Tensor, count: int | None = None) -> Spec:
     """A flat tensor that MPI shall reduce; `count` is how many of its elements are one rank's."""
-    return [_memory(tensor), tensor.numel() if count is None else count, _TYPES[tensor.dtype]]
+    whole = _counted(tensor.numel() if count is None else count)
+    return [_memory(tensor), whole, _TYPES[tensor.dtype]]
+
+
+def _counted(count: int) -> int:
+    """The count, if this MPI can be told of so many elements. Raises ShoalError."""
+    if count > _MOST:
+        raise ShoalError(
+            given=f"{count:,} elements in one call of the backend mpi",
+            found=f"an MPI before its version 4 counts to {_MOST:,}",
+            fix="a call for each part of tensor.split(2**30), or an MPI of version 4, or Gloo",
+        )
+    return count
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

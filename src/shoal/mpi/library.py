@@ -55,6 +55,13 @@ def begin(placement: Placement) -> Any:
             found=f"{placement.launcher} starts processes that are no ranks of MPI",
             fix=f"{_MPIRUN}, or leave backend out",
         )
+    if placement.launcher == "srun" and placement.size > 1 and not environ.speaks_mpi():
+        raise LaunchError(
+            given=given,
+            found="srun has told its tasks nothing of MPI: each would be a world of its own",
+            fix="srun --mpi=pmix for Open MPI, pmi2 for MPICH (srun --mpi=list names what there is; "
+            "in a batch script, export SLURM_MPI_TYPE=pmix); or mpirun, or leave backend out",
+        )
     mpi = _load(placement.launcher, given)
     if mpi.Is_finalized():
         raise LaunchError(
@@ -105,7 +112,7 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         raise LaunchError(
             given=given,
             found=f"{library}, whose world has {world.size} rank(s): it is not that launcher's MPI",
-            fix="srun --mpi=pmix or pmi2 (srun --mpi=list names what there is), or mpirun"
+            fix=f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'}, which it speaks, or mpirun"
             if placement.launcher == "srun"
             else "use the mpirun of the library that mpi4py has, or "
             "export MPI4PY_LIBMPI=/path/to/libmpi.so with that of your mpirun",

@@ -124,12 +124,20 @@ class Operation(Work):
                     f"{self.record.operation} has waited for other ranks for {self._limit:g} s"
                 )
         except MPI.Exception as error:
-            self._error = dist.DistBackendError(f"{self.record.operation} over MPI: {error}")
+            self._error = dist.DistBackendError(f"{self.record.operation} over MPI: {self._why(error)}")
         except Exception as error:
             self._error = error
         self.record.ended = time.time_ns()
         self.record.done = True
         return True
+
+    def _why(self, error: MPI.Exception) -> MPI.Exception:
+        """What is wrong, where MPI says that one of the statuses says so."""
+        if error.Get_error_class() != MPI.ERR_IN_STATUS:
+            return error
+        passed = (MPI.SUCCESS, MPI.ERR_PENDING)
+        codes = [status.Get_error() for status in self._statuses]
+        return next((MPI.Exception(code) for code in codes if code not in passed), error)
 
     def _fulfil(self, future: torch.futures.Future[Any]) -> None:
         if self._error is None:

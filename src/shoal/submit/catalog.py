@@ -40,9 +40,19 @@ def entries() -> dict[str, Entry]:
         name = file.name.removesuffix(".toml")
         found[name] = Entry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
     for path in sorted(folder().glob("*.toml")):
-        text = path.read_text(errors="replace")
-        found[path.stem] = Entry(name=path.stem, file=str(path), text=text)
+        found[path.stem] = Entry(name=path.stem, file=str(path), text=_read(path))
     return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise LaunchError(
+            given=f"the site in {path}",
+            found=error.strerror or str(error),
+            fix="mend it, or move it away: any file NAME.toml there is a site",
+        ) from None
 
 
 def find_entry(name: str) -> Entry:

@@ -186,6 +186,7 @@ def logs(
     element: Annotated[int | None, typer.Option(metavar="N", help="Of an array; else all.")] = None,
 ) -> None:
     """Print the log of the newest submission of a run."""
+    import shlex
     import subprocess
 
     from .following import log_files
@@ -194,10 +195,11 @@ def logs(
     how = ["-F"] if follow else []
     there = [file for file in files if follow or file.exists()]
     if not there:
+        quoted = shlex.quote(str(run))
         raise LaunchError(
-            given=f"shoal logs {run}",
+            given=f"shoal logs {quoted}",
             found=f"no {files[0].name} yet: the job has not started",
-            fix=f"shoal status {run}, or shoal logs -f {run} to wait for it",
+            fix=f"shoal status {quoted}, or shoal logs -f {quoted} to wait for it",
         )
     try:
         done = subprocess.run(["tail", "-n", "+1", *how, "--", *map(str, there)], check=False)
@@ -215,8 +217,9 @@ def cancel(
 
     from . import following
 
-    record = following.cancel(run, now=now)
+    record, lives = following.cancel(run, now=now)
     how = "ended" if now else "told to save and to end"
+    how = how if lives else "had ended before"
     print_line(plain_console(), f"job {', '.join(record.jobs)}: {how}")
 
 

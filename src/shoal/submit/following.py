@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.errors import LaunchError
 from shoal.launchers import REQUEUE
 
 from . import slurm
@@ -27,7 +28,8 @@ from .slurm import Queued
 class Status:
     """The newest submission of a run: what Slurm still knows, how jobs ended, how far training is.
 
-    `step` is the last event of a step, `saved` that of a save, as rank 0 recorded them.
+    `queued` leaves out those of which `ends` tell more. `step` is the last event of a step, `saved`
+    that of a save, as rank 0 recorded them.
     """
 
     folder: Path
@@ -43,38 +45,61 @@ def status(run: Path) -> Status:
     folder = newest_folder(run)
     record = read_record(folder)
     last = _last(last_events(run), ("step", "save"))
+    queued, ends = slurm.queued(record.jobs), read_ends(folder)
+    told = {end.job for end in ends}
     return Status(
         folder=folder,
         record=record,
-        queued=tuple(slurm.queued(record.jobs)),
-        ends=tuple(read_ends(folder)),
+        queued=tuple(each for each in queued if not each.ended or each.job not in told),
+        ends=tuple(ends),
         step=last.get("step"),
         saved=last.get("save"),
     )
+
+
+def living(run: Path) -> list[Queued]:
+    """What of the newest submission of a run waits or runs; nothing where there was none.
+
+    Raises LaunchError where Slurm does not say.
+    """
+    try:
+        record = read_record(newest_folder(run))
+    except LaunchError:
+        return []
+    return [each for each in slurm.queued(record.jobs) if not each.ended]
 
 
 def log_files(run: Path, element: int | None) -> list[Path]:
     """The log of the newest submission; of an array that of one element, or of all."""
     folder = newest_folder(run)
     count = read_record(folder).elements
+    if element is not None and element not in range(count):
+        there = f"has elements 0 to {count - 1}" if count else "is no array"
+        raise LaunchError(
+            given=f"--element {element}",
+            found=f"the newest job of {run} {there}",
+            fix="--element 0" if count else "leave --element out",
+        )
     return logs(folder, range(count) if element is None else [element])
 
 
-def cancel(run: Path, *, now: bool) -> Record:
+def cancel(run: Path, *, now: bool) -> tuple[Record, bool]:
     """End the newest submission of a run: what waits at once, what runs after it has saved.
 
-    With `now` all at once, as scancel does it. Returns what was cancelled.
+    With `now` all at once, as scancel does it. Returns what was cancelled, and whether any of it still
+    waited or ran.
     """
     folder = newest_folder(run)
     record = read_record(folder)
     mark_cancelled(folder)
+    lives = bool(living(run))
     if now:
         slurm.cancel(record.jobs)
-        return record
+        return record, lives
     slurm.cancel(record.jobs, "--state=PENDING")
     told = [f"--signal={record.signal}", "--state=RUNNING"]
     slurm.cancel(record.jobs, *told, *(["--batch"] if record.to_batch else []))
-    return record
+    return record, lives
 
 
 def outcome(code: int) -> str:

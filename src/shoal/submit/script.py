@@ -20,6 +20,8 @@ from .times import spell_time
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
 _FIRST_PORT, _PORTS = 10001, 10000
+MARK = "# Written by `shoal submit`"
+"""What batch scripts are known by."""
 
 
 class Shell(str):
@@ -67,6 +69,7 @@ def render(job: Job, site: Site, place: Place) -> str:
     if site.ports is not None:
         variables.append(("SHOAL_PORTS", Shell(f"${{SHOAL_PORTS:-{site.ports}}}")))
     text = environment.from_string(template).render(
+        mark=Shell(MARK),
         site=Shell(re.sub(r"\W", "-", site.name)),
         directives=[Shell(line) for line in _directives(job, place)],
         folder=place.folder,
@@ -89,7 +92,10 @@ def render(job: Job, site: Site, place: Place) -> str:
 
 
 def _word(value: object) -> str:
-    return value if isinstance(value, Shell) else shlex.quote(str(value))
+    if isinstance(value, Shell):
+        return value
+    # Quoted lines are bash's $'\n', so that no line of the script begins with what was typed.
+    return shlex.quote(str(value)).replace("\n", "'$'\\n''")
 
 
 def _words(words: Iterable[str]) -> Shell:
@@ -143,11 +149,11 @@ def _directives(job: Job, place: Place) -> Iterator[str]:
 
 def _option(name: str, value: object) -> str:
     text = str(value)
-    if _UNPRINTABLE.search(text):
+    if _UNPRINTABLE.search(text) or "\\" in text:
         raise LaunchError(
             given=f"--{name} {text!r}",
-            found="a control character, which would end a line of the batch script",
-            fix="leave it out",
+            found="a control character, or a backslash, which sbatch reads otherwise than shells do",
+            fix="--run DIR with a plainer name" if name == "output" else "leave it out",
         )
     return f"--{name}={_word(text)}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from shoal.errors import LaunchError
@@ -100,11 +100,19 @@ def read_site(name: str, text: str, file: str) -> Site:
     )
     if site.launcher not in LAUNCHERS:
         raise _wrong(file, f"launcher = {site.launcher!r}", f"one of {', '.join(LAUNCHERS)}")
-    if site.ports is not None and not re.fullmatch(r"\d+-\d+", site.ports):
+    if site.ports is not None and not _is_range(site.ports):
         raise _wrong(file, f"ports = {site.ports!r}", 'two numbers, as in "10001-20000"')
+    for key, words in (("mpirun", site.mpirun), ("container", site.container)):
+        if not words:
+            raise _wrong(file, f"{key} = []", "the words of a command, or leave it out")
     if site.default is not None and site.default not in site.partitions:
         raise _wrong(file, f"default = {site.default!r}, which is none of its partitions", "add it")
     return site
+
+
+def _is_range(text: str) -> bool:
+    found = re.fullmatch(r"(\d+)-(\d+)", text, re.ASCII)
+    return found is not None and 1 <= int(found[1]) <= int(found[2]) <= 65535
 
 
 def _partition(name: str, table: dict[str, Any], file: str) -> Partition:
@@ -113,9 +121,10 @@ def _partition(name: str, table: dict[str, Any], file: str) -> Partition:
         _Table(value, file, f"{where}qos.{key}.").read(Qos, name=key)
         for key, value in _tables(table.pop("qos", {}), file, f"{where}qos")
     ]
+    table.setdefault("option", name)
+    partition = _Table(table, file, where).read(Partition, name=name, qos=tuple(qos))
     # `option = ""` says that Slurm finds the partition by itself.
-    option = table.pop("option", name)
-    return _Table(table, file, where).read(Partition, name=name, option=option or None, qos=tuple(qos))
+    return replace(partition, option=partition.option or None)
 
 
 class _Table:
@@ -153,6 +162,8 @@ class _Table:
                 f"{self._where}{key} = {value!r}, a {type(value).__name__}",
                 f"a {_WORDS[kind]}",
             )
+        if isinstance(value, int) and value < 0:
+            raise _wrong(self._file, f"{self._where}{key} = {value!r}", "0 or more")
         return value
 
 

@@ -14,6 +14,10 @@ from shoal.errors import LaunchError
 _SECONDS = 60.0
 # What Slurm's commands say on a machine that has them and belongs to no cluster, or gets no answer.
 _UNREACHED = re.compile("configuration source|unable to contact slurm|DNS SRV", re.IGNORECASE)
+_UNKNOWN = re.compile("invalid job id", re.IGNORECASE)
+_NUMBER = re.compile(r"^(\d+)(?:;.*)?$", re.MULTILINE)
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED"}
+_ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,36 +30,51 @@ class Queued:
     limit: str
     reason: str
 
+    @property
+    def ended(self) -> bool:
+        """Whether it neither waits nor runs."""
+        return self.state in _ENDED
+
 
 def submit(script: Path, *, after: str | None = None) -> str:
     """Hand a batch script to sbatch; the number of the job. It starts when job `after` has ended."""
     order = [] if after is None else [f"--dependency=afterany:{after}"]
     said = run(["sbatch", "--parsable", *order, str(script)])
-    return said.strip().partition(";")[0]
+    found = _NUMBER.findall(said)
+    if not found:
+        raise LaunchError(
+            given="sbatch --parsable",
+            found=f"it succeeded, but printed no number of a job: {said.strip()[:200]!r}",
+            fix="look for the job by `squeue --me` and cancel it: its files have been taken away",
+        )
+    return str(found[-1])  # centres' own sbatch may print more before it
 
 
 def queued(jobs: Sequence[str]) -> list[Queued]:
-    """Those of the jobs, and of their elements, that have not ended or ended a moment ago."""
-    form = ["--noheader", "--array", "--format=%i|%T|%M|%l|%R"]
+    """Those of the jobs, and of their elements, that Slurm knows: for some minutes after their end."""
+    form = ["--noheader", "--array", "--states=all", "--format=%i|%T|%M|%l|%R"]
     found = []
     for job in jobs:
         # Of several at once, one that is unknown makes squeue say nothing of the others.
-        text = run(["squeue", f"--jobs={job}", *form], needed=False)
+        text = run(["squeue", f"--jobs={job}", *form], known=False)
         for line in text.splitlines():
-            name, state, ran, limit, reason = line.split("|", 4)
-            found.append(Queued(job=name, state=state, ran=ran, limit=limit, reason=reason))
+            parts = line.split("|", 4)
+            if len(parts) == 5:
+                name, state, ran, limit, reason = parts
+                found.append(Queued(job=name, state=state, ran=ran, limit=limit, reason=reason))
     return found
 
 
 def cancel(jobs: Sequence[str], *options: str) -> None:
     """scancel, quiet about jobs that have ended."""
-    run(["scancel", "--quiet", *options, *jobs], needed=False)
+    run(["scancel", "--quiet", *options, *jobs], known=False)
 
 
-def run(command: Sequence[str], *, needed: bool = True) -> str:
+def run(command: Sequence[str], *, known: bool = True) -> str:
     """What a command of Slurm's prints.
 
-    Raises LaunchError where it is missing, reaches no cluster, or fails and is `needed`.
+    Raises LaunchError where it is missing, reaches no cluster, or fails; but not for a job that Slurm
+    does not know, or not any more, where it need not be `known`.
     """
     to_submit = command[0] == "sbatch"
     elsewhere = "; `shoal submit --dry-run` needs none" if to_submit else ""
@@ -88,7 +107,7 @@ def run(command: Sequence[str], *, needed: bool = True) -> str:
             found="Slurm is installed here but reaches no cluster",
             fix=f"run this on a login node, where `scontrol ping` is answered{elsewhere}",
         )
-    if done.returncode and needed:
+    if done.returncode and (known or not _is_unknown(done.stderr)):
         shown = "; `--dry-run` shows the batch script" if to_submit else ""
         raise LaunchError(
             given=" ".join(command),
@@ -96,3 +115,8 @@ def run(command: Sequence[str], *, needed: bool = True) -> str:
             fix=f"change what Slurm objects to{shown}",
         )
     return done.stdout
+
+
+def _is_unknown(said: str) -> bool:
+    """Whether all that a command complains of are jobs that Slurm does not know."""
+    return all(_UNKNOWN.search(line) for line in said.strip().splitlines())

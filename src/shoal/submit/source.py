@@ -75,7 +75,11 @@ def copy_source(source: Source, folder: Path) -> Path:
     copy = folder / "source"
     for path in source.copied:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source.root / path, copy / path)
+        try:
+            shutil.copy2(source.root / path, copy / path)
+        except FileNotFoundError:  # an editor's, or another job's, that has gone meanwhile
+            if path == source.script.relative_to(source.root) or (source.root / path).exists():
+                raise
     for path in source.linked:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         (copy / path).symlink_to(source.root / path)
@@ -116,9 +120,10 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
     ignored = listed("--others", "--ignored", "--exclude-standard", "--directory")
     kept, linked = _sorted(root, files, without)
     linked += [path for path in ignored if _may_link(root / path, without)]
-    if script.relative_to(root) not in kept:  # an ignored script is one nevertheless
-        kept.append(script.relative_to(root))
-        linked = [path for path in linked if not script.is_relative_to(root / path)]
+    own = script.relative_to(root)
+    if own not in kept:  # an ignored script is one nevertheless
+        kept.append(own)
+        linked = [each for path in linked for each in _around(root, path, own, without)]
     names = [f":(exclude,literal){path}" for path in files if _is_secret(path)]
     known = _git(root, "rev-parse", "--verify", "--quiet", "HEAD", needed=False)
     commit = known.decode().strip()
@@ -153,6 +158,16 @@ def _from_folder(script: Path, without: Path) -> Source:
     kept, linked = _sorted(root, files, without)
     linked += [path for path in data if _may_link(root / path, without)]
     return Source(root=root, script=script, copied=tuple(kept), linked=tuple(linked))
+
+
+def _around(root: Path, path: PurePath, own: PurePath, without: Path) -> Iterator[PurePath]:
+    """What to link to in the place of `path`, which may be or hold the script: all else in there."""
+    if not own.is_relative_to(path):
+        yield path
+    elif own != path:
+        for entry in sorted((root / path).iterdir()):
+            if _may_link(entry, without):
+                yield from _around(root, entry.relative_to(root), own, without)
 
 
 def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
@@ -239,8 +254,8 @@ def _sorted(root: Path, files: list[PurePath], without: Path) -> tuple[list[Pure
         whole = root / path
         if whole.is_relative_to(without) or not whole.exists():
             continue
-        to_copy = whole.is_file() and whole.stat().st_size <= LARGEST and not _is_secret(path)
-        (kept if to_copy else linked).append(path)
+        small = whole.is_file() and whole.stat().st_size <= LARGEST and os.access(whole, os.R_OK)
+        (kept if small and not _is_secret(path) else linked).append(path)
     return kept, linked
 
 
@@ -263,7 +278,10 @@ def _checkout(folder: Path) -> Path | None:
 
 
 def _git(folder: Path, *arguments: str, needed: bool = True) -> bytes:
-    """What a git command prints; without git, or where it fails and is not `needed`, nothing."""
+    """What a git command prints; without git, or where it fails and is not `needed`, nothing.
+
+    Raises LaunchError where it fails and is needed, or where git does not trust who owns the checkout.
+    """
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -273,10 +291,11 @@ def _git(folder: Path, *arguments: str, needed: bool = True) -> bytes:
         )
     except FileNotFoundError:
         return b""
-    if done.returncode and needed:
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode and (needed or "dubious ownership" in said):
         raise LaunchError(
             given=f"git {' '.join(arguments[:2])} in {folder}",
-            found=done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}",
+            found=said or f"exit code {done.returncode}",
             fix="mend the checkout, or --no-copy, and change nothing until the job has ended",
         )
     return b"" if done.returncode else done.stdout

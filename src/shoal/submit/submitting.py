@@ -25,11 +25,14 @@ from .folder import (
     remove_folder,
     write_record,
 )
+from .following import living
 from .measured import stopping_seconds
 from .request import Job, Request
-from .script import Place, render
+from .script import MARK, Place, render
 from .site import Site
 from .source import Source, copy_source, find_source, import_paths
+
+_HEAD, _SHOWN = 8192, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +86,12 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
             found=f"{script} lies in it, and would be copied with all that the run writes",
             fix=f"--run {run / 'run'}, a directory of its own",
         )
-    request = replace(request, workers=workers_of(script.read_text(errors="replace"), request.args))
+    request = replace(request, workers=workers_of(_text_of(script), request.args))
     job = decide(request, site, save=stopping_seconds(run))
     if not options.force:
         check(request, site, job)
+        if not options.dry and options.out is None:
+            _check_alone(run)
     source = find_source(script, without=run) if options.copy else None
     made = missing_folders(run)
     folder = next_folder(run) if options.dry else _make_folder(run)
@@ -96,13 +101,14 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
         if not options.dry:
             if source is not None:
                 copy_source(source, folder)
-            path = options.out or folder / SCRIPT
-            path.write_text(text, encoding="utf-8", errors="surrogateescape")
-            path.chmod(0o700)
+            path = _write(text, folder / SCRIPT) if options.out is None else _keep(text, options.out)
             if options.out is None:
                 jobs = _hand_over(path, job)
                 write_record(folder, _record(jobs, request, site, job))
     except BaseException as error:
+        if isinstance(error, OSError) and jobs:  # nobody would know of them
+            slurm.cancel(jobs)
+            jobs = ()
         if not options.dry and not jobs:
             remove_folder(folder, made)
         if isinstance(error, OSError):
@@ -117,6 +123,54 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
         jobs=jobs,
         linked=tuple(map(str, source.linked)) if source else (),
     )
+
+
+def _check_alone(run: Path) -> None:
+    """Raise LaunchError where a job of this run waits or runs already."""
+    others = living(run)
+    if others:
+        names = ", ".join(f"{each.job} ({each.state.lower()})" for each in others[:_SHOWN])
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise LaunchError(
+            given=f"--run {run}",
+            found=f"job {names}{more} of this run has not ended: of two that save in one directory the "
+            "older is refused, and what it did since its last save is lost",
+            fix=f"shoal cancel {shlex.quote(str(run))} first, or --run DIR with a directory of its own "
+            "(--force submits it as it is)",
+        )
+
+
+def _text_of(script: Path) -> str:
+    try:
+        return script.read_text(errors="replace")
+    except OSError as error:
+        raise LaunchError(
+            given=str(script),
+            found=error.strerror or str(error),
+            fix="let it be readable by you: chmod u+r, or a copy of your own",
+        ) from None
+
+
+def _write(text: str, path: Path) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    path.chmod(0o700)
+    return path
+
+
+def _keep(text: str, path: Path) -> Path:
+    """Write it where the user wants it, but over nothing else than what was written so before."""
+    try:
+        if path.exists() and MARK.encode() not in path.read_bytes()[:_HEAD]:
+            raise LaunchError(
+                given=f"-o {path}",
+                found="it is there already and is no batch script of `shoal submit`",
+                fix="another name; the log of a job is in its run directory, `shoal logs` prints it",
+            )
+        return _write(text, path)
+    except OSError as error:
+        raise LaunchError(
+            given=f"-o {path}", found=str(error), fix="-o FILE that you may write"
+        ) from None
 
 
 def _make_folder(run: Path) -> Path:
