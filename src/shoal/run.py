@@ -28,6 +28,7 @@ from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events
+from shoal.observing import Observer
 from shoal.progress import Progress
 from shoal.recording import Recording
 from shoal.sameness import check_same_data
@@ -35,11 +36,21 @@ from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
 from shoal.timeline import CHECKPOINT, UPDATE
+from shoal.tracing.windows import checked
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
 _FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
-_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "wandb"}
+_OWN = {
+    "attempts",
+    "checkpoints",
+    "events",
+    "lock",
+    "report",
+    "tensorboard",
+    "traces",
+    "wandb",
+}
 """What a run directory holds besides."""
 
 
@@ -63,6 +74,8 @@ class Run:
     (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
     `must_save` is set. `trackers` take what
     `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
+    torch's profiler records the steps from the first to the last of `profile`, for a timeline of all
+    ranks (`shoal report runs/a --trace 100:105`).
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
@@ -83,7 +96,9 @@ class Run:
         keep_every: int | None = None,
         must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
+        profile: tuple[int, int] | None = None,
     ) -> None:
+        window = None if profile is None else checked(profile, f"shoal.Run(…, profile={profile})")
         self.directory = _own_directory(directory)
         self.steps = _named_steps(step)
         if not isinstance(loader, Loader):
@@ -120,6 +135,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
+        self._observer = Observer(self.world, self.directory, self.steps, loader, self.events, window)
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
@@ -199,6 +215,7 @@ class Run:
             self._stopping.request("a save that failed", kind="failed")
         if not self._begun:
             self._begin()
+            self._observer.begin()
         now = time.time()
         batch = self.loader.last
         self._catch_up()
@@ -209,6 +226,7 @@ class Run:
                 fix="step(batch) with the Step that the Run was given, then run.tick()",
             )
         moved = self._recording.tick(now)
+        self._observer.tick()
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
         reason = self._stopping.due()
@@ -313,6 +331,7 @@ class Run:
         self._closed = True
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
+        self._observer.end()
         if self._begun:
             self._recording.end(reason)
         self.events.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,6 +127,8 @@ class Step:
         self.schedule = _check_schedule(schedule, optimizer)
         self.number = 0
         self.last: Result | None = None
+        self.counting: AbstractContextManager[object] = nullcontext()
+        """Forward and backward run in it: whoever counts what they compute."""
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
         self._compile = compile
@@ -155,7 +159,8 @@ class Step:
             self._prepare(batch)
         scale = 1.0 if self._scale is None else self._scale.value
         try:
-            totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
+            with self.counting:
+                totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
             decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
         except BaseException:
             self.engine.discard()  # whoever catches it goes on with the next batch
@@ -242,6 +247,19 @@ class Step:
         """How many elements the parameters of the model have, over all ranks. Collective."""
         mine = {name: p.numel() for name, p in self.model.named_parameters()}
         return sum(self._of_all_ranks(mine).values())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether forward and backward are run by other code than the model's."""
+        return self._compile is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the model computes in: that of mixed precision, or of its parameters."""
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in self.model.parameters():
+            sizes[parameter.dtype] += parameter.numel()
+        return self._autocast or max(sizes, key=sizes.__getitem__, default=torch.float32)
 
     @property
     def _names(self) -> list[str]:

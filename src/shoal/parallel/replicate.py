@@ -221,7 +221,7 @@ class DDPEngine(LocalEngine):
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
             choice = worth.choose(some, self.wire)
-            self.world.say(f"shoal: {choice}")
+            self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
             if choice.value is None:
                 return
             how = choice.value
