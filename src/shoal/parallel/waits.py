@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import _functional_collectives
-from torch.distributed.fsdp import FSDPModule
 
 from shoal.timeline import COMMUNICATION, Timeline
 from shoal.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _OF_GROUPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 """Where FSDP2 waits for the others. With Gloo that is where it calls collectives, on CUDA where the
