@@ -29,17 +29,15 @@ if TYPE_CHECKING:
     from shoal.launching import launch
     from shoal.layout import Layout
     from shoal.loop import Moment, Trained, train
-    from shoal.parallel import (
-        DDP,
-        FSDP,
-        Context,
-        DataParallel,
-        Pipeline,
-        Recompute,
-        Single,
-        Tensor,
-        parallelize,
-    )
+    from shoal.parallel import parallelize
+    from shoal.parallel.averaging import DiLoCo, LocalSGD
+    from shoal.parallel.compression import PowerSGD, TopK
+    from shoal.parallel.context import Context
+    from shoal.parallel.pipeline import Pipeline
+    from shoal.parallel.recompute import Recompute
+    from shoal.parallel.replicate import DDP, DataParallel, Single
+    from shoal.parallel.shard import FSDP
+    from shoal.parallel.tensor import Tensor
     from shoal.rows import Rows, gather
     from shoal.run import Run
     from shoal.saving import YoungDaly
@@ -72,17 +70,15 @@ _HOMES = {
     "launching": ("launch",),
     "layout": ("Layout",),
     "loop": ("Moment", "Trained", "train"),
-    "parallel": (
-        "DDP",
-        "FSDP",
-        "Context",
-        "DataParallel",
-        "Pipeline",
-        "Recompute",
-        "Single",
-        "Tensor",
-        "parallelize",
-    ),
+    "parallel": ("parallelize",),
+    "parallel.averaging": ("DiLoCo", "LocalSGD"),
+    "parallel.compression": ("PowerSGD", "TopK"),
+    "parallel.context": ("Context",),
+    "parallel.pipeline": ("Pipeline",),
+    "parallel.recompute": ("Recompute",),
+    "parallel.replicate": ("DDP", "DataParallel", "Single"),
+    "parallel.shard": ("FSDP",),
+    "parallel.tensor": ("Tensor",),
     "rows": ("Rows", "gather"),
     "run": ("Run",),
     "saving": ("YoungDaly",),
@@ -104,6 +100,7 @@ __all__ = [
     "DDP",
     "DataError",
     "DataParallel",
+    "DiLoCo",
     "EMA",
     "Evaluation",
     "FSDP",
@@ -111,11 +108,13 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Loader",
+    "LocalSGD",
     "Moment",
     "Noise",
     "Order",
     "Placement",
     "Pipeline",
+    "PowerSGD",
     "Recompute",
     "Rows",
     "Run",
@@ -128,6 +127,7 @@ __all__ = [
     "Task",
     "Tensor",
     "TensorBoard",
+    "TopK",
     "Trained",
     "WandB",
     "Weighted",

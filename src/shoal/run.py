@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -10,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
-
-import torch
 
 from shoal.checkpoint import (
     Agreement,
@@ -30,13 +27,15 @@ from shoal.checkpoint import (
 from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
-from shoal.events import Events, StepEvent
+from shoal.events import Events
 from shoal.observing import Observer
 from shoal.progress import Progress
+from shoal.recording import Recording
 from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
+from shoal.timeline import CHECKPOINT, UPDATE
 from shoal.tracing.windows import checked
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
@@ -104,7 +103,8 @@ class Run:
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
-        self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
+        self._config = dict(config or {})
+        self.contents = Contents(self.world, self.steps, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
         )
@@ -134,7 +134,7 @@ class Run:
         self._begun = False
         self._closed = False
         self._free = False
-        self._recorded = self._numbers()
+        self._recording = Recording(self.events, self.steps, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
@@ -156,6 +156,11 @@ class Run:
         are of another model.
         """
         self._check_open()
+        restored = self._restore()
+        self._recording.rewind()
+        return restored
+
+    def _restore(self) -> Restored | None:
         self._saves.hear(wait=True)
         loaded = self.checkpoints.restore(self.contents.template(), self.contents.elsewhere())
         self._free, self._saved = True, None
@@ -164,7 +169,6 @@ class Run:
         for skipped in loaded.skipped:
             self.world.say(f"skipped {skipped.path}: {skipped.reason}")
         self.contents.load(loaded, f"a Run in {self.directory}")
-        self._recorded = self._numbers()
         self._curves.begins = loaded.step
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
         self.events.write(
@@ -186,6 +190,14 @@ class Run:
         Raises SystemExit, after a save, when a signal on any rank has asked to stop; CheckpointError
         where a save has failed that had not to.
         """
+        timeline = self.world.timeline
+        before = timeline.enter(UPDATE)
+        try:
+            self._tick(every)
+        finally:
+            timeline.enter(before)
+
+    def _tick(self, every: Every | None) -> None:
         self._check_open()
         if every is not None:
             check_every(every, "run.tick(every={})")
@@ -204,34 +216,13 @@ class Run:
                 found="no Step of this Run has taken one, nor batch.finish(model) on its model",
                 fix="step(batch) with the Step that the Run was given, then run.tick()",
             )
-        for name, step in self.steps.items():
-            result = step.last
-            if result is None or batch is None or step.number == self._recorded[name]:
-                continue
-            self.events.step(
-                StepEvent(
-                    name,
-                    step.number,
-                    batch.first,
-                    batch.size,
-                    batch.share,
-                    result.loss,
-                    result.norm,
-                    batch.wait,
-                    result.forward,
-                    result.backward,
-                    result.update,
-                    now,
-                )
-            )
+        moved = self._recording.tick(now)
         self._observer.tick()
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
-        taken, self._recorded = self._recorded, self._numbers()
         reason = self._stopping.due()
         if reason is not None:
             self._leave(reason)
-        moved = self.step != next(iter(taken.values()))
         if every is not None and moved and self._saves.due(every, self.step):
             self.save(wait=False)
 
@@ -244,6 +235,10 @@ class Run:
         `to="best"` keeps it in `best/` instead, beside `checkpoints/`, in the place of the one before;
         `restore` does not look there. Of a directory at a URL, `str` gives its URL.
         """
+        with self.world.timeline.during(CHECKPOINT):
+            return self._save(to, wait=wait)
+
+    def _save(self, to: str | None, *, wait: bool) -> AnyPath:
         self._check_open()
         self._check_free()
         Agreement(self.world).together(f"saving in {self.directory}", self._fence.check)
@@ -319,15 +314,17 @@ class Run:
 
         Raises CheckpointError where a save has failed that had not to.
         """
-        self._end(None)
+        self._end(None, sys.exception())
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, reason: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
         self._observer.end()
+        if self._begun:
+            self._recording.end(reason)
         self.events.close()
         self._curves.close()
         self.world.recorder = self.world.directory = None
@@ -347,7 +344,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(error)
+        self._end(error, error)
 
     def _position(self) -> int:
         """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""
@@ -381,29 +378,14 @@ class Run:
     def _begin(self) -> None:
         self._check_free()
         # The first save may be the last chance there is: what no checkpoint can hold is told before.
-        with self.world.preparing():  # one rank may take long over it, as in a save
+        # One rank may take long over it, as in a save.
+        with self.world.timeline.during(CHECKPOINT), self.world.preparing():
             self.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
         began = self.world.broadcast(round(time.time(), 6))
-        self.events.write(
-            "start",
-            {
-                "began": began,
-                "rank": self.world.rank,
-                "pid": os.getpid(),
-                "size": self.world.size,
-                "layout": str(self.world.layout),
-                "launcher": self.world.placement.launcher,
-                "attempt": self.world.placement.attempt,
-                "device": str(self.world.device),
-                "torch": torch.__version__,
-                "step": self.step,
-                "batch_size": self.loader.batch_size,
-                "epoch_size": self.loader.epoch_size,
-            },
-        )
+        self._recording.start(began, self._config)
 
     def _catch_up(self) -> None:
         for step in self.steps.values():

@@ -84,7 +84,12 @@ STARTED = {
 }
 
 
-@pytest.mark.parametrize("how", STARTED)
+LESS_USED = ("arbitrary", "pmi2", "MPICH")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.long] * (how in LESS_USED)) for how in STARTED]
+)
 def test_the_same_script_reaches_the_same_loss(
     how: str, cluster: Cluster, alone: str, script: list[str], tmp_path: Path
 ) -> None:

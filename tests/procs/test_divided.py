@@ -142,6 +142,7 @@ def test_a_run_is_that_of_one_process_and_each_rank_holds_its_share(
             assert torch.allclose(tensor, there[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_however_it_was_divided(
     two: Ranks, three: Ranks, tensor: Ranks, one: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

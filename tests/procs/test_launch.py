@@ -95,7 +95,7 @@ def test_a_script_without_a_guard_launches_again_and_again(start: Start) -> None
     assert list(command.temporary.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_results_of_hundreds_of_megabytes(start: Start) -> None:
     script = """
         import hashlib, shoal

@@ -65,6 +65,7 @@ RANK = """
 """
 
 
+@pytest.mark.long
 def test_ranks_without_standard_files(start: Start) -> None:
     for closed, code in ((">&-", 0), ("2>&-", 0), ("fail >&-", 1), ("fail 2>&-", 1)):
         for logs in ("", "--logs logs"):

@@ -332,7 +332,7 @@ def of_torch(optimizer: torch.optim.Optimizer, total: int) -> Any:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_cosine_ends_with_the_steps_however_many_ranks_take_them() -> None:
     """FAILURES 21: not after a fourth on four ranks, nor after half of them with two micro-batches."""
     steps = 200

@@ -231,6 +231,7 @@ agree_to_stop()
 """
 
 
+@pytest.mark.full
 def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
     """One on each node, one after the other: each is told once, where it was."""
     both = [nodes.start(FAIL, "--restarts", "2") for _ in range(2)]

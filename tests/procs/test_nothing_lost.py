@@ -141,7 +141,7 @@ def test_killed_once_in_a_save(victim: int, undisturbed: Undisturbed, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=pytest.mark.long if s > 1 else pytest.mark.full) for s in range(6)]
+    "seed", [pytest.param(s, marks=pytest.mark.long if s > 0 else pytest.mark.full) for s in range(6)]
 )
 def test_killed_at_random_moments(seed: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """In the restore, in forward, in backward, in the update, between: what is lost is done again."""

@@ -59,10 +59,10 @@ def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("layout", "plan"),
     [
-        pytest.param("tensor=2", {}, marks=pytest.mark.full),
+        pytest.param("tensor=2", {}, marks=pytest.mark.long),
         pytest.param("replicate=2,tensor=2", {}, marks=pytest.mark.full),
-        pytest.param("shard=2,tensor=2", {}, marks=pytest.mark.full),
-        pytest.param("tensor=2", SEQUENCE, marks=pytest.mark.full),
+        pytest.param("shard=2,tensor=2", {}, marks=pytest.mark.long),
+        pytest.param("tensor=2", SEQUENCE, marks=pytest.mark.long),
         pytest.param("shard=2,tensor=2", SEQUENCE, marks=pytest.mark.full),
     ],
 )

@@ -1,23 +1,8 @@
-"""Ways of spreading one model over processes and devices."""
+"""Ways of spreading one model over processes and devices.
+
+Strategies are imported from their modules: those that are not used cost no time at the start.
+"""
 
 from shoal.parallel.attach import engine_of, known_engine, parallelize
-from shoal.parallel.context import Context
-from shoal.parallel.pipeline import Pipeline
-from shoal.parallel.recompute import Recompute
-from shoal.parallel.replicate import DDP, DataParallel, Single
-from shoal.parallel.shard import FSDP
-from shoal.parallel.tensor import Tensor
 
-__all__ = [
-    "DDP",
-    "FSDP",
-    "Context",
-    "DataParallel",
-    "Pipeline",
-    "Recompute",
-    "Single",
-    "Tensor",
-    "engine_of",
-    "known_engine",
-    "parallelize",
-]
+__all__ = ["engine_of", "known_engine", "parallelize"]

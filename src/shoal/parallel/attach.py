@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from shoal.engine import Engine, Spreading, Strategy
 from shoal.errors import LayoutError, StepError
 from shoal.layout import AXES
-from shoal.parallel.deferred import construct
 from shoal.parallel.replicate import DDP
 from shoal.parallel.shard import FSDP
 from shoal.world import World
@@ -59,6 +58,8 @@ def parallelize(
     module: Any = model
     deferred = None
     if not isinstance(model, nn.Module) and _makes(model):
+        from shoal.parallel.deferred import construct  # which few need
+
         defers = world.size > 1 and chosen.defers and not before
         deferred = construct(model) if defers else None
         module = model() if deferred is None else deferred.module
@@ -67,6 +68,7 @@ def parallelize(
     for each in before:
         each.spread(module, world)
     engine = chosen.apply(module, world)
+    engine.strategy = repr([*before, chosen] if before else chosen)
     if deferred is not None:
         deferred.fill()
     world.attach(engine)

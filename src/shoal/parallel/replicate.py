@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,10 +20,14 @@ from torch import Tensor, nn
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
+from shoal.parallel import compression, worth
+from shoal.parallel.compression import Compress
 from shoal.parallel.holding import as_scalar, first
 from shoal.parallel.local import LocalEngine
+from shoal.parallel.wire import Wire
 from shoal.shares import is_divided
 from shoal.task import Count, Micro
+from shoal.timeline import COMMUNICATION
 from shoal.world import World
 
 
@@ -56,6 +60,10 @@ class DDP:
     `sync_buffers` sends rank 0's buffers to all after each batch, not only before evaluating and
     saving. `sync_batch_norm` replaces
     BatchNorm by SyncBatchNorm (CUDA only, a limit of torch's).
+
+    `compress` sends fewer bytes, which loses something and leaves the promise that one process is the
+    specification: "fp16", "bf16", "int8", `shoal.PowerSGD()`, `shoal.TopK()`, or "auto", which
+    measures the link and takes the one that is worth it, or none.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
@@ -67,8 +75,11 @@ class DDP:
     unused: bool = False
     sync_buffers: bool = True
     sync_batch_norm: bool = False
+    compress: Compress | None = None
 
     def __post_init__(self) -> None:
+        if self.compress is not None:
+            compression.check(self.compress)
         if self.bucket_mb <= 0:
             raise StepError(
                 given=f"shoal.DDP(bucket_mb={self.bucket_mb})",
@@ -108,6 +119,9 @@ class DDPEngine(LocalEngine):
     def __init__(self, module: nn.Module, world: World, options: DDP) -> None:
         super().__init__(module, world)
         self.options = options
+        self.wire = Wire(world)
+        """What compression sends."""
+        self._primed = False
         self.speaks = world.layout.coordinate(world.rank, "context") == 0
         self._tally = nn.Parameter(
             torch.zeros(2, dtype=tally_dtype(self.parameters), device=world.device)
@@ -126,11 +140,16 @@ class DDPEngine(LocalEngine):
         self._ddp = ddp
         self._reducer: Any = ddp.reducer
         self._buffers = any(True for _ in module.buffers())
+        self._method: compression.Method | None = None
+        if options.compress is not None:
+            self._compress(options.compress, ddp)
         # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
         # real backward, because it records how often each parameter is used.
         self._primed = options.unused and not options.static_graph
         if not options.unused and not options.static_graph:
             self._prime()
+        self._last = False
+        self._tally.register_hook(self._mark_end)
 
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
@@ -156,6 +175,7 @@ class DDPEngine(LocalEngine):
             self._reducer.prepare_for_forward()
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
             self._reducer.prepare_for_backward(roots)
+        self._last = last
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
         if last:
             self._check_reduced()
@@ -164,13 +184,69 @@ class DDPEngine(LocalEngine):
         """As in one process; then rank 0's buffers go to all, as DDP has it."""
         totals = super().totals()
         if self._buffers and self.options.sync_buffers:
-            self._ddp._sync_buffers()
+            with self.world.timeline.within(COMMUNICATION):
+                self._ddp._sync_buffers()
         return totals
+
+    def _mark_end(self, _: Tensor) -> None:
+        """Mark where backward has computed all, and begins to wait for buckets that are not reduced.
+
+        The tally is a root of the graph, so its hook runs before any gradient is ready, and what it
+        queues comes before what the reducer queues: that waits.
+        """
+        if self._last:
+            enter = self.world.timeline.enter
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type,return-value]
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
         if self._buffers:
             self._ddp._sync_buffers()
+        if self._method is not None:
+            self._method.settle(self.wire)
+
+    def state(self) -> dict[str, Any]:
+        """What compression has left out so far."""
+        return {} if self._method is None else {"compression": self._method.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was left out; a checkpoint without compression has nothing."""
+        if self._method is not None:
+            self._method.load_state(state.get("compression", {}))
+
+    def _compress(self, how: Compress, ddp: nn.parallel.DistributedDataParallel) -> None:
+        """Let each bucket pass through here on its way to the other ranks."""
+        named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
+        if how == "auto":
+            some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
+            choice = worth.choose(some, self.wire)
+            self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
+            if choice.value is None:
+                return
+            how = choice.value
+        chosen = self._method = compression.method(how)
+        names = {id(p): n for n, p in self.module.named_parameters()}
+
+        def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            if any(p.is_complex() for p in bucket.parameters()):
+                # They pass as they are; and torch cuts the gradients of such a bucket wrongly.
+                future.set_result(self.wire.mean(bucket.buffer()))
+                return future
+            ready = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
+            for parameter, gradient in ready:
+                if parameter is self._tally:
+                    self.wire.mean(gradient)  # the sums of loss and count stay exact
+            own = [(names[id(p)], gradient) for p, gradient in ready if p is not self._tally]
+            if own:
+                found = compression.Bucket([n for n, _ in own], [gradient for _, gradient in own])
+                compression.reduce(chosen if self._primed else None, found, self.wire)
+            future.set_result(bucket.buffer())
+            return future
+
+        # torch refuses hooks whose annotations are text, as they are in this file.
+        ddp.register_comm_hook(None, lambda state, bucket: reduce(bucket))
 
     def discard(self) -> None:
         """Drop the gradients, the tally's too."""
@@ -269,6 +345,15 @@ class DDPEngine(LocalEngine):
             found=f"parameters that the loss does not use: {', '.join(names)}",
             fix="shoal.DDP(unused=True), or freeze them with requires_grad_(False) beforehand",
         )
+
+
+def _first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
+    """Of the first one's dtype as many as have so many bytes, one at least."""
+    size = 0
+    for name, tensor in named:
+        if tensor.dtype == named[0][1].dtype and (not size or size + tensor.nbytes <= most):
+            size += tensor.nbytes
+            yield name, tensor
 
 
 class _Holder(nn.Module):

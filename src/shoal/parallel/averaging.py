@@ -1,0 +1,241 @@
+"""Replicas that train alone and are averaged now and then: LocalSGD and DiLoCo.
+
+Between two averagings no rank sends anything, so a slow link costs little. Not in the promise that one
+process is the specification: the numbers depend on how many ranks there are and how often they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.batch import Batch
+from shoal.engine import Engine, Totals
+from shoal.errors import StepError
+from shoal.parallel.local import LocalEngine
+from shoal.parallel.wire import Wire, joined, put_back
+from shoal.task import Micro, Task
+from shoal.world import World
+
+BUCKET_BYTES = 25 << 20
+"""What is sent at once: more would need a copy of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD:
+    """Each rank takes its own steps; every `every` steps the parameters are averaged (Stich 2019).
+
+    The first `together` steps are averaged each, as Lin et al. 2020 advise (post-local SGD). Moments
+    of the optimizer stay each rank's own, but for what a checkpoint keeps, which is their mean.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("replicate",)
+    defers: ClassVar[bool] = False
+
+    every: int = 8
+    together: int = 0
+
+    def __post_init__(self) -> None:
+        _check_steps("LocalSGD", "every", self.every, least=1)
+        _check_steps("LocalSGD", "together", self.together, least=0)
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Give all ranks rank 0's parameters and buffers, and return the engine."""
+        return AveragingEngine(model.to(world.device), world, self.every, self.together)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo:
+    """Every `every` steps the mean way that the ranks have gone is one step of an outer optimizer.
+
+    Douillard et al. 2023: the outer optimizer is SGD with Nesterov momentum, `rate` and `momentum`
+    are theirs, and so is what `every` is by default. Moments of the inner optimizer stay each rank's
+    own, but for what a checkpoint keeps, which is their mean.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("replicate",)
+    defers: ClassVar[bool] = False
+
+    every: int = 500
+    rate: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_steps("DiLoCo", "every", self.every, least=1)
+        if not (self.rate > 0 and 0 <= self.momentum < 1):
+            raise StepError(
+                given=f"shoal.DiLoCo(rate={self.rate}, momentum={self.momentum})",
+                found="the outer rate is positive and the momentum in [0, 1)",
+                fix="rate=0.7, momentum=0.9, those of the paper",
+            )
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Give all ranks rank 0's parameters and buffers, and return the engine."""
+        return OuterEngine(model.to(world.device), world, self)
+
+
+class AveragingEngine(Engine):
+    """Runs the module as one process would, on this rank's share, and averages after some steps.
+
+    A loop of one's own can't drive it: it has to know when the optimizer has stepped.
+    """
+
+    def __init__(self, module: nn.Module, world: World, every: int, together: int = 0) -> None:
+        self.module = module
+        self.world = world
+        self._wire = Wire(world)
+        self._every = every
+        self._together = together
+        self._taken = 0
+        self._local = LocalEngine(module, world)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if world.size > 1:
+                torch.distributed.broadcast(tensor.detach(), 0, group=world.group)
+
+    @property
+    def sent(self) -> int:
+        """The bytes that this rank has put on the wire since the engine was made; see `Wire`."""
+        return self._wire.sent
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Those of this rank's share; see the contract."""
+        totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
+        return totals._replace(local=True)
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Step alone, then average if it is time; see the contract."""
+        if factor == 0:  # no sample was this rank's: a step would let its moments decay
+            self._local.discard()
+        else:
+            self._local.update(optimizer, factor)
+        self._count()
+
+    def discard(self) -> None:
+        """Clear the gradients; others may have stepped, and count this as a step."""
+        self._local.discard()
+        self._count()
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The output of this rank's parameters, which `settle` has averaged."""
+        return self._local.infer(task, micro, seed, autocast=autocast)
+
+    def compile(self, how: str) -> None:
+        """Run the forward compiled; see the contract."""
+        self._local.compile(how)
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Average parameters, buffers and moments: an averaging more, which training goes on from."""
+        self._average(list(self.module.parameters()))
+        self._average([b for b in self.module.buffers() if b.is_floating_point() or b.is_complex()])
+        mine = optimizer.state
+        moments = [value for p in self.module.parameters() for value in _numbers(mine.get(p, {}))]
+        # A rank whose share was empty so far has no moments as yet; then all keep their own.
+        if len(set(self.world.gather(len(moments)))) == 1:
+            self._average(moments)
+
+    def state(self) -> dict[str, Any]:
+        """How many steps were taken."""
+        return {"taken": self._taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self._taken = state["taken"]
+
+    def _count(self) -> None:
+        self._taken += 1
+        if self._taken % self._every == 0 or self._taken <= self._together:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._average(self._local.parameters)
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each by its mean over the ranks, bucket by bucket."""
+        if self._wire.size == 1:
+            return
+        for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
+            flat = joined(bucket)
+            # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
+            flat = flat.to(self.world.device, torch.promote_types(flat.dtype, torch.float32))
+            put_back(self._wire.mean(flat), bucket)
+
+
+class OuterEngine(AveragingEngine):
+    """Takes the mean way of the ranks since they met last for the gradient of an outer step."""
+
+    def __init__(self, module: nn.Module, world: World, options: DiLoCo) -> None:
+        super().__init__(module, world, options.every)
+        self._names = [name for name, p in module.named_parameters() if p.requires_grad]
+        self._anchors = [p.detach().clone() for p in self._local.parameters]
+        self._outer = torch.optim.SGD(
+            self._anchors, lr=options.rate, momentum=options.momentum, nesterov=options.momentum > 0
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Besides, where the ranks met last and the outer momentum, by the names of parameters."""
+        momentum = {
+            name: self._outer.state[anchor]["momentum_buffer"]
+            for name, anchor in zip(self._names, self._anchors, strict=True)
+            if self._outer.state.get(anchor, {}).get("momentum_buffer") is not None
+        }
+        anchors = dict(zip(self._names, self._anchors, strict=True))
+        return {**super().state(), "anchors": anchors, "momentum": momentum}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state(state)
+        for name, anchor in zip(self._names, self._anchors, strict=True):
+            anchor.copy_(state["anchors"][name])
+            kept = state["momentum"].get(name)
+            if kept is None:
+                self._outer.state.pop(anchor, None)
+            else:
+                self._outer.state[anchor] = {"momentum_buffer": kept.to(anchor, copy=True)}
+
+    def _meet(self) -> None:
+        self._average(self._local.parameters)
+        parameters = [p.detach() for p in self._local.parameters]
+        for anchor, parameter in zip(self._anchors, parameters, strict=True):
+            anchor.grad = anchor - parameter
+        self._outer.step()
+        self._outer.zero_grad()
+        torch._foreach_copy_(parameters, self._anchors)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, those of one dtype on one device together up to a size."""
+    begun: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kind = (tensor.dtype, tensor.device)
+        bucket = begun.setdefault(kind, [])
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield begun.pop(kind)
+            bucket = begun.setdefault(kind, [])
+        bucket.append(tensor)
+    yield from begun.values()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _numbers(state: Mapping[str, Any]) -> list[Tensor]:
+    """What an optimizer keeps of a parameter: moments, and a count of steps, which may differ too."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    return [value for value in tensors if value.is_floating_point() or value.is_complex()]
+
+
+def _check_steps(strategy: str, option: str, value: object, *, least: int) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return
+    raise StepError(
+        given=f"shoal.{strategy}({option}={value!r})",
+        found=f"it is a number of optimizer steps, {least} or more",
+        fix=f"shoal.{strategy}({option}=8)" if least else f"leave {option} out",
+    )

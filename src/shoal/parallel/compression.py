@@ -1,0 +1,334 @@
+"""Fewer bytes for the gradients of replicas: lower precision, few bits, low rank, the largest only.
+
+Each bucket of DDP's reducer passes through here while backward goes on, on the thread that runs it: so
+all ranks call the same collectives in the same order, however many buckets there are. (Collectives in
+callbacks of Gloo's threads don't have that order, and hang.) What a method leaves out is kept and added
+to the next gradient, its error feedback (Seide et al. 2014; Karimireddy et al. 2019).
+
+Not in the promise that one process is the specification: what is lost depends on the ranks' shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shoal.errors import StepError
+from shoal.parallel.wire import Wire, joined, put_back
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BLOCK = 1024
+"""Elements that share the scale of "int8"."""
+_LEVELS = 127
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerSGD:
+    """Gradients of matrices as products of two narrow ones (Vogels et al. 2019), of rank `rank`.
+
+    The first `whole` steps are not compressed: gradients are large and change fast there.
+    """
+
+    rank: int = 4
+    whole: int = 10
+
+    def __post_init__(self) -> None:
+        for option, value, least in (("rank", self.rank, 1), ("whole", self.whole, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise StepError(
+                    given=f"shoal.PowerSGD({option}={value!r})",
+                    found=f"it is a number, {least} or more",
+                    fix="shoal.PowerSGD(rank=4, whole=10)",
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """Of each bucket the `share` of its elements that are largest (Aji and Heafield 2017)."""
+
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise StepError(
+                given=f"shoal.TopK(share={self.share})",
+                found="the share of elements that is sent is in (0, 1]",
+                fix="shoal.TopK(share=0.01)",
+            )
+
+
+Compress: TypeAlias = str | PowerSGD | TopK
+"""What `shoal.DDP(compress=…)` takes: "fp16", "bf16", "int8", "auto", or options."""
+
+
+class Bucket(NamedTuple):
+    """Gradients that are ready, of parameters of these names; of one dtype, on one device."""
+
+    names: Sequence[str]
+    gradients: Sequence[Tensor]
+
+
+class Method(Protocol):
+    """A way to take means over ranks with fewer bytes."""
+
+    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+        """Replace the gradients by their means over the ranks, nearly. Collective."""
+        ...
+
+    def settle(self, wire: Wire) -> None:
+        """Make what is kept the same on all ranks, without changing its mean. Collective."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What is kept, by names of parameters."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned, on any number of ranks."""
+        ...
+
+
+def check(compress: object) -> Compress:
+    """`compress` if it names a method. Raises StepError."""
+    if isinstance(compress, PowerSGD | TopK) or compress in (*HALVES, "int8", "auto"):
+        return compress
+    raise StepError(
+        given=f"shoal.DDP(compress={compress!r})",
+        found="the ways to compress gradients are 'fp16', 'bf16', 'int8', shoal.PowerSGD(…), "
+        "shoal.TopK(…) and 'auto'",
+        fix="shoal.DDP(compress='auto'), which measures the link and chooses",
+    )
+
+
+def method(compress: Compress) -> Method:
+    """What does it; "auto" has to be decided before."""
+    if isinstance(compress, PowerSGD):
+        return LowRank(compress)
+    if isinstance(compress, TopK):
+        return Largest(compress)
+    return Bits() if compress == "int8" else Half(HALVES[compress])
+
+
+def reduce(chosen: Method | None, bucket: Bucket, wire: Wire) -> None:
+    """Take means as `chosen` does it, and exactly where that is None.
+
+    What is not finite on any rank is seen by all. Raises StepError for what are no real numbers.
+    """
+    dtype = bucket.gradients[0].dtype
+    if not dtype.is_floating_point:
+        raise StepError(
+            given=f"compress=… for gradients of {str(dtype).removeprefix('torch.')}",
+            found="only gradients of real floating-point numbers can be compressed",
+            fix="freeze these parameters, or leave compress out",
+        )
+    if chosen is None:
+        put_back(wire.mean(joined(bucket.gradients)), bucket.gradients)
+    else:
+        chosen.reduce(bucket, wire)
+
+
+class Half:
+    """Sums in 16 bits: half the bytes. Nothing is kept."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+        """See the protocol. Divided first, so that a sum does not overflow where no part does."""
+        flat = (joined(bucket.gradients) / wire.size).to(self._dtype)
+        put_back(wire.mean(flat) * wire.size, bucket.gradients)
+
+    def settle(self, wire: Wire) -> None:
+        """Nothing is kept."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing is kept."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing is kept."""
+
+
+class Feedback:
+    """What was left out so far, of each parameter, to be added to its next gradient."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, Tensor] = {}
+
+    def settle(self, wire: Wire) -> None:
+        """Each rank keeps the mean of what all have left out: in the next mean it counts the same."""
+        for name in sorted(self.left):
+            wire.mean(self.left[name])
+
+    def state(self) -> dict[str, Any]:
+        """What was left out, by name."""
+        return {"left": dict(self.left)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was left out."""
+        self.left = {name: value.clone() for name, value in state.get("left", {}).items()}
+
+    def _with_left(self, bucket: Bucket) -> Tensor:
+        """The gradients of `bucket` and what was left of them, joined."""
+        flat = joined(bucket.gradients)
+        known = [self.left.get(name) for name in bucket.names]
+        if all(each is not None for each in known):
+            flat += joined([each.to(flat) for each in known if each is not None])
+        return flat
+
+    def _leave(self, bucket: Bucket, rest: Tensor) -> None:
+        """Keep `rest`, joined like the gradients, unless it is not finite: that must not stay."""
+        if not bool(rest.isfinite().all()):
+            rest = torch.zeros_like(rest)
+        sizes = [gradient.numel() for gradient in bucket.gradients]
+        for name, gradient, part in zip(bucket.names, bucket.gradients, rest.split(sizes), strict=True):
+            self.left[name] = part.view_as(gradient).clone()
+
+
+class Bits(Feedback):
+    """8 bits per element and a scale for each block of them: a quarter of the bytes of float32.
+
+    Ranks swap shares of the bucket, each sums one, and all gather the sums: as an all-reduce does it,
+    but with numbers that can't overflow.
+    """
+
+    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+        """See the protocol."""
+        wanted = self._with_left(bucket)
+        count = wanted.numel()
+        length = math.ceil(count / (wire.size * BLOCK)) * BLOCK
+        padded = torch.nn.functional.pad(wanted, (0, length * wire.size - count))
+        levels, scales = _quantised(padded.view(wire.size, length))
+        rest = padded.view(wire.size, length) - _restored(levels, scales, wanted.dtype)
+        theirs = _restored(wire.swap(levels), wire.swap(scales), wanted.dtype)
+        total = theirs.sum(0, keepdim=True) / wire.size
+        levels, scales = _quantised(total)
+        # The second rounding is this rank's alone: in the mean it is one of as many.
+        rest[wire.rank] += (total - _restored(levels, scales, wanted.dtype))[0] * wire.size
+        gathered = zip(wire.gather(levels), wire.gather(scales), strict=True)
+        means = torch.cat([_restored(*each, wanted.dtype).view(-1) for each in gathered])
+        self._leave(bucket, rest.view(-1)[:count])
+        put_back(means[:count], bucket.gradients)
+
+
+def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels in int8, and for each block its scale; NaN where it has something that is not finite."""
+    blocks = rows.view(len(rows), -1, BLOCK)
+    scales = (blocks.abs().amax(2, keepdim=True) / _LEVELS).float()
+    scales = torch.where(blocks.isfinite().all(2, keepdim=True), scales, math.nan)
+    steps = torch.where(scales > 0, blocks / scales.to(blocks), 0.0)
+    return steps.round_().to(torch.int8).view(len(rows), -1), scales.squeeze(2)
+
+
+def _restored(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    blocks = levels.view(len(levels), -1, BLOCK).to(dtype) * scales.to(dtype).unsqueeze(2)
+    return blocks.view(len(levels), -1)
+
+
+class Largest(Feedback):
+    """The elements of the largest absolute value, with their places; the others are kept."""
+
+    def __init__(self, options: TopK) -> None:
+        super().__init__()
+        self._share = options.share
+
+    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+        """See the protocol."""
+        wanted = self._with_left(bucket)
+        count = max(1, round(self._share * wanted.numel()))
+        places = wanted.nan_to_num(math.inf, math.inf, -math.inf).abs().topk(count).indices
+        values = wanted[places]
+        rest = wanted.index_fill(0, places, 0.0)
+        means = torch.zeros_like(wanted)
+        # A bucket has far fewer than 2^31 elements.
+        for theirs, at in zip(wire.gather(values), wire.gather(places.int()), strict=True):
+            means.index_add_(0, at, theirs)
+        self._leave(bucket, rest)
+        put_back(means / wire.size, bucket.gradients)
+
+
+class LowRank(Feedback):
+    """Each matrix M as P Q^T: one round of the power method a step, begun where the last one ended.
+
+    Vectors, and matrices that would not get smaller, are averaged as they are.
+    """
+
+    def __init__(self, options: PowerSGD) -> None:
+        super().__init__()
+        self._rank = options.rank
+        self._whole = options.whole
+        self._steps: dict[str, int] = {}
+        self._bases: dict[str, Tensor] = {}
+
+    def reduce(self, bucket: Bucket, wire: Wire) -> None:
+        """See the protocol."""
+        first = bucket.names[0]
+        taken = self._steps[first] = self._steps.get(first, 0) + 1
+        matrices = [
+            (name, gradient)
+            for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
+            if taken > self._whole and self._pays(gradient)
+        ]
+        compressed = {name for name, _ in matrices}
+        others = [
+            g for name, g in zip(bucket.names, bucket.gradients, strict=True) if name not in compressed
+        ]
+        if others:
+            put_back(wire.mean(joined(others)), others)
+        if matrices:
+            self._approximate(matrices, wire)
+
+    def _approximate(self, matrices: Sequence[tuple[str, Tensor]], wire: Wire) -> None:
+        wanted = []
+        for name, gradient in matrices:
+            left = self.left.get(name)
+            wanted.append((gradient if left is None else gradient + left.to(gradient)).flatten(1))
+        bases = [self._basis(name, matrix) for (name, _), matrix in zip(matrices, wanted, strict=True)]
+        columns = [matrix @ basis for matrix, basis in zip(wanted, bases, strict=True)]
+        put_back(wire.mean(joined(columns)), columns)
+        columns = [torch.linalg.qr(each.nan_to_num())[0] for each in columns]
+        rows = [matrix.T @ column for matrix, column in zip(wanted, columns, strict=True)]
+        put_back(wire.mean(joined(rows)), rows)
+        for (name, gradient), matrix, column, row in zip(matrices, wanted, columns, rows, strict=True):
+            mean = column @ row.T
+            self._leave(Bucket([name], [gradient]), (matrix - mean).reshape(-1))
+            if bool(row.isfinite().all()):
+                self._bases[name] = row
+                gradient.copy_(mean.view_as(gradient))
+            else:
+                gradient.fill_(math.nan)
+
+    def state(self) -> dict[str, Any]:
+        """Besides, the bases, and how many steps each bucket has seen."""
+        return {
+            **super().state(),
+            "bases": dict(self._bases),
+            "steps": max(self._steps.values(), default=0),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; other ranks may cut other buckets."""
+        super().load_state(state)
+        self._bases = {name: value.clone() for name, value in state.get("bases", {}).items()}
+        self._whole = max(0, self._whole - state.get("steps", 0))
+        self._steps = {}
+
+    def _pays(self, gradient: Tensor) -> bool:
+        if gradient.dim() < 2:
+            return False
+        rows, columns = len(gradient), gradient.numel() // max(1, len(gradient))
+        return (rows + columns) * self._rank < rows * columns
+
+    def _basis(self, name: str, matrix: Tensor) -> Tensor:
+        known = self._bases.get(name)
+        if known is None:
+            # The same on all ranks, which don't meet for it.
+            generator = torch.Generator().manual_seed(sum(name.encode()) + matrix.shape[1])
+            known = torch.randn(matrix.shape[1], self._rank, generator=generator)
+        known = self._bases[name] = known.to(matrix)
+        return known

@@ -1,0 +1,246 @@
+"""Compressed gradients: nothing is lost for good, what must be exact is, and no order can hang."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from ranks import Ranks
+from shoal.parallel import compression, engine_of, worth
+from shoal.parallel.compression import Bucket, Compress
+from shoal.parallel.replicate import DDPEngine
+from shoal.parallel.wire import Wire
+
+SIZE, WIDTH, SAMPLES, BATCH = 3, 12, 43, 12
+HALVES: list[Compress] = ["fp16", "bf16"]
+FEEDBACK: list[Compress] = ["int8", shoal.PowerSGD(rank=2, whole=2), shoal.TopK(share=0.1)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(SIZE) as started:
+        yield started
+
+
+def gradient(rank: int, *, finite: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(40, 30), (7,), (3, 5, 20), (33,)]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    made[0] *= 10.0  # not all alike
+    if not finite:
+        made[2][1, 2, 3] = math.nan
+    return made
+
+
+def reduce(world: shoal.World, how: Compress, steps: int) -> tuple[list[Tensor], Any, int]:
+    """The same gradients `steps` times: the sums of what came of them, what is left, bytes sent."""
+    chosen, wire = compression.method(how), Wire(world)
+    totals = [torch.zeros_like(each) for each in gradient(0)]
+    for _ in range(steps):
+        mine = gradient(world.rank)
+        compression.reduce(chosen, Bucket(list("abcd"), mine), wire)
+        for total, mean in zip(totals, mine, strict=True):
+            total += mean
+    sent = wire.sent
+    chosen.settle(wire)
+    return totals, chosen.state(), sent
+
+
+def means() -> list[Tensor]:
+    return [torch.stack(each).mean(0) for each in zip(*map(gradient, range(SIZE)), strict=True)]
+
+
+@pytest.mark.parametrize(("how", "error"), [("fp16", 1e-3), ("bf16", 1e-2)])
+def test_halves_are_as_near_as_their_precision(how: str, error: float, ranks: Ranks) -> None:
+    for totals, _, sent in ranks.call(reduce, how, 1):
+        for found, mean in zip(totals, means(), strict=True):
+            assert float((found - mean).norm() / mean.norm()) < error
+        assert sent == 2 * sum(mean.numel() * 2 for mean in means()) * (SIZE - 1) // SIZE
+
+
+@pytest.mark.parametrize("how", FEEDBACK, ids=str)
+def test_what_is_left_out_comes_later(how: Compress, ranks: Ranks) -> None:
+    """What came in all steps, and the mean of what is left, are what should have come."""
+    steps = 7
+    for totals, state, sent in ranks.call(reduce, how, steps):
+        for name, found, mean in zip("abcd", totals, means(), strict=True):
+            left = state["left"].get(name, torch.zeros_like(mean))
+            assert torch.allclose(found + left, steps * mean, rtol=0, atol=1e-9)
+        whole = 2 * sum(mean.nbytes for mean in means()) * (SIZE - 1) // SIZE
+        assert 0 < sent < (0.3 if how == "int8" else 0.7) * steps * whole
+
+
+def spoiled(world: shoal.World, how: Compress) -> tuple[bool, bool]:
+    chosen, wire = compression.method(how), Wire(world)
+    mine = gradient(world.rank, finite=world.rank != 1)
+    compression.reduce(chosen, Bucket(list("abcd"), mine), wire)
+    seen = all(bool(each.isfinite().all()) for each in mine)
+    mine = gradient(world.rank)
+    compression.reduce(chosen, Bucket(list("abcd"), mine), wire)
+    return seen, all(bool(each.isfinite().all()) for each in mine)
+
+
+@pytest.mark.parametrize("how", [*HALVES, "int8", shoal.PowerSGD(whole=0), shoal.TopK()], ids=str)
+def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(how: Compress, ranks: Ranks) -> None:
+    assert ranks.call(spoiled, how) == [(False, True)] * SIZE
+
+
+class Net(nn.Module):
+    """With a complex parameter, in a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        layers = [nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 1)]
+        self.layers = nn.Sequential(*layers).double()
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.layers((inputs * self.turn).real)
+        return found
+
+
+def data() -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    return inputs, inputs.sin().sum(1, keepdim=True)
+
+
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return (output - batch[1]).square().sum(), len(output)
+
+
+def train(
+    world: shoal.World,
+    how: Compress | None,
+    steps: int,
+    run: Path | None = None,
+    strategy: Any = None,
+) -> tuple[list[float], list[Tensor]]:
+    """In many small buckets, with accumulation and clipping."""
+    made = strategy or shoal.DDP(compress=how, bucket_mb=0.001)
+    model = shoal.parallelize(Net(), world, made)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+    loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
+    with shoal.Run(run, step, loader, trackers=()) if run else _Nothing() as opened:
+        if run:
+            opened.restore()
+        losses = []
+        for batch in loader.epochs(10**6):
+            losses.append(step(batch).loss)
+            if run:
+                opened.tick(every=5)
+            if step.number >= steps:
+                break
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+class _Nothing:
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["fp16", "int8", shoal.PowerSGD(rank=2, whole=3)], ids=str)
+def test_it_learns_nearly_as_without(how: Compress, ranks: Ranks) -> None:
+    exact = ranks.call(train, None, 40)
+    found = ranks.call(train, how, 40)
+    assert found[0][0][0] == pytest.approx(exact[0][0][0], rel=1e-12)  # the sum of losses is exact
+    assert all(each[0] == found[0][0] for each in found)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        assert torch.equal(one, other)  # ranks do not drift apart
+    assert found[0][0] != exact[0][0]  # it is compressed indeed
+    near, first = exact[0][0][-1], exact[0][0][0]
+    assert abs(found[0][0][-1] - near) < 0.1 * (first - near)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", FEEDBACK, ids=str)
+def test_a_resumed_run_ends_bit_equal(how: Compress, ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks.call(train, how, 13, tmp_path / "whole")
+    ranks.call(train, how, 8, tmp_path / "parts")
+    parts = ranks.call(train, how, 13, tmp_path / "parts")
+    for one, other in zip(whole[0][1], parts[0][1], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.full
+def test_what_is_left_goes_on_with_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.call(train, shoal.TopK(share=0.1), 5, tmp_path)
+    with Ranks(2) as fewer:
+        found = fewer.call(_left, tmp_path)
+    assert found[0] == found[1] > 0
+
+
+def _left(world: shoal.World, run: Path) -> float:
+    model = shoal.parallelize(Net(), world, shoal.DDP(compress=shoal.TopK(share=0.1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+    loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
+    with shoal.Run(run, step, loader, trackers=()) as opened:
+        opened.restore()
+    engine = engine_of(model)
+    if not isinstance(engine, DDPEngine):
+        raise TypeError(type(engine))
+    return sum(float(each.norm()) for each in engine.state()["compression"]["left"].values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("again", range(20))
+def test_many_buckets_never_hang(again: int) -> None:
+    """500 steps on 4 ranks, 8 buckets."""
+    with Ranks(4) as started:
+        for how in FEEDBACK:
+            assert len(started.call(train, how, 500)[0][0]) == 500
+
+
+def slowly(world: shoal.World, rate: float) -> str:
+    """The choice where each byte takes its time."""
+
+    class Narrow(Wire):
+        def mean(self, tensor: Tensor) -> Tensor:
+            time.sleep(tensor.nbytes / rate)
+            return super().mean(tensor)
+
+        def swap(self, rows: Tensor) -> Tensor:
+            time.sleep(rows.nbytes / rate)
+            return super().swap(rows)
+
+    gradients = [("weight", torch.zeros(256, 512)), ("bias", torch.zeros(512))]
+    return str(worth.choose(gradients, Narrow(world)).value)
+
+
+@pytest.mark.full
+def test_it_is_chosen_by_the_link(ranks: Ranks) -> None:
+    found = ranks.call(slowly, 3e6)
+    assert len({*found}) == 1
+    assert "PowerSGD" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: shoal.DDP(compress="int4"), r"compress='int4'"),
+        (lambda: shoal.DDP(compress=8), r"compress=8"),  # type: ignore[arg-type]
+        (lambda: shoal.TopK(share=0.0), r"share=0.0"),
+        (lambda: shoal.PowerSGD(rank=0), r"rank=0"),
+        (
+            lambda: compression.reduce(None, Bucket(["n"], [torch.ones(2, dtype=torch.int64)]), None),  # type: ignore[arg-type]
+            r"gradients of int64",
+        ),
+    ],
+)
+def test_bad_options_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(shoal.StepError, match=said):
+        make()
