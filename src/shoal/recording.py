@@ -76,6 +76,7 @@ class Recording:
                 "parameters": sum(each.elements() for each in self._steps.values()),
                 "batch_size": self._loader.batch_size,
                 "epoch_size": self._loader.epoch_size,
+                "goal": self._loader.goal,
                 "config": dict(config),
             },
         )

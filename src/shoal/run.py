@@ -41,7 +41,16 @@ from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
 _FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
-_OWN = {"attempts", "checkpoints", "events", "lock", "tensorboard", "traces", "wandb"}
+_OWN = {
+    "attempts",
+    "checkpoints",
+    "events",
+    "lock",
+    "report",
+    "tensorboard",
+    "traces",
+    "wandb",
+}
 """What a run directory holds besides."""
 
 

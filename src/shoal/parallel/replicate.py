@@ -197,7 +197,7 @@ class DDPEngine(LocalEngine):
         if self._last:
             enter = self.world.timeline.enter
             queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type,return-value]
+            queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type]
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""

@@ -1,0 +1,20 @@
+"""Numbers as people say them."""
+
+from __future__ import annotations
+
+
+def percent(share: float) -> str:
+    """A share of one: `19 %`."""
+    return f"{100 * share:.0f} %"
+
+
+def duration(seconds: float) -> str:
+    """A length of time in three digits, from microseconds to days."""
+    if seconds >= 120:
+        for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+            if seconds >= 2 * length:
+                return f"{seconds / length:.3g} {unit}"
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.9995 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{max(0.0, seconds) * 1e6:.3g} µs"
