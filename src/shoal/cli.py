@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .bench import commands as measuring
 from .errors import CheckpointError, LaunchError, ShoalError
 from .report.command import report
 from .submit import commands as jobs
@@ -154,6 +155,72 @@ def info() -> None:
 
 
 @app.command()
+def doctor(
+    *,
+    processes: Annotated[
+        int | None, typer.Option("-n", "--processes", metavar="N", help="Start so many ranks here.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="A run directory: try its file system.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A dataset: the same on all ranks?")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Your source: the same on all ranks?"),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check fails.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure neither compute nor links.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.zip", help="Write an archive for support."),
+    ] = None,
+    redact_hosts: Annotated[
+        bool, typer.Option("--redact-hosts", help="In the archive, replace hosts, user and home.")
+    ] = False,
+    limit: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long a check may take.")
+    ] = 10.0,
+    wait: Annotated[
+        float, typer.Option(min=1.0, metavar="SECONDS", help="How long ranks wait for each other.")
+    ] = 60.0,
+) -> None:
+    """Check this machine, or all ranks of a job, before training.
+
+    Started by srun, mpirun or torchrun it joins their world and compares the ranks.
+    """
+    from .doctor import commands, examination
+
+    order = commands.Order(
+        request=examination.Request(
+            run=run, data=data, source=source, limit=limit, wait=wait, quick=quick
+        ),
+        strict=strict,
+        as_json=as_json,
+        bundle=bundle,
+        anonymous=redact_hosts,
+    )
+    if processes is None:
+        raise typer.Exit(commands.diagnose(order, _describe))
+    raise typer.Exit(commands.diagnose_here(order, processes, _describe))
+
+
+def _describe() -> str:
+    """What `shoal info` says of this machine, in lines as long as they are."""
+    import io
+
+    from rich.console import Console
+
+    from .info import machine, page
+
+    console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False)
+    page.machine(console, machine.describe())
+    return console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+
+
+@app.command()
 def watch(
     directory: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or one to come.")],
     every: Annotated[
@@ -177,6 +244,7 @@ app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
 for command in (jobs.status, jobs.logs, jobs.cancel):
     app.command()(command)
 app.add_typer(jobs.sites)
+app.add_typer(measuring.benches)
 app.command()(report)
 
 

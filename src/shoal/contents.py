@@ -11,8 +11,8 @@ import torch
 from shoal.checkpoint import Loaded, path_of, present, shapes, some
 from shoal.data import Loader
 from shoal.errors import CheckpointError
+from shoal.installed import versions
 from shoal.names import check_parts
-from shoal.sameness import versions
 from shoal.shares import divided, is_divided
 from shoal.streams import random_state, set_random_state
 from shoal.world import World

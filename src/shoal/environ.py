@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.launchers import Commands, Placement, detect, marks_found
+from shoal.texts import is_secret, passwords
 
 SAFE_PATH = "PYTHONSAFEPATH"
 """Keeps a new Python from looking for modules in the current directory."""
@@ -146,6 +147,17 @@ def config_folder() -> Path:
 def site() -> str:
     """The site that the user has named for all submissions; empty for none."""
     return os.environ.get(SITE, "")
+
+
+def beginning_with(prefixes: tuple[str, ...]) -> dict[str, str]:
+    """The variables whose names begin with one of these."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+
+def secrets() -> list[str]:
+    """The values that nobody else should see: of variables with such names, and passwords in URLs."""
+    named = [value for name, value in os.environ.items() if is_secret(name)]
+    return [*named, *(password for value in os.environ.values() for password in passwords(value))]
 
 
 def python_path() -> list[str]:

@@ -121,7 +121,7 @@ class Events:
             "step": repr(list(step)),
             "first": repr(list(first)),
             "size": _numbers(size),
-            "share": repr(list(map(list, share))),
+            "share": repr(list(share)).replace("(", "[").replace(")", "]"),
             "counted": _numbers(counted),
             "loss": _numbers(loss),
             "norm": _numbers(norm, "%.9g"),

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from shoal import cores, environ, meeting, mpi, network
+from shoal.alike import spans
 from shoal.choice import GIVEN, Choice
 from shoal.device import choose_device
 from shoal.errors import LaunchError, LayoutError
@@ -209,8 +210,20 @@ def _exchange(
     keys = [f"device/{rank}" for rank in range(placement.size)]
     with _explained(placement):
         store.set(keys[placement.rank], json.dumps([socket.gethostname(), name]))
-        store.wait(keys, timedelta(seconds=timeout))
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except dist.DistStoreError:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise _absent(placement, missing, timeout) from None
         return [tuple(json.loads(each)) for each in store.multi_get(keys)]
+
+
+def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
+    return LaunchError(
+        given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for the others",
+        found=f"rank {spans(ranks)} did not come within {timeout:g} s",
+        fix="check that every rank was started, and its own error message",
+    )
 
 
 def shared(everyone: Sequence[tuple[str, str]]) -> str:

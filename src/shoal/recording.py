@@ -94,11 +94,14 @@ class Recording:
             recorded[name] = number
             if batch is None or result is None:  # of a state that was loaded
                 continue
-            loss, norm, counted = result[:3]
-            first, share = batch.first, batch.share
             each = spent if charged is None else charged[name]
+            place = (name, number, batch.first, batch.size, batch.share)
             self._events.step(
-                StepEvent(name, number, first, batch.size, share, counted, loss, norm, now, each)
+                # Its own constructor takes twice as long.
+                tuple.__new__(
+                    StepEvent,
+                    (*place, result.counted, result.loss, result.norm, now, each),
+                )
             )
         return taken[0] == self._first
 

@@ -6,14 +6,14 @@ import hashlib
 import platform
 import socket
 import sys
-from collections import Counter
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from shoal.alike import differences
 from shoal.errors import AgreementError
+from shoal.installed import packages
 from shoal.world import World
 
 
@@ -28,7 +28,7 @@ def check_same_environment(world: World) -> None:
     world.compared = True
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), **sources()}
     if world.placement.nodes > 1:
-        facts |= packages()
+        facts |= {f"the package {name}": version for name, version in packages().items()}
     # One digest suffices where all is well; names and versions go round where it is not.
     if len(set(world.gather(_digest(repr(sorted(facts.items())))))) > 1:
         compare(world, facts)
@@ -48,20 +48,17 @@ def check_same_data(world: World, loader: Mapping[str, object]) -> None:
 def compare(world: World, facts: Mapping[str, str], *, fix: str | None = None) -> None:
     """Raise AgreementError for the first of `facts` that is not the same on all ranks."""
     ranks = world.gather((socket.gethostname(), dict(facts)))
-    for name in sorted({name for _, found in ranks for name in found}):
-        values = [found.get(name, "none") for _, found in ranks]
-        usual, times = Counter(values).most_common(1)[0]
-        if times < len(values):
-            odd = next(rank for rank, value in enumerate(values) if value != usual)
-            more = len(values) - times - 1
-            raise AgreementError(
-                given=f"{name}: {usual} on {times} of {len(values)} ranks",
-                found=f"{values[odd]} on rank {odd} ({ranks[odd][0]})"
-                + (f", and {more} more ranks differ" if more else ""),
-                fix=fix
-                or "start all ranks with the same script in the same environment "
-                f"(compare `pip list` and `git status` on {ranks[odd][0]} and elsewhere)",
-            )
+    for found in differences([facts for _, facts in ranks]):
+        value, (odd, *_) = next(iter(found.others.items()))
+        more = len(ranks) - found.times - 1
+        raise AgreementError(
+            given=f"{found.name}: {found.usual} on {found.times} of {len(ranks)} ranks",
+            found=f"{value} on rank {odd} ({ranks[odd][0]})"
+            + (f", and {more} more ranks differ" if more else ""),
+            fix=fix
+            or "start all ranks with the same script in the same environment "
+            f"(compare `pip list` and `git status` on {ranks[odd][0]} and elsewhere)",
+        )
 
 
 def sources() -> dict[str, str]:
@@ -82,21 +79,6 @@ def sources() -> dict[str, str]:
         for path in sorted(paths)
         if path.is_file()
     }
-
-
-def packages() -> dict[str, str]:
-    """The version of each installed package, by name."""
-    return {
-        f"the package {found.metadata['Name']}": found.version
-        for found in metadata.distributions()
-        if found.metadata["Name"]
-    }
-
-
-def versions() -> dict[str, str]:
-    """The versions of what trains: Python, torch, NumPy and Shoal."""
-    names = ("torch", "numpy", "shoal")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
 
 
 def _digest(content: str | bytes) -> str:

@@ -147,8 +147,9 @@ class Step:
             decided, skipped = self._advance(batch)
         finally:
             timeline.enter(before)
-        spent = zip(timeline.spent[FORWARD:CHECKPOINT], begun, strict=True)
-        return self._count(decided, skipped, *((now - was) / 1e9 for now, was in spent))
+        f, b, c, u = timeline.spent[FORWARD:CHECKPOINT]
+        times = (f - begun[0]) / 1e9, (b - begun[1]) / 1e9, (c - begun[2]) / 1e9, (u - begun[3]) / 1e9
+        return self._count(decided, skipped, *times)
 
     def _advance(self, batch: Batch) -> tuple[Correction, bool]:
         """One optimizer step; whether it was skipped."""

@@ -39,6 +39,11 @@ def masked(tree: Any, *, secret: bool = False) -> Any:
     return tree
 
 
+def passwords(text: str) -> list[str]:
+    """The passwords in URLs (`https://name:password@host`), and names that stand there alone."""
+    return [found.rpartition(":")[2].rstrip("@") for found in _LOGIN.findall(text)]
+
+
 def is_secret(name: object) -> bool:
     """Whether a setting's name says that its value is a secret."""
     return isinstance(name, str) and bool(_SECRET.search(_HUMP.sub("_", name).lower()))

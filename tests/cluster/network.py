@@ -69,6 +69,21 @@ class Network:
                 else:
                     _tc(space, *f"replace dev {device} root tbf rate {rate} {_BUCKET}".split())
 
+    def narrow(self, host: str, other: str, rate: str | None) -> None:
+        """Let only so much through from a host to one other, as tc spells it; None: all.
+
+        Kernels without classes of traffic have devices on top of another: one for this way alone.
+        """
+        space, name = self.space(host), f"to-{other}"
+        if rate is None:
+            ip("-n", space, "link", "del", "dev", name)
+            return
+        (own, there) = (self.hosts[one][0].partition("/")[0] for one in (host, other))
+        ip(*f"-n {space} link add link eth0 name {name} type macvlan mode bridge".split())
+        ip(*f"-n {space} link set dev {name} up".split())
+        _tc(space, *f"add dev {name} root tbf rate {rate} {_BUCKET}".split())
+        ip(*f"-n {space} route add {there} dev {name} src {own}".split())
+
     def delay(self, round_trip: float) -> list[str]:
         """The command that delays all frames for as long as it runs: `round_trip` in seconds."""
         enter = ["ip", "netns", "exec", self.space(_SWITCH), sys.executable, str(DELAY)]

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shoal.alike import spans
+from shoal.cgroups import cgroup_limits
 from shoal.choice import Choice
 from shoal.info import page
-from shoal.info.machine import cgroup_limits, maker, packages
-from shoal.info.ranks import Rank, differences, rows, spans
+from shoal.info.machine import maker, packages
+from shoal.info.ranks import Rank, differences, rows
 
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
 

@@ -88,25 +88,25 @@ class Placed(Feed):
 
     def __init__(self, source: Source, sampler: Sampler, *, shuffle: bool) -> None:
         self.seed = sampler.seed
-        self._source = source
-        self._sampler = sampler
+        self.source = source
+        self.sampler = sampler
         self._shuffle = shuffle
 
     @property
     def epoch(self) -> int:
         """The epoch that the next batch belongs to, from 0."""
-        return self.position // self._sampler.epoch_size
+        return self.position // self.sampler.epoch_size
 
     @property
     def epoch_size(self) -> int:
         """Samples in an epoch."""
-        return self._sampler.epoch_size
+        return self.sampler.epoch_size
 
     def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
         """The shares from where it stands to the end of epoch `epochs`, with their values."""
-        until = epochs * self._sampler.epoch_size
-        blocks = _Blocks(self._sampler, self.position, until, self._source.block)
-        for values in fetch.items(self._source, blocks, self.position):
+        until = epochs * self.sampler.epoch_size
+        blocks = _Blocks(self.sampler, self.position, until, self.source.block)
+        for values in fetch.items(self.source, blocks, self.position):
             yield from zip(blocks.sent.pop(0), values, strict=True)
 
     def consumed(self, share: Share) -> None:
@@ -117,15 +117,15 @@ class Placed(Feed):
         """The position, and what it would mean nothing without."""
         state: dict[str, Any] = {
             "position": self.position,
-            "size": self._source.size,
+            "size": self.source.size,
             "seed": self.seed,
             "shuffle": self._shuffle,
-            "epoch_size": self._sampler.epoch_size,
+            "epoch_size": self.sampler.epoch_size,
         }
-        samples = self._source.checksum()
+        samples = self.source.checksum()
         if samples is not None:
             state["samples"] = samples
-        order = self._sampler.order
+        order = self.sampler.order
         if isinstance(order, Checked):
             state["order"] = order.fingerprint(self.seed)
         if isinstance(order, Lanes):
@@ -136,9 +136,9 @@ class Placed(Feed):
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that has been checked."""
         self.position = state["position"]
-        if isinstance(self._sampler.order, Lanes):
+        if isinstance(self.sampler.order, Lanes):
             # Made from the batch size of the first run; another one now must not change the order.
-            self._sampler.order.chunk = state["chunk"]
+            self.sampler.order.chunk = state["chunk"]
 
 
 class _Blocks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -112,6 +114,7 @@ class Loader:
         if pin_memory is None:
             pin_memory = world.device.type == "cuda" and device.type == "cpu"
         check_fetch(device, num_workers, pin_memory)
+        self._device = device
         self._fetch = Fetch(
             world=world,
             num_workers=num_workers,
@@ -147,6 +150,20 @@ class Loader:
     def batch_size(self) -> int:
         """Samples in a global batch, or in the largest that there may be."""
         return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.at_most
+
+    @property
+    def feed(self) -> Feed:
+        """What it draws from."""
+        return self._feed
+
+    def fetched_by(self, workers: int) -> Loader:
+        """Another Loader of the same batches, from the same position on, with so many workers."""
+        check_fetch(self._device, workers, self._fetch.pin_memory)
+        other = copy.copy(self)
+        other._feed = copy.copy(self._feed)
+        other._fetch = dataclasses.replace(self._fetch, num_workers=workers)
+        other.last = None
+        return other
 
     @property
     def epoch_size(self) -> int | None:

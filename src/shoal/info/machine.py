@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path, PurePosixPath
 
 import psutil
 import torch
 
 from shoal import environ
+from shoal.cgroups import own_limits
 
-EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi")
+EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
 """Those extras of Shoal that add something to a script; the others serve its own development."""
 
 PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
@@ -66,9 +66,7 @@ def versions() -> dict[str, str]:
 def _hardware() -> Rows:
     cores, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
     memory = psutil.virtual_memory()
-    member = Path("/proc/self/cgroup")
-    membership = member.read_text() if member.exists() else ""
-    quota, ceiling = cgroup_limits(membership, Path("/sys/fs/cgroup"))
+    quota, ceiling = own_limits()
     rows = [
         ("cores", f"{cores} in the affinity of {total}"),
         ("memory", f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB"),
@@ -87,41 +85,6 @@ def gpu(index: int) -> str:
     """The name and the memory of a visible GPU."""
     found = torch.cuda.get_device_properties(index)
     return f"{found.name}, {found.total_memory / _GIB:.1f} GiB"
-
-
-def cgroup_limits(membership: str, root: Path) -> tuple[float | None, int | None]:
-    """The tightest limits, of CPU in cores and of memory in bytes, on a process; None if there is none.
-
-    `membership` is the text of its /proc/PID/cgroup. A limit may stand at any level, in version 2
-    (one tree) or version 1 (a tree for each controller); cgroups(7).
-    """
-    quotas: list[float] = []
-    ceilings: list[int] = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        here = PurePosixPath(path.lstrip("/"))
-        for level in (here, *here.parents):
-            folder = root / controllers / level
-            quotas += _quota(_words(folder / "cpu.max"))
-            quotas += _quota(
-                [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / "cpu.cfs_period_us")]
-            )
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                ceilings += [int(word) for word in _words(folder / name) if word.isdecimal()]
-    return min(quotas, default=None), min(ceilings, default=None)
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
-def _quota(words: list[str]) -> Iterator[float]:
-    # No limit is "max" in version 2 and -1 in version 1.
-    if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
-        yield int(words[0]) / int(words[1])
 
 
 def packages(requirements: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:

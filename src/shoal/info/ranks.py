@@ -10,6 +10,7 @@ from itertools import groupby
 
 import torch
 
+from shoal.alike import spans
 from shoal.info.machine import gpu, versions
 from shoal.world import World
 
@@ -66,16 +67,6 @@ def rows(ranks: Sequence[Rank]) -> list[tuple[str, str, str, str, str, str]]:
         )
         for group in groups
     ]
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Numbers in short, as in `0-3,8`."""
-    parts = []
-    ordered = sorted(numbers)
-    for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in run]
-        parts.append(f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found[0]}")
-    return ",".join(parts)
 
 
 def _each(values: Sequence[str]) -> str:

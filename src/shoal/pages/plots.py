@@ -164,7 +164,13 @@ def _scales(axes: Axes, *, log_x: bool, log_y: bool, ticks: Sequence[float] | No
     if log_x:
         axes.set_xscale("log", base=2)
     if log_y:
+        from matplotlib.ticker import FuncFormatter, LogLocator
+
         axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        for level in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            # Powers of ten would be written as formulas.
+            level(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
     if ticks is not None:
         axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks], minor=False)
         axes.set_xticks([], minor=True)

@@ -1,0 +1,313 @@
+"""A study, or two beside each other, as a page: the diagnosis, plots, tables, circumstances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from shoal.pages import Block, Facts, Figure, Page, Section, Table, Text
+from shoal.pages.plots import Series, bars, lines
+
+from . import comparing, shown
+from .comparing import Pair
+from .diagnosis import causes, diagnoses, labels
+from .figures import Row
+from .folder import Study
+from .grid import Curve
+from .measured import PARTS, SHOWN
+from .subject import unit
+
+WIDE = 8
+"""More processes than these are drawn on logarithmic axes."""
+LEAST = 0.001
+"""The share of a step that a part has somewhere, to be drawn."""
+TOLD = 0.005
+"""The share of a step from which on a cause is in the table."""
+FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways")
+COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
+
+
+def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
+    """The page of a study: of the rows that have been measured, and what has to be said of them."""
+    word, each = unit(study.options.subject)
+    told = diagnoses(rows)
+    names = labels([curve for curve, _ in told])
+    first = names[told[0][0]] + ": " if len(told) > 1 else ""
+    sections = [
+        Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names, notes)),
+        Section(heading="Throughput", blocks=_throughput(rows, names, word, each)),
+        Section(heading="Where a step's time goes", blocks=_time(rows, names)),
+        Section(heading="All figures", blocks=_tables(rows, word, each)),
+        Section(heading="Circumstances", blocks=_circumstances(study)),
+    ]
+    return Page(
+        title=f"How {study.options.model} scales",
+        verdict=first + told[0][1],
+        about=f"shoal bench scaling, begun {_when(study.began)} on {study.machine.get('host', '?')}",
+        sections=sections,
+    )
+
+
+def _diagnosis(
+    rows: Sequence[Row],
+    told: Sequence[tuple[Curve, str]],
+    names: Mapping[Curve, str],
+    notes: Sequence[str],
+) -> list[Block]:
+    blocks: list[Block] = [Text(text=f"{names[curve]}: {text}.") for curve, text in told]
+    blocks += [Text(text=f"{note[:1].upper()}{note[1:]}.") for note in notes]
+    lost = []
+    for row in rows:
+        base = _base(rows, row)
+        if base is None or base is row or row.parts is None:
+            continue
+        for cause in causes(row, base):
+            if abs(cause.share) >= TOLD:
+                share = f"{cause.share * 100:.1f}"
+                lost.append((names[row.curve], str(row.processes), share, cause.text))
+    if lost:
+        head = ("curve", "processes", "% of a step", "cause")
+        caption = (
+            "What a step takes beyond perfect scaling, in percent of it; below 0 it takes less. "
+            "For each number of processes it adds up to what is lacking of 100 % efficiency, but for "
+            "what is below half a percent."
+        )
+        blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
+    failed = [row for row in rows if row.reason is not None]
+    if failed:
+        reasons = [(str(row.configuration), row.reason or "") for row in failed]
+        blocks.append(Table(caption="What failed.", head=("configuration", "reason"), rows=reasons))
+    return blocks
+
+
+def _base(rows: Sequence[Row], row: Row) -> Row | None:
+    return next((r for r in rows if r.curve == row.curve and r.configuration == row.base), None)
+
+
+def _throughput(rows: Sequence[Row], names: Mapping[Curve, str], word: str, each: int) -> list[Block]:
+    blocks: list[Block] = []
+    for scaling in dict.fromkeys(row.curve.scaling for row in rows):
+        own = [row for row in rows if row.curve.scaling == scaling and row.rate is not None]
+        if own:
+            blocks.append(_curves(scaling, own, names, word, each))
+    return blocks
+
+
+def _curves(
+    scaling: str, rows: Sequence[Row], names: Mapping[Curve, str], word: str, each: int
+) -> Figure:
+    sizes = sorted({row.processes for row in rows})
+    start = max((row for row in rows if row.processes == sizes[0]), key=_rate)
+    ideal = [_rate(start) * each * size / start.processes for size in sizes]
+    drawn = [Series(label="ideal", x=sizes, y=ideal, faint=True)]
+    drawn += [
+        _series(names[curve], [row for row in rows if row.curve == curve], each)
+        for curve in dict.fromkeys(row.curve for row in rows)
+    ]
+    return Figure(
+        name=f"throughput-{scaling}",
+        caption=f"{word.capitalize()} per second against processes, {scaling} scaling: the median of "
+        "the rounds, the band from the slowest to the fastest.",
+        drawing=lines(
+            drawn,
+            x="processes",
+            y=f"{word}/s",
+            log_x=sizes[-1] > WIDE,
+            log_y=sizes[-1] > WIDE,
+            ticks=sizes,
+            zero=True,
+        ),
+        table=_numbers(rows, names, word, each),
+    )
+
+
+def _series(label: str, rows: Sequence[Row], each: int) -> Series:
+    known = [(row.processes, row.rate) for row in rows if row.rate is not None]
+    return Series(
+        label=label,
+        x=[size for size, _ in known],
+        y=[rate.median * each for _, rate in known],
+        low=[rate.low * each for _, rate in known],
+        high=[rate.high * each for _, rate in known],
+        points=True,
+    )
+
+
+def _numbers(rows: Sequence[Row], names: Mapping[Curve, str], word: str, each: int) -> Table:
+    head = ("curve", "processes", f"{word}/s", "lowest", "highest")
+    cells = [
+        (
+            names[row.curve],
+            str(row.processes),
+            *(shown.number(value * each) for value in (row.rate.median, row.rate.low, row.rate.high)),
+        )
+        for row in rows
+        if row.rate is not None
+    ]
+    return Table(caption="Throughput, as drawn.", head=head, rows=cells, right=head[1:])
+
+
+def _rate(row: Row) -> float:
+    return row.rate.median if row.rate is not None else 0.0
+
+
+def _time(rows: Sequence[Row], names: Mapping[Curve, str]) -> list[Block]:
+    labelled: dict[str, Row] = {}
+    for row in rows:
+        if row.parts is not None:
+            many = f"{row.processes}" if row.base == row.configuration else None
+            label = f"{many}, batch {row.configuration.batch}" if many else ""
+            labelled.setdefault(label or f"{row.processes} {names[row.curve]}", row)
+    if not labelled:
+        return [Text(text="Nothing ran.")]
+    return [parts_figure("parts", labelled, "Milliseconds of a step by part, on a typical process.")]
+
+
+def parts_figure(name: str, labelled: Mapping[str, Row], caption: str) -> Figure:
+    """Bars of the parts of a step, one for each row, with its label."""
+    given = [row.parts or {} for row in labelled.values()]
+    used = [
+        part
+        for part in PARTS
+        if any(parts.get(part, 0.0) >= LEAST * sum(parts.values()) > 0 for parts in given)
+    ]
+    values = {SHOWN[part]: [max(0.0, parts.get(part, 0.0)) * 1e3 for parts in given] for part in used}
+    head = ("processes and curve", *values)
+    table = [
+        (label, *(shown.number(values[part][place]) for part in values))
+        for place, label in enumerate(labelled)
+    ]
+    looks = {SHOWN[part]: place for place, part in enumerate(PARTS)}
+    return Figure(
+        name=name,
+        caption=caption,
+        drawing=bars(list(labelled), values, x="milliseconds of a step", colours=looks),
+        table=Table(caption="Milliseconds, as drawn.", head=head, rows=table, right=head[1:]),
+    )
+
+
+def _tables(rows: Sequence[Row], word: str, each: int) -> list[Block]:
+    head = shown.head(word)
+    blocks: list[Block] = [
+        Table(
+            caption=str(curve),
+            head=head,
+            rows=[shown.cells(row, each, shown.ranged) for row in rows if row.curve == curve],
+            right=head,
+        )
+        for curve in dict.fromkeys(row.curve for row in rows)
+    ]
+    words = (
+        f"n: processes. batch: of all of them. {word}/s, speed-up and eff.: the median of the rounds "
+        "(lowest to highest), each against the smallest n of the same round. ms/step: the median of "
+        "all steps (quartiles). sync: what a step spends inside of collectives, waiting included. "
+        "runs: jobs that succeeded."
+    )
+    return [*blocks, Text(text=words)]
+
+
+def _circumstances(study: Study) -> list[Block]:
+    options = study.options.plain()
+    asked = [(name, ", ".join(map(str, options[name]))) for name in FIELDS]
+    asked += [(name, str(options[name])) for name in COUNTS]
+    if options["args"]:
+        asked.append(("arguments", " ".join(options["args"])))
+    head = ("what", "value")
+    return [
+        Facts(pairs=[(name, study.machine.get(name, "?")) for name in ("host", "cores", "torch")]),
+        Table(caption="Asked for.", head=head, rows=asked),
+        Table(caption="The machine.", head=head, rows=list(study.machine.items())),
+    ]
+
+
+def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tuple[str, str]) -> Page:
+    """The page of two studies, of which these pairs have been measured; how they are called."""
+    word, each = unit(first.options.subject)
+    names = labels(list(dict.fromkeys(pair.curve for pair in pairs)))
+    last = comparing.largest(pairs)
+    told = [f"{names[pair.curve]}: {comparing.sentence(pair, *called)}" for pair in last]
+    differ = comparing.differences(first, second)
+    ways = [Text(text=f"{text}.") for text in told]
+    head = ("curve", "processes", *(f"{name}, {word}/s" for name in called), "ratio")
+    cells = [
+        (
+            names[pair.curve],
+            str(pair.configuration.processes),
+            *(shown.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            shown.ranged(pair.ratio, 1),
+        )
+        for pair in pairs
+    ]
+    caption = "Throughput, and that of the second by that of the first (lowest to highest)."
+    ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
+    return Page(
+        title=f"{called[0]} and {called[1]}: {first.options.model}",
+        verdict=told[0],
+        about="shoal bench compare",
+        sections=[
+            Section(heading="Ratios", blocks=[*ways, ratios]),
+            Section(heading="Throughput", blocks=_overlaid(pairs, names, word, each, called)),
+            Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
+            Section(
+                heading="What differs",
+                blocks=[Text(text=f"{each}.") for each in differ] or [Text(text="Nothing known.")],
+            ),
+        ],
+    )
+
+
+def _overlaid(
+    pairs: Sequence[Pair],
+    names: Mapping[Curve, str],
+    word: str,
+    each: int,
+    called: tuple[str, str],
+) -> list[Block]:
+    blocks: list[Block] = []
+    for scaling in dict.fromkeys(pair.curve.scaling for pair in pairs):
+        own = [pair for pair in pairs if pair.curve.scaling == scaling]
+        drawn = []
+        for curve in dict.fromkeys(pair.curve for pair in own):
+            for place, name in enumerate(called):
+                mine = [(p.first, p.second)[place] for p in own if p.curve == curve]
+                drawn.append(_series(f"{name}: {names[curve]}", mine, each))
+        sizes = sorted({pair.configuration.processes for pair in own})
+        head = ("processes", "study and curve", f"{word}/s")
+        cells = [
+            (f"{size:g}", line.label, shown.number(value or 0.0))
+            for line in drawn
+            for size, value in zip(line.x, line.y, strict=True)
+        ]
+        wide = sizes[-1] > WIDE
+        blocks.append(
+            Figure(
+                name=f"compared-{scaling}",
+                caption=f"{word.capitalize()} per second against processes, {scaling} scaling.",
+                drawing=lines(
+                    drawn,
+                    x="processes",
+                    y=f"{word}/s",
+                    log_x=wide,
+                    log_y=wide,
+                    ticks=sizes,
+                    zero=True,
+                ),
+                table=Table(
+                    caption="Throughput, as drawn.", head=head, rows=cells, right=("processes", head[2])
+                ),
+            )
+        )
+    return blocks
+
+
+def _beside(pairs: Sequence[Pair], names: Mapping[Curve, str], called: tuple[str, str]) -> Figure:
+    labelled = {
+        f"{pair.configuration.processes} {names[pair.curve]}: {name}": row
+        for pair in pairs
+        for name, row in zip(called, (pair.first, pair.second), strict=True)
+    }
+    return parts_figure("compared-parts", labelled, "Milliseconds of a step by part, side by side.")
+
+
+def _when(began: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)) + " UTC"

@@ -1,0 +1,108 @@
+"""A scaling study from its first job to its page: what is missing is run, then all of it is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.errors import LaunchError
+from shoal.pages import csv_of, save
+from shoal.tables import add_row, make_table, print_line, print_table
+
+from . import comparing, jobs, shown
+from .diagnosis import diagnoses, labels
+from .figures import Repeat, all_notes, rows
+from .folder import Study, alone, begin
+from .grid import Options, check, configurations
+from .page import compare_page, study_page
+from .subject import unit
+
+CSV, PAGE = "results.csv", "index.html"
+
+
+def run(path: Path, options: Options, mpirun: str | None, tell: Callable[[str], None]) -> Study:
+    """Run what is missing of a study; each job that ends is told."""
+    check(options)
+    study = begin(path, options)
+    with alone(study), jobs.orderly():
+        missing = study.missing()
+        total = len(configurations(options)) * options.rounds
+        if len(missing) < total:
+            tell(f"{total - len(missing)} of {total} jobs have been done before")
+        needs = any(configuration.backend == "mpi" for _, configuration in missing)
+        command = (mpirun or jobs.find_mpirun()) if needs else ""
+        word, each = unit(options.subject)
+        for done, (number, configuration) in enumerate(missing, total - len(missing) + 1):
+            repeat = jobs.run(study, configuration, number, command)
+            study.keep(configuration, repeat)
+            outcome = _outcome(repeat, word, each)
+            tell(f"{done} of {total}, round {number + 1}: {configuration}: {outcome}")
+    return study
+
+
+def _outcome(repeat: Repeat, word: str, each: int) -> str:
+    if repeat.measured is None:
+        return f"failed: {repeat.reason}"
+    return f"{shown.number(repeat.measured.rate * each)} {word}/s"
+
+
+def show(study: Study, console: Console) -> None:
+    """Print what a study came to, the diagnosis first, and write its page, plots and CSV.
+
+    Raises LaunchError where nothing has run.
+    """
+    repeats = study.repeats()
+    found = rows(study.options, repeats)
+    if not found:
+        raise LaunchError(
+            given=str(study.path),
+            found="no job of it has a result yet",
+            fix=f"shoal bench scaling {study.options.model} … --study {study.path}",
+        )
+    word, each = unit(study.options.subject)
+    told = diagnoses(found)
+    names = labels([curve for curve, _ in told])
+    print_line(console, *(f"{names[curve]}: {text}" for curve, text in told))
+    notes = all_notes(found, repeats)
+    print_line(console, *notes)
+    console.print()
+    head = shown.head(word)
+    for curve, _ in told:
+        table = make_table(*head, right=head)
+        for row in found:
+            if row.curve == curve:
+                add_row(table, *shown.cells(row, each, shown.short))
+        print_table(console, f"{study.options.model}: {curve}", table)
+    path = study.path / CSV
+    path.write_text(csv_of(shown.table(found, word, each)))
+    written = save(study_page(study, found, notes), study.path / PAGE)
+    print_line(console, f"{written[0]}, with plots and {path.name} beside it")
+
+
+def compare(first: Study, second: Study, out: Path, console: Console) -> None:
+    """Print what the second study gives of the first, and write a page into the directory `out`.
+
+    Raises LaunchError where they did other work, or nothing that both have measured.
+    """
+    found = comparing.pairs(first, second)
+    called = first.path.resolve().name, second.path.resolve().name
+    if called[0] == called[1]:
+        called = str(first.path), str(second.path)
+    word, each = unit(first.options.subject)
+    names = labels(list(dict.fromkeys(pair.curve for pair in found)))
+    for pair in comparing.largest(found):
+        print_line(console, f"{names[pair.curve]}: {comparing.sentence(pair, *called)}")
+    console.print()
+    head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")
+    table = make_table(*head, right=head[1:])
+    for pair in found:
+        rates = [shown.short(row.rate, each) for row in (pair.first, pair.second) if row.rate]
+        size = str(pair.configuration.processes)
+        add_row(table, names[pair.curve], size, *rates, shown.ranged(pair.ratio, 1))
+    print_table(console, f"{first.options.model}: {called[1]} by {called[0]}", table)
+    for line in comparing.differences(first, second):
+        print_line(console, f"they differ in {line}")
+    written = save(compare_page(first, second, found, called), out / PAGE)
+    print_line(console, str(written[0]))

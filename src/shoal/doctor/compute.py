@@ -1,0 +1,112 @@
+"""How fast each rank computes: products of matrices, all ranks at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypedDict
+
+import torch
+
+from shoal.doctor.findings import Finding, Seen, failure, grouped, ok, warning, where
+from shoal.doctor.outliers import HALF, slow
+
+WINDOW = 0.3
+WINDOWS = 3
+_SIZES = {"cpu": (512, torch.float32), "cuda": (4096, torch.bfloat16)}
+_OTHER = (1024, torch.float32)
+
+
+class Compute(TypedDict):
+    """FLOP/s by device, and the kind of these devices: only the same kind can be compared.
+
+    Not where ranks take turns on cores, if it is not to be `compared`.
+    """
+
+    kind: str
+    compared: bool
+    rates: dict[str, float]
+
+
+def look(devices: Sequence[torch.device], *, compared: bool = True) -> Compute:
+    """The best of some windows of each device, one after the other.
+
+    A window is long against the periods in which a cgroup stops a process, so that this shows, and
+    what disturbs one window for a moment does not count.
+    """
+    rates = {str(device): max(_rates(device)) for device in devices}
+    first = devices[0]
+    kind = torch.cuda.get_device_name(first) if first.type == "cuda" else first.type
+    return Compute(kind=kind, compared=compared, rates=rates)
+
+
+def better(one: Compute, other: Compute) -> Compute:
+    """The best that each device has given."""
+    rates = {name: max(rate, other["rates"][name]) for name, rate in one["rates"].items()}
+    return Compute(kind=one["kind"], compared=one["compared"], rates=rates)
+
+
+def visible() -> list[torch.device]:
+    """All GPUs that torch sees. Raises RuntimeError where it sees none."""
+    count = torch.cuda.device_count()
+    if not count:
+        raise RuntimeError(f"torch {torch.__version__} sees none of this machine's GPUs")
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+def multiply(matrix: torch.Tensor) -> torch.Tensor:
+    """The work that is timed."""
+    return matrix @ matrix
+
+
+def _rates(device: torch.device) -> Iterator[float]:
+    size, dtype = _SIZES.get(device.type, _OTHER)
+    matrix = torch.ones(size, size, dtype=dtype, device=device)
+    multiply(matrix)
+    _finish(device)
+    for _ in range(WINDOWS):
+        count, begun = 0, time.perf_counter()
+        while (taken := time.perf_counter() - begun) < WINDOW or not count:
+            multiply(matrix)
+            _finish(device)
+            count += 1
+        yield count * 2 * size**3 / taken
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def judge(ranks: Sequence[Seen[Compute]]) -> Iterator[Finding]:
+    """Devices that are slower than others of their kind."""
+    crowded = [one for one in ranks if not one.facts["compared"]]
+    if crowded:
+        text = f"{where(crowded)} take turns on too few cores, and are not compared"
+        yield ok("compute", text)
+    rest = [one for one in ranks if one.facts["compared"]]
+    for kind, members in grouped(rest, lambda one: one.facts["kind"]).items():
+        rates = {
+            (one.rank, one.host, device): rate
+            for one in members
+            for device, rate in one.facts["rates"].items()
+        }
+        yield from _judge_kind(kind, rates)
+
+
+def _judge_kind(kind: str, rates: Mapping[tuple[int, str, str], float]) -> Iterator[Finding]:
+    found = slow(rates)
+    for (rank, host, device), share in found.items():
+        text = f"rank {rank} ({host}), {device}: {_flops(rates[rank, host, device])}, "
+        text += f"{share:.0%} of what the others reach"
+        fix = f"see what else runs on {host} (top, nvidia-smi), how it is bound and how hot it is; "
+        fix += f"or leave it out (sbatch --exclude={host})"
+        yield (failure if share < HALF else warning)("compute", text, fix)
+    if not found:
+        slowest, fastest = min(rates.values()), max(rates.values())
+        alike = f"{_flops(slowest)} to {_flops(fastest)}" if len(rates) > 1 else _flops(fastest)
+        yield ok("compute", f"{kind}: {alike} in products of matrices")
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

@@ -1,0 +1,170 @@
+"""What measured input pipelines and ways to compute say, in sentences; what users name; Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.bench.advice import Measured, Need, advise
+from shoal.bench.inputs import Trial
+from shoal.bench.interrupting import Interrupts
+from shoal.bench.modes_page import Mode
+from shoal.bench.modes_page import advise as advise_modes
+from shoal.bench.named import called, named
+
+
+def measured(
+    workers: int, rate: float, *, busy: float = 1.0, theirs: float = 0.0, machine: float = 0.1
+) -> Measured:
+    trials = [
+        Trial(
+            first=0.1,
+            rate=rate * factor,
+            samples=100,
+            busy=busy,
+            workers_busy=theirs,
+            machine=machine,
+            memory=None,
+        )
+        for factor in (0.9, 1.0, 1.3)
+    ]
+    return Measured(batch_size=32, workers=workers, trials=tuple(trials))
+
+
+def test_workers_help_until_the_cores_are_busy() -> None:
+    found = [
+        measured(0, 1000),
+        measured(1, 1100, theirs=0.9),
+        measured(2, 1800, busy=0.1, theirs=1.8),
+        measured(4, 1850, busy=0.1, theirs=1.9),
+    ]
+    assert advise(found, 2, None) == [
+        "num_workers=2 gives 1,800 samples/s, 1.8 times as many as 0; 4 give no more: "
+        "the 2 cores are busy."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("following", "why"),
+    [
+        (measured(1, 400, busy=0.5, theirs=0.3), "handing samples over costs more than loading them"),
+        (measured(1, 950, busy=0.9, theirs=0.3), "this process takes no more from them"),
+        (
+            measured(1, 950, busy=0.2, theirs=0.3, machine=0.97),
+            "other processes keep this machine busy",
+        ),
+    ],
+)
+def test_why_no_worker_is_best(following: Measured, why: str) -> None:
+    [said] = advise([measured(0, 1000), following], 4, None)
+    assert said.startswith("num_workers=0 gives 1,000 samples/s; 1 give ")
+    assert said.endswith(f": {why}.")
+
+
+def test_workers_that_wait_are_told_from_those_that_compute() -> None:
+    found = [measured(0, 100), measured(2, 300, busy=0.1, theirs=0.1), measured(4, 310, busy=0.0)]
+    [said] = advise(found, 4, None)
+    assert "they wait for disk or network" in said
+
+
+def test_the_most_that_was_measured_is_not_called_the_best() -> None:
+    [said] = advise([measured(0, 100), measured(1, 200)], 4, None)
+    assert said.endswith("2 times as many as 0; more were not measured.")
+
+
+def test_what_training_needs() -> None:
+    found = [measured(0, 100), measured(2, 180), measured(4, 400)]
+    assert Need(samples=32, seconds=0.2, source="Training").rate == 160
+    [_, enough] = advise(found, 4, Need(samples=32, seconds=0.2, source="Training"))
+    assert enough == (
+        "Training takes 32 samples in 200 ms, 160 a second: num_workers=2 is enough (1.1 times that)."
+    )
+    [_, starved] = advise(found, 4, Need(samples=32, seconds=0.02, source="Training"))
+    assert starved.endswith(
+        "none is enough. With num_workers=4 training would wait 75 % of its time for data."
+    )
+
+
+def test_ways_to_compute_are_compared_with_torch_s_operations() -> None:
+    said = advise_modes(
+        [
+            Mode(subject="f", way="Python loop", seconds=4e-3, first=4e-3),
+            Mode(subject="f", way="torch operations", seconds=2e-3, first=2e-3, difference=0.0),
+            Mode(subject="f", way="TorchScript", seconds=2.05e-3, first=0.1, difference=1e-7),
+            Mode(subject="f", way="torch.compile", seconds=1e-3, first=10.0, difference=0.5),
+            Mode(subject="g", way="eager", reason="it failed"),
+        ]
+    )
+    assert said == [
+        "f: torch operations 2.00 ms a call; Python loop takes 2 times as long; TorchScript as fast; "
+        "torch.compile is 2 times as fast, which pays off after 10,000 calls.",
+        "torch.compile gives other results for f: they differ by 5e-01.",
+    ]
+
+
+def test_what_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "my_sets.py"
+    script.write_text(
+        "def numbers():\n    return [1, 2]\n"
+        "def of(world):\n    return world\n"
+        "def breaks():\n    return 1 / 0\n"
+        "def greedy(a, b):\n    return a\n"
+        "if __name__ == '__main__':\n    raise RuntimeError('it ran')\n"
+    )
+    function = named(f"{script}:numbers", "dataset")
+    assert called(function, "it", "a world") == [1, 2]
+    assert called(named(f"{script}:of", "dataset"), "it", "a world") == "a world"
+    with pytest.raises(
+        shoal.LaunchError, match=r"ZeroDivisionError: division by zero \(.*my_sets.py:6\)"
+    ):
+        called(named(f"{script}:breaks", "dataset"), "it")
+    with pytest.raises(shoal.LaunchError, match="it wants a, b"):
+        called(named(f"{script}:greedy", "dataset"), "it", "a world")
+    sys.modules.pop("my_sets")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("train", "no name after a colon"),
+        (":name", "no module"),
+        ("no_such_package_here:f", "No module named 'no_such_package_here'"),
+        ("no_such_file.py:f", "there is no file"),
+        ("json:dataset", "json has no dataset; it has "),
+    ],
+)
+def test_what_is_not_there(text: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(shoal.LaunchError, match=found):
+        named(text, "dataset")
+
+
+def test_a_file_that_fails_leaves_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "half_a_module.py").write_text("x = 1\nraise OSError('no data here')\n")
+    with pytest.raises(shoal.LaunchError, match="OSError: no data here"):
+        named(f"{tmp_path}/half_a_module.py:x", "dataset")
+    assert "half_a_module" not in sys.modules
+
+
+def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.asked == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_at_once() -> None:
+    with Interrupts() as interrupts:
+        interrupts.at_once = True
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert interrupts.asked == signal.SIGTERM

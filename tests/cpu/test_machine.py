@@ -1,0 +1,167 @@
+"""Machine files: what is written is read, what can't be is refused, and lines are fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.machine import Fit, Links, Machine, Point, Series, fit, read, to_json, write
+
+
+def point(bytes: int, seconds: float) -> Point:
+    return Point(bytes=bytes, seconds=seconds, low=0.9 * seconds, high=1.2 * seconds, samples=5)
+
+
+SIZES = [4**power << 10 for power in range(9)]
+POINTS = tuple(point(size, 1e-4 + size / 2e9) for size in SIZES)
+MACHINE = Machine(
+    measured="2026-01-02T03:04:05+00:00",
+    seconds=12.5,
+    complete=True,
+    shoal="0.1.0",
+    torch="2.13.0",
+    launcher="srun",
+    hosts=("n1", "n2"),
+    device="cpu",
+    device_name="a processor",
+    cores=4,
+    threads=4,
+    interface="ib0",
+    series=(
+        Series(
+            backend="gloo",
+            operation="all_reduce",
+            memory="cpu",
+            ranks=2,
+            points=POINTS,
+            fit=Fit(latency=1e-4, bandwidth=2e9, error=0.01),
+        ),
+        Series(backend="gloo", operation="barrier", memory="cpu", ranks=2, points=(point(0, 1e-5),)),
+    ),
+    links=Links(
+        backend="gloo", bytes=1 << 20, bandwidth=((None, 1e9), (2e9, None)), latency=((None, 1e-5),) * 2
+    ),
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    write(MACHINE, path)
+    assert read(path) == MACHINE
+    assert json.loads(to_json(MACHINE)) == json.loads(path.read_text())
+    assert [each.name for each in tmp_path.iterdir()] == ["machine.json"]
+
+
+def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({**json.loads(to_json(MACHINE)), "altitude": 8848}))
+    assert read(path) == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda it: it.update(format="other"), "no machine file"),
+        (lambda it: it.update(version=2), "version is 2"),
+        (lambda it: it.pop("hosts"), "hosts is missing"),
+        (lambda it: it.update(cores="4"), "cores is '4', and no int"),
+        (lambda it: it.update(cores=True), "cores is True"),
+        (lambda it: it.update(series={}), "series is no list"),
+        (lambda it: it["series"][0].update(points=[]), "0 point"),
+        (lambda it: it["series"][0].update(ranks=1), r"series\[0\] has 1 rank"),
+        (lambda it: it["series"][0]["points"][2].update(seconds=0.0), "took no time"),
+        (lambda it: it["series"][0]["points"][2].update(low=9.0), "between its quartiles"),
+        (lambda it: it["series"][1]["points"][0].update(bytes=-1), r"points\[0\]\.bytes is -1"),
+        (lambda it: it["series"][0]["fit"].update(bandwidth=0.0), "fit.bandwidth is 0"),
+        (lambda it: it["series"][0]["fit"].update(error=math.nan), "fit.error is nan"),
+        (lambda it: it["links"].update(latency=[[None]]), "links.latency is not of 2 x 2"),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    tmp_path: Path, change: Callable[[Any], object], found: str
+) -> None:
+    plain = json.loads(to_json(MACHINE))
+    change(plain)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(plain))
+    with pytest.raises(shoal.ShoalError, match=found):
+        read(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "\x00"])
+def test_no_machine_files(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(text)
+    with pytest.raises(shoal.ShoalError, match=r"it is no (JSON|machine file)"):
+        read(path)
+
+
+def test_files_that_are_not_there_and_folders_that_are_not(tmp_path: Path) -> None:
+    with pytest.raises(shoal.ShoalError, match="No such file"):
+        read(tmp_path / "machine.json")
+    with pytest.raises(shoal.ShoalError, match="No such file"):
+        write(MACHINE, tmp_path / "no" / "machine.json")
+
+
+def test_a_line_is_found_again() -> None:
+    found = fit(POINTS)
+    assert found is not None
+    assert found.latency == pytest.approx(1e-4)
+    assert found.bandwidth == pytest.approx(2e9)
+    assert found.error < 1e-6
+    assert found.seconds(1 << 20) == pytest.approx(1e-4 + (1 << 20) / 2e9)
+
+
+def test_small_messages_count_as_much_as_large_ones() -> None:
+    """All of them 10 % off to one side or the other: so is the line, and it says so."""
+    odd = [
+        dataclasses.replace(each, seconds=each.seconds * (1.1 if index % 2 else 0.9))
+        for index, each in enumerate(POINTS)
+    ]
+    found = fit(odd)
+    assert found is not None
+    assert found.latency == pytest.approx(1e-4, rel=0.12)
+    assert found.bandwidth == pytest.approx(2e9, rel=0.12)
+    assert 0.05 < found.error < 0.15
+
+
+def test_neither_latency_nor_time_per_byte_is_below_zero() -> None:
+    flat = fit([point(size, 1e-3 - 1e-12 * size) for size in SIZES])
+    steep = fit([point(size, size**1.2 / 1e9) for size in SIZES])
+    assert flat is not None
+    assert steep is not None
+    assert flat.bandwidth is None
+    assert flat.seconds(1 << 30) == pytest.approx(1e-3, rel=0.1)
+    assert steep.latency == 0
+    assert steep.error > 0.1
+
+
+def test_two_sizes_make_no_fit() -> None:
+    assert fit(POINTS[:2]) is None
+    assert fit([point(1024, 1e-4)] * 5) is None
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "ratio"),
+    [
+        ("all_reduce", 2, 1.0),
+        ("all_reduce", 4, 1.5),
+        ("all_gather", 4, 0.75),
+        ("reduce_scatter", 4, 0.75),
+        ("all_to_all", 4, 0.75),
+        ("broadcast", 4, 1.0),
+        ("send_recv", 4, 1.0),
+    ],
+)
+def test_bus_bandwidth(operation: str, ranks: int, ratio: float) -> None:
+    """By hand: in a ring all_reduce each rank sends 2 (N - 1) parts of N."""
+    series = Series(backend="b", operation=operation, memory="cpu", ranks=ranks, points=POINTS)
+    found = series.bus_bandwidth(POINTS[3]) / series.algorithm_bandwidth(POINTS[3])
+    assert found == pytest.approx(ratio)
