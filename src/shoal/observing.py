@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -81,7 +82,15 @@ class Observer:
                 ),
                 Job(name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True),
             ]
-        self._sampler = Sampler(jobs, step=lambda: self._first.number, say=warnings.warn)
+        # The thread holds neither this nor the model, and ends with a Run that nobody has closed.
+        first = weakref.ref(self._first)
+
+        def number() -> int:
+            step = first()
+            return 0 if step is None else step.number
+
+        self._sampler = Sampler(jobs, step=number, say=warnings.warn)
+        weakref.finalize(self, self._sampler.let_go)
 
     def tick(self) -> None:
         """Write what has been noted; count the FLOPs of one step. Collective."""

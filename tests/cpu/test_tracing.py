@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from typer.testing import CliRunner
 
+from shoal.cli import app
 from shoal.errors import CheckpointError, StepError
 from shoal.tracing import clocks, windows
-from shoal.tracing.asking import trace
+from shoal.tracing.asking import timeline
 from shoal.tracing.clocks import Offset, Trip
 from shoal.tracing.coarse import coarse
 from shoal.tracing.merging import merge
@@ -245,10 +247,21 @@ def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
 
 def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
-    assert "the run is at step 10; it was asked" in trace(str(tmp_path), "20:25")
+    assert "the run is at step 10; it was asked" in timeline(str(tmp_path), "20:25")
     assert windows.asked(tmp_path / "traces") is not None
-    assert "coarse" in trace(str(tmp_path), "6:7")
+    assert "coarse" in timeline(str(tmp_path), "6:7")
     record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
-    assert "of 1 rank" in trace(str(tmp_path), "5:6")
+    assert "of 1 rank" in timeline(str(tmp_path), "5:6")
     with pytest.raises(CheckpointError, match="no such steps"):
         coarse(tmp_path, 30, 40)
+    with pytest.raises(CheckpointError, match="no run directory"):
+        timeline(str(tmp_path / "events"), "5:6")
+
+
+def test_the_command_makes_a_timeline(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
+    done = CliRunner().invoke(app, ["report", str(tmp_path), "--trace", "6:7"])
+    assert done.exit_code == 0
+    path = tmp_path / "traces" / "steps-6-7.json.gz"
+    assert done.output.startswith(f"{path}: the steps 6:7, coarse")
+    assert steps_of(checked_events(path), 0).keys() == {6, 7}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import nn
 
 import shoal
 from commands import wait_for
+from shoal.events import Events
+from shoal.observing import Observer
 from shoal.streams import random_state
 from shoal.usage.flops import Counting
 from shoal.usage.peaks import peak_here, peak_of
@@ -41,7 +45,7 @@ def test_a_job_that_fails_is_told_once_and_the_others_go_on() -> None:
 
 def test_what_is_noted_has_its_time_and_step_and_waits_to_be_taken() -> None:
     job = Job(name="a", seconds=3600.0, run=noting("usage", lambda: {"rss": 1}), ends=True)
-    before = time.time()
+    before, threads = time.time(), threading.active_count()
     sampler = Sampler([job], step=lambda: 7, say=pytest.fail)
     assert list(sampler.taken()) == []
     sampler.stop()
@@ -50,7 +54,7 @@ def test_what_is_noted_has_its_time_and_step_and_waits_to_be_taken() -> None:
     assert (kind, fields["step"], fields["rss"]) == ("usage", 7, 1)
     assert before - 1 <= fields["t"] <= time.time()
     assert list(sampler.taken()) == []
-    assert not any(thread.name == "shoal sampler" for thread in threading.enumerate())
+    assert threading.active_count() <= threads
 
 
 def test_a_job_that_takes_long_is_run_rarely() -> None:
@@ -181,13 +185,9 @@ class Noisy(nn.Module):
 
 def trained(world: shoal.World, *, counted: bool) -> list[Any]:
     """Two steps, and all that they have left behind."""
-
-    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
-        return F.mse_loss(output, batch[1], reduction="sum"), len(output)
-
     world.reseed("weights", by_rank=False)
     model = shoal.parallelize(Noisy(), world)
-    step = shoal.Step(model, torch.optim.AdamW(model.parameters()), shoal.Task(loss))
+    step = shoal.Step(model, torch.optim.AdamW(model.parameters()), shoal.Task(summed))
     data = torch.ones(8, 8), torch.ones(8, 2)
     for batch in shoal.Loader(data, world, batch_size=4).epochs(1):
         if counted:
@@ -199,3 +199,24 @@ def trained(world: shoal.World, *, counted: bool) -> list[Any]:
 def test_counting_a_step_changes_nothing(world: shoal.World) -> None:
     pairs = zip(trained(world, counted=False), trained(world, counted=True), strict=True)
     assert all(torch.equal(plain, seen) for plain, seen in pairs)
+
+
+def summed(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    return F.mse_loss(output, batch[1], reduction="sum"), len(output)
+
+
+def test_the_thread_of_a_run_that_is_dropped_ends(world: shoal.World, tmp_path: Path) -> None:
+    def begin() -> Any:
+        model = shoal.parallelize(nn.Linear(8, 2), world)
+        step = shoal.Step(model, torch.optim.SGD(model.parameters()), shoal.Task(summed))
+        loader = shoal.Loader((torch.ones(8, 8),), world, batch_size=4)
+        observer = Observer(world, tmp_path, {"step": step}, loader, Events(tmp_path / "e"), None)
+        observer.begin()
+        return observer
+
+    threads = threading.active_count()
+    observer = begin()
+    assert threading.active_count() == threads + 1
+    del observer
+    gc.collect()
+    wait_for(lambda: threading.active_count() == threads)

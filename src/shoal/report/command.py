@@ -26,6 +26,10 @@ def report(
         bool, typer.Option("--text", help="Print it here, as text; write nothing.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers; write nothing.")] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Instead: a timeline of these steps of all ranks."),
+    ] = None,
 ) -> None:
     """Tell where a run's time went: a verdict, then figures, as a page of HTML.
 
@@ -35,6 +39,11 @@ def report(
     from shoal.analysis import judge, read
     from shoal.tables import plain_console, print_line, print_path
 
+    if trace is not None:
+        from shoal.tracing.asking import timeline
+
+        print_path(plain_console(), timeline(run, trace))
+        return
     history = read(run)
     verdict = judge(history)
     console = plain_console()

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shoal.errors import CheckpointError
 from shoal.tracing.coarse import coarse, newest, ranks_of
 from shoal.tracing.merging import merge
 from shoal.tracing.windows import FOLDER, Window, ask, file_of, window
 
 
-def trace(run: str, steps: str) -> str:
-    """The timeline of a run's steps "first:last", or a request for it; what to tell about it.
+def timeline(run: str, steps: str) -> str:
+    """Write the timeline of a run's steps "first:last", or ask the run for it; what to tell of it.
 
     Raises StepError for steps that can't be recorded, CheckpointError for those that are not there.
     """
     wanted = window(steps, f"shoal report {run} --trace {steps}")
+    if not (Path(run) / "events").is_dir():
+        raise CheckpointError(
+            given=f"shoal report {run} --trace {steps}",
+            found=f"{run} is no run directory: it has no events",
+            fix="the directory that shoal.Run was given",
+        )
+    try:
+        return _made(run, wanted)
+    except OSError as error:
+        raise CheckpointError(
+            given=f"a timeline in {Path(run) / FOLDER}",
+            found=str(error),
+            fix=f"where you may write: see ls -ld {run}",
+        ) from None
+
+
+def _made(run: str, wanted: Window) -> str:
     folder = Path(run) / FOLDER
     found = list(folder.glob(file_of(folder, "*", wanted).name))
     if found:

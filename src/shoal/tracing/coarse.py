@@ -114,28 +114,19 @@ def _rank(path: Path) -> Rank:
     for event in read(path):
         if event["event"] == "start":
             host = str(event.get("host", host))
-        elif event["event"] in ("step", "steps"):
-            steps.update(_steps(event))
+        elif event["event"] == "step":
+            taken = _taken(event)
+            # Of several Steps in a tick the first has its time.
+            if taken is not None and taken.wall > 0:
+                steps[event["step"]] = taken
     return Rank(host, steps)
 
 
-def _steps(event: Mapping[str, Any]) -> dict[int, Taken]:
-    """The steps of a line, of either format, unless it does not hold what such lines hold."""
-    try:
-        if event["event"] == "step":
-            parts = {part: float(event[part]) for part in _PARTS if part in event}
-            return {int(event["step"]): Taken(float(event["t"]), sum(parts.values()), parts)}
-        names = [part for part in _PARTS if part in event]
-        columns = zip(*(event[name] for name in names), strict=True)
-        rows = zip(event["step"], event["at"], event["wall"], columns, strict=True)
-        return {
-            int(step): Taken(
-                event["t"] - at / 1e6,
-                wall / 1e6,
-                {name: us / 1e6 for name, us in zip(names, parts, strict=True) if us},
-            )
-            for step, at, wall, parts in rows
-            if wall
-        }
-    except (KeyError, TypeError, ValueError):
-        return {}
+def _taken(event: Mapping[str, Any]) -> Taken | None:
+    """A step's line, unless it does not hold what such lines hold."""
+    parts = {part: event[part] for part in _PARTS if event.get(part)}
+    numbers = [event.get("t"), event.get("wall", 0.0), *parts.values()]
+    if type(event.get("step")) is not int or not all(type(n) in (int, float) for n in numbers):
+        return None
+    # The older format has no wall time, nor all parts.
+    return Taken(event["t"], event.get("wall", sum(parts.values())), parts)

@@ -65,6 +65,10 @@ class Sampler:
         while self._notes:
             yield self._notes.popleft()
 
+    def let_go(self) -> None:
+        """Have the thread end by itself."""
+        self._stopped.set()
+
     def stop(self) -> None:
         """End the thread, and have the jobs look once more that are to be done at the end."""
         if self._stopped.is_set():
