@@ -6,7 +6,7 @@ read; `profile` says what the steps of an attempt were spent on; `judge` gives t
 
 from __future__ import annotations
 
-from .history import PARTS, Attempt, History, Rows, Traffic
+from .history import PARTS, Array, Attempt, Event, History, Rows, Traffic
 from .profile import LABELS, SHOWN, Profile, profile
 from .reading import Reader, read
 from .spelling import duration, percent
@@ -17,7 +17,9 @@ __all__ = [
     "LABELS",
     "PARTS",
     "SHOWN",
+    "Array",
     "Attempt",
+    "Event",
     "Finding",
     "History",
     "Judged",
