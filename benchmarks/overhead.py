@@ -4,7 +4,9 @@
 
 Loops: `plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutorials write it), `tuned`
 (batches fetched by one index from tensors, fused AdamW), and Shoal (Loader, Step, Run with events)
-with each of the two optimizers. A round runs every loop for the same number of steps, in an order
+with each of the two optimizers; `shoal unrecorded` is without what a run records of its steps: its
+timeline has no marks, and its events keep none. A round runs every loop for the same number of
+steps, in an order
 that rotates; ratios are taken within rounds, so that drift cancels. First in one process, then in two
 under DDP through `shoal run`.
 """
@@ -33,6 +35,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
+from shoal.recording import Recording
+from shoal.timeline import Spent, Timeline
 from spread import Spread, quartiles
 
 SAMPLES = 4096
@@ -40,7 +44,7 @@ CLASSES = 10
 MODELS = {"tiny": (32, 1, 16), "wide": (512, 4, 64)}
 """Name: width, hidden layers, global batch."""
 
-PAIRS = [("shoal", "plain"), ("shoal fused", "tuned")]
+PAIRS = [("shoal", "plain"), ("shoal fused", "tuned"), ("shoal fused", "shoal unrecorded")]
 
 
 def build(width: int, layers: int) -> nn.Sequential:
@@ -107,10 +111,29 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
+class Unmarked(Timeline):
+    """Marks nothing."""
+
+    def enter(self, part: int) -> int:
+        return part
+
+    def take(self) -> Spent:
+        return ()
+
+
+class Forgetful(Recording):
+    """Records no step, and does all else that a tick needs of it."""
+
+    def tick(self, now: float) -> bool:
+        recorded, self._recorded = self._recorded, self._numbers()
+        return recorded != self._recorded
+
+
 def through_shoal(
-    world: shoal.World, width: int, layers: int, batch: int, *, fused: bool
+    world: shoal.World, width: int, layers: int, batch: int, *, fused: bool, records: bool = True
 ) -> Iterator[None]:
     """Loader, Step, and a Run that records every step."""
+    timeline = world.timeline if records else Unmarked()
     model = shoal.parallelize(build(width, layers), world)
     step = shoal.Step(model, adamw(model, fused=fused), shoal.Task(loss), clip=1.0)
     data = shoal.Loader(dataset(width), world, batch_size=batch)
@@ -118,11 +141,16 @@ def through_shoal(
         path = world.broadcast(directory)
         with contextlib.redirect_stdout(io.StringIO()):  # no progress between the figures
             made = shoal.Run(path, step, data)
+        if not records:
+            made._recording = Forgetful(made.events, made.steps, data)
+        kept, world.timeline = world.timeline, timeline
         with made as run:
             for each in data.epochs(10**9):
                 step(each)
                 run.tick()
+                world.timeline = kept
                 yield
+                world.timeline = timeline
 
 
 def contenders() -> dict[str, Callable[..., Iterator[None]]]:
@@ -131,6 +159,7 @@ def contenders() -> dict[str, Callable[..., Iterator[None]]]:
         "shoal": lambda *given: through_shoal(*given, fused=False),
         "tuned": tuned,
         "shoal fused": lambda *given: through_shoal(*given, fused=True),
+        "shoal unrecorded": lambda *given: through_shoal(*given, fused=True, records=False),
     }
 
 
@@ -171,9 +200,9 @@ def ratio(ours: list[float], theirs: list[float]) -> Spread:
 def show(figures: dict[str, Any]) -> None:
     print(f"\n{figures['model']} model, {figures['processes']} process(es): µs per step (median)")
     for who, value in figures["microseconds"].items():
-        print(f"  {who:<12} {value:9.1f}")
+        print(f"  {who:<16} {value:9.1f}")
     for pair, found in figures["ratios"].items():
-        print(f"  {pair:<20} {Spread(**found)}")
+        print(f"  {pair:<30} {Spread(**found)}")
 
 
 def run_here(rounds: int, steps: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from shoal.engine import Correction, Engine, OpenEngine, check_clip, correct
 from shoal.errors import StepError
 from shoal.rows import Rows, gather_rows
 from shoal.task import Count, Micro, Noise, check_loss
+from shoal.timeline import BACKWARD, UPDATE
 
 if TYPE_CHECKING:
     from shoal.world import World
@@ -73,10 +74,12 @@ class Batch:
     @property
     def share(self) -> tuple[int, int]:
         """The positions [start, stop) that this rank consumes; empty if it only stands in."""
-        real = [micro for micro in self.micros if micro.weight]
-        if not real:
-            return self.first, self.first
-        return real[0].first, real[-1].first + real[-1].samples
+        start = stop = -1
+        for micro in self.micros:
+            if micro.weight:
+                start = micro.first if start < 0 else start
+                stop = micro.first + micro.samples
+        return (start, stop) if start >= 0 else (self.first, self.first)
 
     def __len__(self) -> int:
         """The number of micro-batches."""
@@ -125,7 +128,8 @@ class Batch:
         if engine not in self._backwards:
             engine.begin()
         last = self._current == len(self.micros) - 1
-        engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
+        with engine.world.timeline.within(BACKWARD):
+            engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
         self._backwards.append(engine)
 
     def finish(self, model: nn.Module, *, clip: float | None = None) -> Correction:
@@ -138,14 +142,15 @@ class Batch:
         self._check_backwards(engine)
         check_clip(clip)
         engine.world.stepping()
-        try:
-            result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
-            if not result.finite:
-                raise not_finite(result, self)
-        except StepError:
-            engine.discard()
-            raise
-        engine.multiply(result.factor)
+        with engine.world.timeline.within(UPDATE):
+            try:
+                result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
+                if not result.finite:
+                    raise not_finite(result, self)
+            except StepError:
+                engine.discard()
+                raise
+            engine.multiply(result.factor)
         engine.finished = result
         engine.uncounted += 1
         self.taken = True

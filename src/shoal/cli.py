@@ -153,6 +153,26 @@ def info() -> None:
     show(plain_console())
 
 
+@app.command()
+def watch(
+    directory: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or one to come.")],
+    every: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Plain pages below each other, so often."),
+    ] = None,
+    ascii_only: Annotated[
+        bool, typer.Option("--ascii", help="Without blocks and braille, which some fonts lack.")
+    ] = False,
+) -> None:
+    """Show a run while it goes on: progress, curves, where each rank's time goes.
+
+    A live page on a terminal, which q leaves; one plain page elsewhere. Reads only.
+    """
+    from .watch import watch as show
+
+    raise typer.Exit(show(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
+
+
 app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
 for command in (jobs.status, jobs.logs, jobs.cancel):
     app.command()(command)

@@ -27,16 +27,13 @@ class Totals(NamedTuple):
 
     `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the gradients as
     they stand: of `scale * loss_sum / batch.size`, before the correction by the true count.
-    `forward` and `backward` are seconds on this rank; an engine whose schedule interleaves them gives
-    all as `backward`. With `local`, sums and norm are of this rank's share: asynchronous strategies
+    With `local`, sums and norm are of this rank's share: asynchronous strategies
     exist to avoid the collective, and their ranks decide for themselves.
     """
 
     loss_sum: float
     counted: float
     norm: float
-    forward: float = 0.0
-    backward: float = 0.0
     local: bool = False
 
 
@@ -138,6 +135,8 @@ class Engine(ABC):
     module: nn.Module
     """The user's own module."""
     world: World
+    strategy: str = ""
+    """The strategy that it was made by, as text."""
     speaks: bool = True
     """Whether this rank's output, and the loss of it, count: of the ranks that share samples exactly
     one speaks, or each for its slice of them. Elsewhere `infer` may return None."""
@@ -150,7 +149,8 @@ class Engine(ABC):
 
         Afterwards the gradients of the parameters that this rank holds are those of
         `scale * loss_sum / batch.size` summed over the world, and no other module's have changed.
-        `autocast` is the dtype of mixed precision, None for none. Collective.
+        `autocast` is the dtype of mixed precision, None for none. Entered in FORWARD of the
+        `world.timeline`, it enters BACKWARD and, before the sums, UPDATE. Collective.
         """
 
     @abstractmethod

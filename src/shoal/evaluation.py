@@ -15,6 +15,7 @@ from shoal.errors import DataError, StepError
 from shoal.modes import evaluation
 from shoal.step import Step
 from shoal.task import Count
+from shoal.timeline import EVALUATION
 from shoal.world import World
 
 BATCH = 256
@@ -76,43 +77,45 @@ def evaluate(
     """
     world = step.engine.world
     metrics = _checked({} if metrics is None else metrics)
-    loader = Loader(
-        dataset,
-        world,
-        batch_size=BATCH * world.data_size if batch_size is None else batch_size,
-        shuffle=False,
-        collate_fn=collate_fn,
-        num_workers=num_workers,
-    )
-    foreign = {
-        name: _local(name, metric, world) for name, metric in metrics.items() if _foreign(metric)
-    }
-    sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
-    samples = 0
-    step.engine.settle(step.optimizer)
-    with evaluation(step.model), torch.no_grad():
-        for batch in islice(loader.epochs(1), batches):
-            for micro in batch.micros:
-                output = step.infer(micro, batch.seed)
-                samples += micro.samples if micro.weight else 0
-                if output is None and not step.engine.speaks:
-                    continue
-                # A stand-in goes through everything too, and so does what peers repeat: what can't
-                # work fails on all ranks, and a loss that runs another model is collective.
-                weight = micro.weight if step.engine.speaks else 0.0
-                sums.add("loss", step.task.reduce(output, micro, batch.seed), weight)
-                target = (targets or default_targets)(micro.value) if metrics else None
-                for name, metric in metrics.items():
-                    if name not in foreign:
-                        sums.add(name, metric(output, target), weight)
-                    elif weight:
-                        foreign[name].update(output, target)
-    result: dict[str, Any] = sums.means(world)
-    visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
-    result["samples"] = visits * world.data_size // world.size  # ranks of one data rank share samples
-    for name, metric in foreign.items():
-        result[name] = _merged(metric, world)
-    return result
+    with world.timeline.during(EVALUATION):
+        loader = Loader(
+            dataset,
+            world,
+            batch_size=BATCH * world.data_size if batch_size is None else batch_size,
+            shuffle=False,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
+        foreign = {
+            name: _local(name, metric, world) for name, metric in metrics.items() if _foreign(metric)
+        }
+        sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
+        samples = 0
+        step.engine.settle(step.optimizer)
+        with evaluation(step.model), torch.no_grad():
+            for batch in islice(loader.epochs(1), batches):
+                for micro in batch.micros:
+                    output = step.infer(micro, batch.seed)
+                    samples += micro.samples if micro.weight else 0
+                    if output is None and not step.engine.speaks:
+                        continue
+                    # A stand-in goes through everything too, and so does what peers repeat: what can't
+                    # work fails on all ranks, and a loss that runs another model is collective.
+                    weight = micro.weight if step.engine.speaks else 0.0
+                    sums.add("loss", step.task.reduce(output, micro, batch.seed), weight)
+                    target = (targets or default_targets)(micro.value) if metrics else None
+                    for name, metric in metrics.items():
+                        if name not in foreign:
+                            sums.add(name, metric(output, target), weight)
+                        elif weight:
+                            foreign[name].update(output, target)
+        result: dict[str, Any] = sums.means(world)
+        visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
+        # Ranks of one data rank share samples.
+        result["samples"] = visits * world.data_size // world.size
+        for name, metric in foreign.items():
+            result[name] = _merged(metric, world)
+        return result
 
 
 class Sums:

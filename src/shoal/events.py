@@ -1,7 +1,8 @@
 """What a rank records while it runs: one line of JSON per event, cheap enough to stay on.
 
 The file format is the interface between a run and its readers. Lines are complete JSON objects with
-`"event"` and `"t"` (seconds since the epoch). A killed process can cut its last line in two; the next
+`"event"` and `"t"` (seconds since the epoch). Steps come in blocks, a line of columns for some hundred
+of them; `read` gives them one by one. A killed process can cut its last line in two; the next
 attempt starts on a fresh line, and readers skip what does not parse.
 
 A disk that takes nothing just now, being full, does not end a run: what is to be recorded is kept in
@@ -15,47 +16,44 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from shoal.texts import masked
+from shoal.timeline import PARTS, Spent, columns
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """What JSON holds."""
 
-FLUSH_LINES = 512
+FORMAT = 2
+"""In 1, which `read` and `steps` take too, each step was a line of its own."""
+FLUSH_STEPS = 512
 FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
-"""Some 50,000 steps, while the disk takes nothing; what comes after these is lost."""
+"""Some 150,000 steps, while the disk takes nothing; what comes after these is lost."""
+
+_TIMES = ("wall", *PARTS[1:])
 
 
 class StepEvent(NamedTuple):
-    """One optimizer step on one rank. Durations in seconds, positions in samples since the start."""
+    """One optimizer step on one rank, recorded at `time`, in seconds since the epoch.
+
+    Positions are in samples since the start of training. `spent` is what its timeline has come to:
+    the time of a step is that since the step before.
+    """
 
     name: str
     step: int
     first: int
     size: int
     share: tuple[int, int]
+    counted: float
     loss: float
     norm: float
-    wait: float
-    forward: float
-    backward: float
-    update: float
     time: float
-
-    def line(self) -> str:
-        """The event as one line of JSON; written out because it runs at every step."""
-        return (
-            f'{{"event": "step", "t": {self.time:.6f}, "name": {json.dumps(self.name)}, '
-            f'"step": {self.step}, "first": {self.first}, "size": {self.size}, '
-            f'"share": [{self.share[0]}, {self.share[1]}], '
-            f'"loss": {_number(self.loss)}, "norm": {_number(self.norm)}, '
-            f'"wait": {self.wait:.3e}, "forward": {self.forward:.3e}, '
-            f'"backward": {self.backward:.3e}, "update": {self.update:.3e}}}\n'
-        )
+    spent: Spent
 
 
 class Events:
@@ -65,6 +63,8 @@ class Events:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._steps: list[StepEvent] = []
+        self._begun: Spent = (0,) * (1 + len(PARTS))
+        self._spent: dict[str, Spent] = {}
         self._waiting = bytearray()
         self._lost = 0
         self._refused = False
@@ -74,10 +74,15 @@ class Events:
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
 
+    def begin(self, spent: Spent) -> None:
+        """The steps to come begin where so much had been spent."""
+        self.flush()
+        self._begun, self._spent = spent, {}
+
     def step(self, event: StepEvent) -> None:
-        """Record a step; at most FLUSH_LINES or FLUSH_SECONDS of them are lost by a kill."""
+        """Record a step; at most FLUSH_STEPS or FLUSH_SECONDS of them are lost by a kill."""
         self._steps.append(event)
-        if len(self._steps) >= FLUSH_LINES or event.time - self._flushed > FLUSH_SECONDS:
+        if len(self._steps) >= FLUSH_STEPS or event.time - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def write(self, kind: str, fields: Mapping[str, Plain]) -> None:
@@ -89,8 +94,11 @@ class Events:
     def flush(self) -> None:
         """Hand everything recorded so far to the operating system: a killed process loses none."""
         if self._steps or self._waiting:
-            self._hand_over("".join(event.line() for event in self._steps))
+            blocks: dict[str, list[StepEvent]] = {}
+            for event in self._steps:
+                blocks.setdefault(event.name, []).append(event)
             self._steps.clear()
+            self._hand_over("".join(self._line(name, block) for name, block in blocks.items()))
         self._flushed = time.time()
 
     def close(self) -> None:
@@ -102,6 +110,25 @@ class Events:
             if self._lost or self._waiting:
                 lost = self._lost + len(self._waiting)
                 warnings.warn(f"{lost:,} bytes of events for {self.path} are lost", stacklevel=2)
+
+    def _line(self, name: str, block: list[StepEvent]) -> str:
+        _, step, first, size, share, counted, loss, norm, times, spent = zip(*block, strict=True)
+        before = self._spent.get(name, self._begun)
+        self._spent[name] = spent[-1]
+        fields = {
+            "t": repr(round(times[-1], 6)),
+            "name": json.dumps(name),
+            "step": repr(list(step)),
+            "first": repr(list(first)),
+            "size": _numbers(size),
+            "share": repr(list(map(list, share))),
+            "counted": _numbers(counted),
+            "loss": _numbers(loss),
+            "norm": _numbers(norm, "%.9g"),
+        }
+        fields |= {part: repr(column) for part, column in columns(before, spent).items()}
+        texts = ", ".join(f'"{field}": {text}' for field, text in fields.items())
+        return f'{{"event": "steps", {texts}}}\n'
 
     def _hand_over(self, lines: str) -> None:
         if len(self._waiting) < KEPT_BYTES:
@@ -121,7 +148,8 @@ class Events:
 def read(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
     """The events of one file in order, without the lines that a kill cut in two.
 
-    With `last` only those in so many bytes at its end.
+    Steps come one by one, as "step", times in seconds, whatever the format. With `last` only those in
+    so many bytes at its end.
     """
     with Path(path).open("rb") as lines:
         if last is not None:
@@ -131,8 +159,28 @@ def read(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any
                 event = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(event, dict) and "event" in event:
+            if not isinstance(event, dict) or "event" not in event:
+                continue
+            if event["event"] == "steps":
+                yield from _single(event)
+            else:
                 yield event
+
+
+def _single(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The steps of a block; none where it is not what this module writes."""
+    length = len(block["step"]) if isinstance(block.get("step"), list) else 0
+    found = {n: each for n, each in block.items() if isinstance(each, list) and len(each) == length}
+    times = [found.pop(name, [0] * length) for name in ("at", *_TIMES)]
+    last, name = block.get("t"), block.get("name")
+    if not all(map(_is_number, (last, *chain(*times)))):
+        return
+    rows = zip(zip(*found.values(), strict=True), zip(*times, strict=True), strict=True)
+    for values, microseconds in rows:
+        at, *parts = (each / 1e6 for each in microseconds)
+        event: dict[str, Any] = {"event": "step", "t": round(last - at, 6), "name": name}
+        event |= zip(found, values, strict=True)
+        yield event | dict(zip(_TIMES, parts, strict=True))
 
 
 def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
@@ -173,9 +221,18 @@ def _is_step(event: Mapping[str, Any]) -> bool:
     )
 
 
-def _number(value: float) -> str:
-    # JSON has no NaN and no infinity.
-    return repr(value) if math.isfinite(value) else "null"
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
+
+
+def _numbers(values: Sequence[float], short: str = "") -> str:
+    """A column of numbers as JSON, written out because that is most of what a step costs here."""
+    if not math.isfinite(sum(values)):  # which JSON has no word for
+        return json.dumps([value if math.isfinite(value) else None for value in values])
+    if values.count(values[0]) == len(values):
+        return f"[{', '.join([repr(values[0])] * len(values))}]"
+    # All at once, and to as many digits as float32 has, in a third of the time.
+    return f"[{', '.join([short] * len(values)) % tuple(values)}]" if short else repr(list(values))
 
 
 def _finite(value: Plain) -> Plain:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from shoal.data import Loader
+from shoal.texts import duration
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -235,13 +236,3 @@ def _number(value: float) -> str:
 def _writable(text: str, encoding: str | None) -> str:
     """`text` with `?` for what the encoding lacks, which is no reason to stop training."""
     return text.encode(encoding or "utf-8", "replace").decode(encoding or "utf-8")
-
-
-def duration(seconds: float) -> str:
-    """For people: 0:07, 12:34, 3:25:45, 4d 03:25."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -10,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
-
-import torch
 
 from shoal.checkpoint import (
     Agreement,
@@ -30,17 +27,30 @@ from shoal.checkpoint import (
 from shoal.contents import Contents, Stateful, check_options
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
-from shoal.events import Events, StepEvent
+from shoal.events import Events
+from shoal.observing import Observer
 from shoal.progress import Progress
+from shoal.recording import Recording
 from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
+from shoal.timeline import CHECKPOINT, UPDATE
+from shoal.tracing.windows import checked
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
 _FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
-_OWN = {"attempts", "checkpoints", "events", "lock", "report", "tensorboard", "wandb"}
+_OWN = {
+    "attempts",
+    "checkpoints",
+    "events",
+    "lock",
+    "report",
+    "tensorboard",
+    "traces",
+    "wandb",
+}
 """What a run directory holds besides."""
 
 
@@ -64,6 +74,8 @@ class Run:
     (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
     `must_save` is set. `trackers` take what
     `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
+    torch's profiler records the steps from the first to the last of `profile`, for a timeline of all
+    ranks (`shoal report runs/a --trace 100:105`).
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
@@ -84,7 +96,9 @@ class Run:
         keep_every: int | None = None,
         must_save: bool = False,
         trackers: Sequence[Tracker] | None = None,
+        profile: tuple[int, int] | None = None,
     ) -> None:
+        window = None if profile is None else checked(profile, f"shoal.Run(…, profile={profile})")
         self.directory = _own_directory(directory)
         self.steps = _named_steps(step)
         if not isinstance(loader, Loader):
@@ -98,7 +112,8 @@ class Run:
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
-        self.contents = Contents(self.world, self.steps, loader, self.state, dict(config or {}))
+        self._config = dict(config or {})
+        self.contents = Contents(self.world, self.steps, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
         )
@@ -120,6 +135,7 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
+        self._observer = Observer(self.world, self.directory, self.steps, loader, self.events, window)
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
@@ -127,7 +143,7 @@ class Run:
         self._begun = False
         self._closed = False
         self._free = False
-        self._recorded = self._numbers()
+        self._recording = Recording(self.events, self.steps, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
@@ -149,6 +165,11 @@ class Run:
         are of another model.
         """
         self._check_open()
+        restored = self._restore()
+        self._recording.rewind()
+        return restored
+
+    def _restore(self) -> Restored | None:
         self._saves.hear(wait=True)
         loaded = self.checkpoints.restore(self.contents.template(), self.contents.elsewhere())
         self._free, self._saved = True, None
@@ -157,7 +178,6 @@ class Run:
         for skipped in loaded.skipped:
             self.world.say(f"skipped {skipped.path}: {skipped.reason}")
         self.contents.load(loaded, f"a Run in {self.directory}")
-        self._recorded = self._numbers()
         self._curves.begins = loaded.step
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
         self.events.write(
@@ -179,6 +199,14 @@ class Run:
         Raises SystemExit, after a save, when a signal on any rank has asked to stop; CheckpointError
         where a save has failed that had not to.
         """
+        timeline = self.world.timeline
+        before = timeline.enter(UPDATE)
+        try:
+            self._tick(every)
+        finally:
+            timeline.enter(before)
+
+    def _tick(self, every: Every | None) -> None:
         self._check_open()
         if every is not None:
             check_every(every, "run.tick(every={})")
@@ -187,6 +215,7 @@ class Run:
             self._stopping.request("a save that failed", kind="failed")
         if not self._begun:
             self._begin()
+            self._observer.begin()
         now = time.time()
         batch = self.loader.last
         self._catch_up()
@@ -196,33 +225,13 @@ class Run:
                 found="no Step of this Run has taken one, nor batch.finish(model) on its model",
                 fix="step(batch) with the Step that the Run was given, then run.tick()",
             )
-        for name, step in self.steps.items():
-            result = step.last
-            if result is None or batch is None or step.number == self._recorded[name]:
-                continue
-            self.events.step(
-                StepEvent(
-                    name,
-                    step.number,
-                    batch.first,
-                    batch.size,
-                    batch.share,
-                    result.loss,
-                    result.norm,
-                    batch.wait,
-                    result.forward,
-                    result.backward,
-                    result.update,
-                    now,
-                )
-            )
+        moved = self._recording.tick(now)
+        self._observer.tick()
         if self._progress is not None and self._progress.due(now):
             self._progress.show(self.step, self.loader, self._losses(), now)
-        taken, self._recorded = self._recorded, self._numbers()
         reason = self._stopping.due()
         if reason is not None:
             self._leave(reason)
-        moved = self.step != next(iter(taken.values()))
         if every is not None and moved and self._saves.due(every, self.step):
             self.save(wait=False)
 
@@ -235,6 +244,10 @@ class Run:
         `to="best"` keeps it in `best/` instead, beside `checkpoints/`, in the place of the one before;
         `restore` does not look there. Of a directory at a URL, `str` gives its URL.
         """
+        with self.world.timeline.during(CHECKPOINT):
+            return self._save(to, wait=wait)
+
+    def _save(self, to: str | None, *, wait: bool) -> AnyPath:
         self._check_open()
         self._check_free()
         Agreement(self.world).together(f"saving in {self.directory}", self._fence.check)
@@ -310,14 +323,17 @@ class Run:
 
         Raises CheckpointError where a save has failed that had not to.
         """
-        self._end(None)
+        self._end(None, sys.exception())
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, reason: BaseException | None) -> None:
         if self._closed:
             return
         self._closed = True
         self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
         self._stopping.stop()  # not before: a signal would cut the save short
+        self._observer.end()
+        if self._begun:
+            self._recording.end(reason)
         self.events.close()
         self._curves.close()
         self.world.recorder = self.world.directory = None
@@ -337,7 +353,7 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(error)
+        self._end(error, error)
 
     def _position(self) -> int:
         """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""
@@ -371,29 +387,14 @@ class Run:
     def _begin(self) -> None:
         self._check_free()
         # The first save may be the last chance there is: what no checkpoint can hold is told before.
-        with self.world.preparing():  # one rank may take long over it, as in a save
+        # One rank may take long over it, as in a save.
+        with self.world.timeline.during(CHECKPOINT), self.world.preparing():
             self.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
         self.world.stepping()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
         began = self.world.broadcast(round(time.time(), 6))
-        self.events.write(
-            "start",
-            {
-                "began": began,
-                "rank": self.world.rank,
-                "pid": os.getpid(),
-                "size": self.world.size,
-                "layout": str(self.world.layout),
-                "launcher": self.world.placement.launcher,
-                "attempt": self.world.placement.attempt,
-                "device": str(self.world.device),
-                "torch": torch.__version__,
-                "step": self.step,
-                "batch_size": self.loader.batch_size,
-                "epoch_size": self.loader.epoch_size,
-            },
-        )
+        self._recording.start(began, self._config)
 
     def _catch_up(self) -> None:
         for step in self.steps.values():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from shoal.parallel import engine_of
 from shoal.sameness import check_same_environment
 from shoal.shares import divided
 from shoal.task import Micro, Task
+from shoal.timeline import CHECKPOINT, FORWARD
 from shoal.trial import check_loss_adds_up
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,7 +41,9 @@ class Result(NamedTuple):
 
     Of this rank's share alone where the strategy is asynchronous. `loss` is the mean over the global
     batch, `norm` the gradient norm before clipping. A step whose fp16 gradients overflowed is
-    `skipped`: the parameters did not change.
+    `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
+    `communication`, for which the rank waited in them; by the clock of the host, so on CUDA that is
+    how long it took to queue them, and to wait for the loss.
     """
 
     loss: float
@@ -49,6 +53,7 @@ class Result(NamedTuple):
     forward: float
     backward: float
     update: float
+    communication: float = 0.0
 
 
 @dataclass
@@ -122,6 +127,8 @@ class Step:
         self.schedule = _check_schedule(schedule, optimizer)
         self.number = 0
         self.last: Result | None = None
+        self.counting: AbstractContextManager[object] = nullcontext()
+        """Forward and backward run in it: whoever counts what they compute."""
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
         self._compile = compile
@@ -133,14 +140,26 @@ class Step:
         Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
         step is skipped and the scale lowered instead); the parameters are untouched then.
         """
+        timeline = self.engine.world.timeline
+        before = timeline.enter(FORWARD)
+        begun = timeline.spent[FORWARD:CHECKPOINT]
+        try:
+            decided, skipped = self._advance(batch)
+        finally:
+            timeline.enter(before)
+        spent = zip(timeline.spent[FORWARD:CHECKPOINT], begun, strict=True)
+        return self._count(decided, skipped, *((now - was) / 1e9 for now, was in spent))
+
+    def _advance(self, batch: Batch) -> tuple[Correction, bool]:
+        """One optimizer step; whether it was skipped."""
         self.engine.world.stepping()
         self.catch_up()
         if not self._prepared:
             self._prepare(batch)
         scale = 1.0 if self._scale is None else self._scale.value
         try:
-            totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
-            begun = time.perf_counter()
+            with self.counting:
+                totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
             decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
         except BaseException:
             self.engine.discard()  # whoever catches it goes on with the next batch
@@ -157,14 +176,13 @@ class Step:
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
         batch.taken = True
-        update = time.perf_counter() - begun
-        return self._count(decided, skipped, totals.forward, totals.backward, update)
+        return decided, skipped
 
     def catch_up(self) -> None:
         """Count the batches that a loop of one's own has finished on the model since the last call."""
         if isinstance(self.engine, OpenEngine) and self.engine.finished is not None:
             self.number += self.engine.uncounted - 1
-            self._count(self.engine.finished, False, 0.0, 0.0, 0.0)
+            self._count(self.engine.finished, False)
             self.engine.finished, self.engine.uncounted = None, 0
 
     def infer(self, micro: Micro, seed: int) -> Any:
@@ -224,6 +242,24 @@ class Step:
         others = [name for name in self._of_all_ranks(dict.fromkeys(own)) if name not in own]
         return [*(("model", n) for n in others), *(("optimizer", "state", n) for n in others)]
 
+    def elements(self) -> int:
+        """How many elements the parameters of the model have, over all ranks. Collective."""
+        mine = {name: p.numel() for name, p in self.model.named_parameters()}
+        return sum(self._of_all_ranks(mine).values())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether forward and backward are run by other code than the model's."""
+        return self._compile is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the model computes in: that of mixed precision, or of its parameters."""
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in self.model.parameters():
+            sizes[parameter.dtype] += parameter.numel()
+        return self._autocast or max(sizes, key=sizes.__getitem__, default=torch.float32)
+
     @property
     def _names(self) -> list[str]:
         return parameter_names(self.model, self.optimizer)  # groups may have been added
@@ -254,12 +290,17 @@ class Step:
         return {name: value for part in world.gather(mine) for name, value in part.items()}
 
     def _count(
-        self, decided: Correction, skipped: bool, forward: float, backward: float, update: float
+        self,
+        decided: Correction,
+        skipped: bool,
+        forward: float = 0.0,
+        backward: float = 0.0,
+        communication: float = 0.0,
+        update: float = 0.0,
     ) -> Result:
         self.number += 1
-        self.last = Result(
-            decided.loss, decided.norm, decided.counted, skipped, forward, backward, update
-        )
+        loss, norm, counted, _, _ = decided
+        self.last = Result(loss, norm, counted, skipped, forward, backward, update, communication)
         return self.last
 
     def _prepare(self, batch: Batch) -> None:

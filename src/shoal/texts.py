@@ -42,3 +42,13 @@ def masked(tree: Any, *, secret: bool = False) -> Any:
 def is_secret(name: object) -> bool:
     """Whether a setting's name says that its value is a secret."""
     return isinstance(name, str) and bool(_SECRET.search(_HUMP.sub("_", name).lower()))
+
+
+def duration(seconds: float) -> str:
+    """For people: 0:07, 12:34, 3:25:45, 4d 03:25."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -31,6 +31,7 @@ from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
 from shoal.streams import derive_seed
+from shoal.timeline import timeline_of
 
 POLL_SECONDS = 0.05
 HEAR_SECONDS = 5.0
@@ -109,6 +110,7 @@ class World:
         self._host, self._variables = joined.host, joined.variables
         self.data_rank = layout.data_rank(placement.rank)
         self.data_size = layout.data_size
+        self.timeline = timeline_of(self.device)
         self._engines: list[weakref.ref[Engine]] = []
         self._mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None

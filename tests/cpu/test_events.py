@@ -10,23 +10,31 @@ from pathlib import Path
 import pytest
 
 import shoal.events
-from shoal.events import FLUSH_LINES, FLUSH_SECONDS, Events, StepEvent, read, steps
+from shoal.events import FLUSH_SECONDS, FLUSH_STEPS, Events, StepEvent, read, steps
+from shoal.timeline import Spent
+
+NOTHING: Spent = (0,) * 10
 
 
-def event(step: int = 1, *, loss: float = 0.5, time: float = 1000.0, name: str = "step") -> StepEvent:
+def event(
+    step: int = 1,
+    *,
+    loss: float = 0.5,
+    time: float = 1000.0,
+    name: str = "step",
+    spent: Spent | None = None,
+) -> StepEvent:
     return StepEvent(
         name,
         step,
         first=64 * step,
         size=64,
         share=(64 * step, 64 * step + 32),
+        counted=64.0,
         loss=loss,
         norm=2.0,
-        wait=1e-5,
-        forward=2e-5,
-        backward=3e-5,
-        update=4e-5,
         time=time,
+        spent=NOTHING if spent is None else spent,
     )
 
 
@@ -37,7 +45,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_step_reads_back(path: Path) -> None:
     events = Events(path)
-    events.step(event(3, name='the "generator"', time=1234.5))
+    events.begin((10**9, 5, *NOTHING[2:]))
+    spent = (10**9 + 100_000, 10_005, 10_000, 0, 20_000, 30_000, 0, 30_000, 0, 0)
+    events.step(event(3, name='the "generator"', time=1234.5, spent=spent))
     events.close()
     assert list(read(path)) == [
         {
@@ -48,14 +58,52 @@ def test_a_step_reads_back(path: Path) -> None:
             "first": 192,
             "size": 64,
             "share": [192, 224],
+            "counted": 64.0,
             "loss": 0.5,
             "norm": 2.0,
+            "wall": 1e-4,
             "wait": 1e-5,
+            "transfer": 0.0,
             "forward": 2e-5,
             "backward": 3e-5,
-            "update": 4e-5,
+            "communication": 0.0,
+            "update": 3e-5,
+            "checkpoint": 0.0,
+            "evaluation": 0.0,
         }
     ]
+
+
+def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Path) -> None:
+    """Times are those since the step before, also where a block ended in between."""
+    events = Events(path)
+    for step, micros in enumerate((0, 70, 90, 190)):
+        spent = (1000 * micros, 0, *(500 * micros,) * 2, *NOTHING[4:])
+        events.step(event(step, time=1e-6 * micros, spent=spent))
+        events.step(
+            event(9 + step, name="other", time=1e-6 * micros, spent=(1000 * micros, *NOTHING[1:]))
+        )
+        if step == 1:
+            events.flush()
+    events.close()
+    first, _, block, other = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first["wait"] == first["transfer"] == [0, 35]
+    assert (block["event"], block["name"], block["step"]) == ("steps", "step", [2, 3])
+    assert (block["t"], block["at"], block["wall"]) == (0.00019, [100, 0], [20, 100])
+    assert block["wait"] == block["transfer"] == [10, 50]
+    assert block["share"] == [[128, 160], [192, 224]]
+    assert "forward" not in block
+    assert (other["name"], other["step"], other["wall"]) == ("other", [11, 12], [0, 0])
+    times = [(each["step"], each["t"]) for each in read(path) if each["name"] == "step"]
+    assert times == [(0, 0.0), (1, 7e-5), (2, 9e-5), (3, 0.00019)]
+
+
+def test_steps_of_format_1_are_read(path: Path) -> None:
+    path.parent.mkdir()
+    line = {"event": "step", "name": "step", "step": 1, "share": [0, 4], "wait": 1e-5, "forward": 2e-5}
+    path.write_text(json.dumps(line) + "\n")
+    assert list(read(path)) == [line]
+    assert steps(path.parent) == {("step", 1): {0: line}}
 
 
 @pytest.mark.parametrize("loss", [0.1 + 0.2, 1e-300, 1e22, 123456789.123456789])
@@ -74,7 +122,7 @@ def test_what_json_has_no_word_for_is_null(path: Path, value: float) -> None:
     events.close()
     lines = path.read_text().splitlines()
     strict = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert strict[0]["loss"] is None
+    assert strict[0]["loss"] == [None]
     assert strict[1]["value"] is None
     assert strict[1]["nested"] == {"list": [None, 1.5, "NaN"]}
 
@@ -82,13 +130,13 @@ def test_what_json_has_no_word_for_is_null(path: Path, value: float) -> None:
 def test_steps_are_written_in_blocks_and_before_what_follows_them(path: Path) -> None:
     events = Events(path)
     now = events._flushed
-    for step in range(FLUSH_LINES - 1):
+    for step in range(FLUSH_STEPS - 1):
         events.step(event(step, time=now))
     assert path.stat().st_size == 0
-    events.step(event(FLUSH_LINES - 1, time=now))
-    assert len(list(read(path))) == FLUSH_LINES
-    events.step(event(FLUSH_LINES, time=now))
-    events.write("save", {"step": FLUSH_LINES})
+    events.step(event(FLUSH_STEPS - 1, time=now))
+    assert len(list(read(path))) == FLUSH_STEPS
+    events.step(event(FLUSH_STEPS, time=now))
+    events.write("save", {"step": FLUSH_STEPS})
     assert [line["event"] for line in read(path)][-2:] == ["step", "save"]
     events.close()
 
@@ -103,14 +151,15 @@ def test_a_slow_run_is_written_soon(path: Path) -> None:
 def test_the_next_attempt_appends_after_a_line_that_was_cut(path: Path) -> None:
     first = Events(path)
     first.step(event(1))
+    first.flush()
     first.step(event(2))
     first.close()
     path.write_bytes(path.read_bytes()[:-20])
     second = Events(path)
-    second.step(event(2))
+    second.step(event(3))
     second.close()
     second.close()
-    assert [line["step"] for line in read(path)] == [1, 2]
+    assert [line["step"] for line in read(path)] == [1, 3]
 
 
 def test_readers_skip_what_is_no_event(path: Path) -> None:

@@ -14,8 +14,9 @@ def record(directory: Path, ranks: list[list[tuple[int, int, int]]], attempt: fl
         events = Events(directory / "events" / f"rank-{rank}.jsonl")
         events.write("start", {"began": attempt})
         for step, start, stop in shares:
-            zeros = (0.0,) * 7
-            events.step(StepEvent("step", step, start, stop - start, (start, stop), *zeros))
+            share = (start, stop)
+            numbers = (4.0, 0.5, 2.0, 0.0)
+            events.step(StepEvent("step", step, start, stop - start, share, *numbers, (0,) * 10))
         events.close()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.prefetch import move, on_device, tensors_in
+from shoal.timeline import Timeline
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -65,7 +66,7 @@ def test_on_the_cpu_values_pass_untouched_and_one_at_a_time() -> None:
             taken.append(number)
             yield number, [number]
 
-    found = on_device(items(), torch.device("cpu"))
+    found = on_device(items(), torch.device("cpu"), Timeline())
     assert next(found) == (0, [0])
     assert taken == [0]
     assert list(found) == [(1, [1]), (2, [2])]
@@ -78,7 +79,7 @@ def test_values_arrive_whole_and_in_order_while_the_device_computes() -> None:
     busy = torch.randn(2048, 2048, device=device)
     found = []
     items = ((number, [tensor, Pair(tensor, number)]) for number, tensor in enumerate(pinned))
-    for number, (value, pair) in on_device(items, device):
+    for number, (value, pair) in on_device(items, device, Timeline()):
         for _ in range(20):
             busy = (busy @ busy).clamp(-1, 1)
         assert value.device.type == pair.x.device.type == "cuda"
@@ -96,5 +97,5 @@ def test_the_next_item_is_copied_before_the_current_one_is_done_with() -> None:
             taken.append(number)
             yield number, [torch.zeros(1)]
 
-    next(on_device(items(), torch.device("cuda")))
+    next(on_device(items(), torch.device("cuda"), Timeline()))
     assert taken == [0, 1]

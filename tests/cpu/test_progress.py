@@ -14,7 +14,8 @@ import torch
 
 import shoal
 from ranks import Ranks
-from shoal.progress import Progress, Standing, duration
+from shoal.progress import Progress, Standing
+from shoal.texts import duration
 from terminal import Shown, on_terminal
 
 DAY = 24 * 3600.0

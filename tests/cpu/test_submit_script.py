@@ -343,7 +343,7 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
         program.write_text(kept.replace("#!/bin/bash\n", _RECORDS.format(event=event, path=record)))
         assert run_script(write(request(**job), PLAIN, place(folder)), fakes).returncode == code
     program.write_text(kept)
-    record.write_text('{"event": "preempted"}\n')
+    record.write_text('{"event": "preempted"}\n{"event": "end"}\n')
     os.utime(record, (1, 1))  # of an attempt before
     done = run_script(write(request(**job), PLAIN, place(folder)), fakes)
     assert done.returncode == 1
@@ -354,7 +354,8 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
 
 
 _RECORDS = """#!/bin/bash
-echo '{{"event": "{event}", "t": 1}}' >> {path}; touch -d tomorrow {path}
+echo '{{"event": "{event}", "t": 1}}' >> {path}
+echo '{{"event": "end", "t": 2}}' >> {path}; touch -d tomorrow {path}
 """
 
 

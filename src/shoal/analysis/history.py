@@ -87,6 +87,11 @@ class Rows:
         self._count = end
         return self._held[end - count : end]
 
+    def shorten(self, keep: int) -> None:
+        """Forget all but the newest `keep` rows once there are twice as many."""
+        if self._count > 2 * keep:
+            self._held, self._count = self.all[-keep:].copy(), keep
+
 
 @dataclass
 class Traffic:

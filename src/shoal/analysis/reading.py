@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -32,6 +32,10 @@ LONG_AGO = 1e9
 
 _NOT_NEEDED = re.compile(rb'"(?:first|share|norm)": ?\[[\[\]\d.eE+\-, nul]*\], ?')
 """Columns that no reader here looks at, a third of all numbers; a name can't hold their quotes."""
+_STEPS = re.compile(rb'\{"event": ?"steps"')
+_NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
+MOST_STEPS = 4
+"""Steps that may share a tick before too few of each are kept."""
 _REFUSED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
 _FROM_RANK_0 = {"log", "evaluation"}
 """Events that all ranks write alike, or of which people see rank 0's."""
@@ -57,14 +61,26 @@ class Reader:
     Files may be missing, empty, cut anywhere, or hold what no run has written: what can be read is in
     `history`, what can't is counted there. `only` is the one rank to be read, if not all are. Raises
     CheckpointError where there are no events at all.
+
+    Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
+    so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
+    with steps as they are read, their attempt, the rank, and the rows: with all of the lowest rank.
     """
 
-    def __init__(self, directory: str | Path, *, only: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        only: int | None = None,
+        keep: int | None = None,
+        seen: Callable[[Attempt, int, Array], None] | None = None,
+    ) -> None:
         directory = Path(directory)
         self._only = only
         inside = directory / "events"
         self._folder = inside if inside.is_dir() else directory
         self._files: dict[int, _File] = {}
+        self._keep, self._seen = keep, seen
         self.history = History(inside.parent if inside.is_dir() else directory)
         if not self.paths():
             raise CheckpointError(
@@ -79,10 +95,12 @@ class Reader:
             self._files.clear()
             self.history = History(self.history.directory)
         new = False
-        for rank, path in self.paths().items():
+        paths = self.paths()
+        for rank, path in paths.items():
             file = self._files.setdefault(rank, _File(path, rank))
             for lines in _blocks(file, self.history):
-                self._take(file, lines)
+                few = self._keep is not None and rank > min(paths)
+                self._take(file, _newest(lines, self._keep or 0) if few else lines)
                 new = True
         self.history.files = len(self._files)
         return new
@@ -108,6 +126,7 @@ class Reader:
             if not known:
                 self.history.skipped += 1
         self._flush(file)
+        self._shorten(file)
 
     def _event(self, file: _File, event: dict[str, Any]) -> None:
         kind, time = event["event"], float(event.get("t", 0.0))
@@ -120,14 +139,14 @@ class Reader:
             file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
             file.waiting.clear()
         elif kind == "steps":
-            _add(self._attempt(file), file.rank, event["name"], _columns(event))
+            self._steps(file, event["name"], _columns(event))
         elif kind == "usage":
             _add_usage(self._attempt(file), file.rank, event)
         elif kind == "collectives":
             _add_traffic(self._attempt(file), file.rank, event)
         elif kind == "restore" or file.attempt is None:
             file.waiting.append(event)
-        elif file.rank == 0 or kind not in _FROM_RANK_0:
+        elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
             file.attempt.events.append((file.rank, event))
         if file.attempt is not None and np.isfinite(time):
             file.attempt.seen = max(file.attempt.seen, time)
@@ -141,11 +160,28 @@ class Reader:
             try:
                 attempt = self._attempt(file)
                 before = attempt.steps.get((file.rank, str(name)))
-                _add(attempt, file.rank, name, _old_columns(single[:count], before))
+                self._steps(file, name, _old_columns(single[:count], before))
                 attempt.seen = max(attempt.seen, float(single[count - 1]["t"]))
             except _REFUSED:
                 self.history.skipped += count
             single = single[count:]
+
+    def _steps(self, file: _File, name: object, columns: Mapping[str, Array]) -> None:
+        attempt = self._attempt(file)
+        added = _add(attempt, file.rank, name, columns)
+        if self._seen is not None:
+            self._seen(attempt, file.rank, added)
+
+    def _shorten(self, file: _File) -> None:
+        """Let go of what is old in a file's attempt, where little is to be kept."""
+        if self._keep is None or file.attempt is None:
+            return
+        for (rank, _), rows in file.attempt.steps.items():
+            if rank == file.rank:
+                rows.shorten(self._keep)
+        if file.rank in file.attempt.usage:
+            file.attempt.usage[file.rank].shorten(self._keep)
+        del file.attempt.events[: -64 * self._keep]
 
     def _attempt(self, file: _File) -> Attempt:
         if file.attempt is None:  # its first line was lost
@@ -239,6 +275,19 @@ def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
         return
 
 
+def _newest(lines: list[bytes], keep: int) -> list[bytes]:
+    """The lines that are no blocks of steps, and of these the newest, which hold `keep` steps."""
+    found, count = [], 0
+    for line in reversed(lines):
+        steps = _STEPS.match(line)
+        if steps is None or count < keep * MOST_STEPS:
+            found.append(line)
+        if steps is not None:
+            column = _NUMBERS.search(line)
+            count += column[0].count(b",") + 1 if column is not None else 0
+    return found[::-1]
+
+
 def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
     found = np.array(values, np.float32)
     if found.shape != shape:
@@ -297,7 +346,7 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
     return columns
 
 
-def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]) -> None:
+def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]) -> Array:
     if not isinstance(name, str):
         raise TypeError("a Step without a name")
     rows = attempt.steps.setdefault((rank, name[:200]), Rows(STEP))
@@ -306,6 +355,7 @@ def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]
         added[column] = np.nan
     for column, values in columns.items():
         added[column] = values if column != "size" else np.clip(np.nan_to_num(values), 0, 2**31 - 128)
+    return added
 
 
 def _add_usage(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from shoal.data.source import source
 from shoal.data.stream import GROUPS, Lanes, Stream, counted
 from shoal.errors import DataError
 from shoal.task import Micro
+from shoal.timeline import WAIT
 from shoal.world import World
 
 
@@ -186,9 +187,12 @@ class Loader:
                     break
 
     def _batches(self, count: int) -> Iterator[Batch]:
+        timeline = self.world.timeline
+        timeline.begin()
+        before = timeline.enter(WAIT)
         begun = time.perf_counter()
         shares = self._feed.shares(count, self._fetch)
-        for share, values in on_device(shares, self.world.device):
+        for share, values in on_device(shares, self.world.device, timeline):
             micros = [
                 Micro(value, share.first + start, stop - start, weight, self.world)
                 for value, (start, stop, weight) in zip(values, share.cells, strict=True)
@@ -206,8 +210,11 @@ class Loader:
                 ends_epoch=self._feed.epoch != epoch,
             )
             self.last = batch
+            timeline.enter(before)
             yield batch
+            before = timeline.enter(WAIT)
             begun = time.perf_counter()
+        timeline.enter(before)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it would mean nothing without."""

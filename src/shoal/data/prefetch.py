@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from shoal.timeline import TRANSFER, Timeline
+
 Item = TypeVar("Item")
 
 
@@ -26,12 +28,13 @@ def move(value: Any, device: torch.device) -> Any:
 
 
 def on_device(
-    items: Iterable[tuple[Item, list[Any]]], device: torch.device
+    items: Iterable[tuple[Item, list[Any]]], device: torch.device, timeline: Timeline
 ) -> Iterator[tuple[Item, list[Any]]]:
     """The items with their values on `device`.
 
     On CUDA the copy of the next item runs on a stream of its own while the current one is computed
-    on; copies overlap only from pinned memory. On the CPU the items pass as they are.
+    on; copies overlap only from pinned memory. On the CPU the items pass as they are. What the
+    computation waits for is marked on the `timeline`.
     """
     if device.type != "cuda":
         yield from items
@@ -39,11 +42,12 @@ def on_device(
     stream = torch.cuda.Stream(device)
     ready: tuple[Item, list[Any]] | None = None
     for item, values in items:
-        with torch.cuda.stream(stream):
+        with timeline.within(TRANSFER), torch.cuda.stream(stream):
             upcoming = (item, [move(value, device) for value in values])
         if ready is not None:
             yield ready
-        _hand_over(upcoming[1], stream)
+        with timeline.within(TRANSFER):
+            _hand_over(upcoming[1], stream)
         ready = upcoming
     if ready is not None:
         yield ready

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
-from shoal.hangs.trace import Check, Collective, Entry, describe
+from shoal.hangs.trace import Call, Check, Collective, Entry, describe
 from shoal.mpi import buffers
 from shoal.mpi.operation import Mover, Operation, Record
 
-_REMEMBERED = 200
+_REMEMBERED = 2000
+"""As many as torch's flight recorder keeps."""
 
 Statuses = Sequence[MPI.Status]
 Finish = Callable[[Statuses], None]
@@ -94,6 +95,26 @@ class Members(_ProcessGroup):  # type: ignore[misc]
             if each.number or (each.awaited and not each.done)
         ]
 
+    def calls(self) -> list[Call]:
+        """What traffic counts: collectives, sends and receives, oldest first."""
+        return [self._counted(each) for each in list(self._records)]
+
+    def _counted(self, record: Record) -> Call:
+        size, scatters = record.size, record.operation.endswith("scatter")
+        return Call(
+            recorder=f"mpi {self.group_name}",
+            record=record.index,
+            backend="mpi",
+            group=self.group_name,
+            key="",
+            number=record.number,
+            operation=record.operation,
+            sent=0 if scatters else size,
+            received=size if scatters else 0,
+            seconds=(record.ended - record.begun) / 1e9 if record.done else None,
+            done=record.done,
+        )
+
     def _described(self, record: Record) -> Collective:
         return Collective(
             group=self.group_name if record.number else "",
@@ -168,6 +189,7 @@ class Members(_ProcessGroup):  # type: ignore[misc]
     ) -> Operation:
         self._begun += 1
         record = Record(
+            index=self._begun,
             number=number,
             operation=operation,
             shapes=[tensor.shape for tensor in of],

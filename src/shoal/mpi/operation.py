@@ -29,17 +29,28 @@ _ASIDE_SECONDS = 5e-5
 
 @dataclass(eq=False, kw_only=True)
 class Record:
-    """What is remembered of an operation for longer than its tensors live."""
+    """What is remembered of an operation for longer than its tensors live.
 
+    `index` counts all operations of a group, `number` its collectives. Times are in ns since 1970.
+    """
+
+    index: int
     number: int
     operation: str
     shapes: list[torch.Size]
     dtypes: list[str]
     thread: str = field(default_factory=lambda: str(threading.get_ident()))
     begun: int = field(default_factory=time.time_ns)
+    ended: int = 0
     done: bool = False
     awaited: bool = False
     """Whether somebody waits for it, or did."""
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tensors that it is known by."""
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return sum(shape.numel() * getattr(torch, dtype).itemsize for shape, dtype in pairs)
 
 
 class Operation(Work):
@@ -116,6 +127,7 @@ class Operation(Work):
             self._error = dist.DistBackendError(f"{self.record.operation} over MPI: {error}")
         except Exception as error:
             self._error = error
+        self.record.ended = time.time_ns()
         self.record.done = True
         return True
 

@@ -68,6 +68,7 @@ def parallelize(
     for each in before:
         each.spread(module, world)
     engine = chosen.apply(module, world)
+    engine.strategy = repr([*before, chosen] if before else chosen)
     if deferred is not None:
         deferred.fill()
     world.attach(engine)

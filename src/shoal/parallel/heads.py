@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import LayoutError, StepError
+from shoal.parallel.waits import waiting
+from shoal.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Peers:
     group: Any
     size: int
     index: int
+    timeline: Timeline
 
 
 class Heads(TorchFunctionMode):
@@ -87,7 +90,7 @@ class Heads(TorchFunctionMode):
         outgoing = [each.unflatten(1, (size, -1)).movedim(1, 0) for each in slices]
         packed = torch.cat([each.reshape(size, -1) for each in outgoing], 1)
         sizes = [each[0].numel() for each in outgoing]
-        incoming = _Exchange.apply(packed, self._peers.group).split(sizes, 1)
+        incoming = _Exchange.apply(packed, self._peers).split(sizes, 1)
         return [
             part.reshape(each.shape).movedim(0, 2).flatten(2, 3)
             for part, each in zip(incoming, outgoing, strict=True)
@@ -95,7 +98,7 @@ class Heads(TorchFunctionMode):
 
     def _to_slices(self, heads: Tensor) -> Tensor:
         outgoing = heads.unflatten(2, (self._peers.size, -1)).movedim(2, 0).contiguous()
-        incoming: Tensor = _Exchange.apply(outgoing, self._peers.group)
+        incoming: Tensor = _Exchange.apply(outgoing, self._peers)
         return incoming.movedim(0, 1).flatten(1, 2)
 
     def _check(self, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
@@ -142,15 +145,16 @@ class _Exchange(torch.autograd.Function):
     """Part i of the first dimension goes to rank i, and part i of the result came from it."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, parts: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
         result = torch.empty_like(parts)
-        dist.all_to_all_single(result, parts, group=group)
+        with waiting(peers.timeline):
+            dist.all_to_all_single(result, parts, group=peers.group)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(gradient.contiguous(), ctx.group), None
+        return _Exchange.apply(gradient.contiguous(), ctx.peers), None
 
 
 def _cast(tensor: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from shoal.errors import StepError
 from shoal.parallel.holding import HoldingEngine
 from shoal.parallel.recompute import runs_again
 from shoal.task import Count, Micro, Task
+from shoal.timeline import BACKWARD, FORWARD, UPDATE
 from shoal.world import World
 
 
@@ -70,20 +70,16 @@ class LocalEngine(HoldingEngine, OpenEngine):
         """Run the micro-batches one after the other; see the contract."""
         self._check_converted()
         last = len(batch.micros) - 1
-        clock = time.perf_counter
-        forward = backward = 0.0
+        enter = self.world.timeline.enter
         for index, micro in enumerate(batch.micros):
-            begun = clock()
             with mixed(self.world.device, autocast):
                 output = task.forward(self.call, micro, batch.seed)
                 loss, count = task.reduce(output, micro, batch.seed)
             del output  # the graph keeps what backward needs; the rest is memory
-            middle = clock()
+            enter(BACKWARD)
             self.backward(loss, count, micro, batch.size, scale=scale, last=index == last)
-            forward += middle - begun
-            backward += clock() - middle
-        totals = self.totals()
-        return totals._replace(forward=forward, backward=backward)
+            enter(UPDATE if index == last else FORWARD)
+        return self.totals()
 
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.layout import AXES, DATA_AXES
 from shoal.parallel.holding import HoldingEngine, as_scalar, global_norm
 from shoal.shares import parts, share
+from shoal.timeline import COMMUNICATION
 from shoal.world import World
 
 
@@ -79,7 +80,9 @@ class MeshEngine(HoldingEngine):
         losses = sum((loss.to(zero) for loss, _, _ in shown), zero)
         counts = sum((as_scalar(count, zero) for _, count, _ in shown), zero)
         sums = torch.stack((losses, counts, norm.to(zero).square()))
-        loss_sum, count, squares = self.world.all_reduce(sums).tolist()
+        with self.world.timeline.within(COMMUNICATION):
+            self.world.all_reduce(sums)
+        loss_sum, count, squares = sums.tolist()
         return loss_sum, count, math.sqrt(squares)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,12 +21,14 @@ from shoal.layout import AXES
 from shoal.parallel.deferred import give_memory
 from shoal.parallel.divided import Division, divide_alike, division_of
 from shoal.parallel.local import mixed
+from shoal.parallel.marked import MarkedStage, schedule_marked
 from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
 from shoal.parallel.proof import prove
 from shoal.parallel.stages import Stage, keep_only, tied
 from shoal.parallel.timetable import SCHEDULES, micro_batches_refused
 from shoal.parallel.units import find_units
 from shoal.task import Micro, Task
+from shoal.timeline import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 from shoal.world import World
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class PipelineEngine(MeshEngine):
         self._summing = summing_group(world)
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
+        self._compiled = False
         self._sums_up = False
         """Whether a short micro-batch gave a number that the model itself computed over its samples."""
         self._reduce: Callable[[Any, int], Tensor]
@@ -92,7 +94,8 @@ class PipelineEngine(MeshEngine):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
         """Run the schedule, then sum gradients over replicas; see the contract."""
-        begun = time.perf_counter()
+        timeline = self.world.timeline
+        timeline.enter(FORWARD)
         self._check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
@@ -108,7 +111,9 @@ class PipelineEngine(MeshEngine):
             stage.clear_runtime_states()
         self._sums_up = False
         self._reduce = partial(self._loss, task, batch, scale, rows)
-        with self.others_aside():
+        timeline.enter(BACKWARD)
+        tensors = self._division is not None and not self._compiled
+        with self.others_aside(), schedule_marked(timeline, tensors=tensors):
             try:
                 # The public `step` would join the micro-batches and cut them anew.
                 numbers = list(range(len(inputs)))
@@ -125,7 +130,8 @@ class PipelineEngine(MeshEngine):
         if not self._unused_checked:
             self._check_unused()  # after the sums all have gradients
         self._sum_over_replicas()
-        return self.totals()._replace(backward=time.perf_counter() - begun)
+        timeline.enter(UPDATE)
+        return self.totals()
 
     def _not_split(self, error: RuntimeError) -> StepError:
         return StepError(
@@ -159,6 +165,7 @@ class PipelineEngine(MeshEngine):
             )
         for part in self._parts.values():
             part.compile()
+        self._compiled = True
 
     def _place_parameters(
         self,
@@ -245,8 +252,9 @@ class PipelineEngine(MeshEngine):
     def _build(
         self, forms: Mapping[int, tuple[Form, Form]], micro_batches: int
     ) -> tuple[Any, list[PipelineStage]]:
-        stages = [
-            PipelineStage(
+        stages: list[PipelineStage] = [
+            MarkedStage(
+                self.world.timeline,
                 part,
                 number,
                 len(self._owners),
@@ -272,7 +280,8 @@ class PipelineEngine(MeshEngine):
         return schedule, stages
 
     def _loss_under_way(self, output: Any, number: int) -> Tensor:
-        return self._reduce(output, number)
+        with self.world.timeline.within(FORWARD):
+            return self._reduce(output, number)
 
     def _loss(
         self, task: Task, batch: Batch, scale: float, rows: int, output: Any, number: int
@@ -310,7 +319,8 @@ class PipelineEngine(MeshEngine):
         for parameter in self.parameters:
             divide_alike(parameter)
         if self._summing is not None and not self._sharded:
-            sum_over(self._summing, self.parameters)
+            with self.world.timeline.within(COMMUNICATION):
+                sum_over(self._summing, self.parameters)
 
     def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
         """One forward through all stages, of any shape; the forms of what this rank's ones saw."""

@@ -17,8 +17,10 @@ from shoal.parallel.divided import divide_alike, division_of
 from shoal.parallel.local import LocalEngine
 from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
 from shoal.parallel.proof import prove
+from shoal.parallel.waits import tensors_awaited
 from shoal.shares import is_divided, whole
 from shoal.task import Count, Micro, Task
+from shoal.timeline import COMMUNICATION
 from shoal.world import World
 
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
@@ -46,6 +48,14 @@ class PlannedEngine(MeshEngine, LocalEngine):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
         """As in one process, inside of what takes losses of divided logits; see the contract."""
+        if self._division is None or self.call is not self.module:  # compiled code is let alone
+            return self._gradients_kept(task, batch, autocast=autocast, scale=scale)
+        with tensors_awaited(self.world.timeline):
+            return self._gradients_kept(task, batch, autocast=autocast, scale=scale)
+
+    def _gradients_kept(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
         division = self._division
         if division is None or not division.logits:
             return super().gradients(task, batch, autocast=autocast, scale=scale)
@@ -129,7 +139,8 @@ class TensorEngine(PlannedEngine):
         if last and self._summing is not None:
             if not self._unused_checked:
                 self._check_unused()  # after the sums all have gradients
-            sum_over(self._summing, self.parameters)
+            with self.world.timeline.within(COMMUNICATION):
+                sum_over(self._summing, self.parameters)
 
 
 @contextmanager

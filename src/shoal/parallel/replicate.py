@@ -27,6 +27,7 @@ from shoal.parallel.local import LocalEngine
 from shoal.parallel.wire import Wire
 from shoal.shares import is_divided
 from shoal.task import Count, Micro
+from shoal.timeline import COMMUNICATION
 from shoal.world import World
 
 
@@ -147,6 +148,8 @@ class DDPEngine(LocalEngine):
         self._primed = options.unused and not options.static_graph
         if not options.unused and not options.static_graph:
             self._prime()
+        self._last = False
+        self._tally.register_hook(self._mark_end)
 
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
@@ -172,6 +175,7 @@ class DDPEngine(LocalEngine):
             self._reducer.prepare_for_forward()
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
             self._reducer.prepare_for_backward(roots)
+        self._last = last
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
         if last:
             self._check_reduced()
@@ -180,8 +184,20 @@ class DDPEngine(LocalEngine):
         """As in one process; then rank 0's buffers go to all, as DDP has it."""
         totals = super().totals()
         if self._buffers and self.options.sync_buffers:
-            self._ddp._sync_buffers()
+            with self.world.timeline.within(COMMUNICATION):
+                self._ddp._sync_buffers()
         return totals
+
+    def _mark_end(self, _: Tensor) -> None:
+        """Mark where backward has computed all, and begins to wait for buckets that are not reduced.
+
+        The tally is a root of the graph, so its hook runs before any gradient is ready, and what it
+        queues comes before what the reducer queues: that waits.
+        """
+        if self._last:
+            enter = self.world.timeline.enter
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type]
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
@@ -205,7 +221,7 @@ class DDPEngine(LocalEngine):
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
             choice = worth.choose(some, self.wire)
-            self.world.say(f"shoal: {choice}")
+            self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
             if choice.value is None:
                 return
             how = choice.value

@@ -20,6 +20,7 @@ from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import StepError
 from shoal.parallel.planned import PlannedEngine
+from shoal.parallel.waits import mark_groups, param_groups
 from shoal.task import Task
 from shoal.world import World
 
@@ -100,6 +101,7 @@ def divide(module: nn.Module, units: Sequence[nn.Module], options: FSDP, world: 
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.register_forward_hook(_free_without_backward)
+        mark_groups(sharded, world)
 
 
 def _free_without_backward(part: nn.Module, *_: object) -> None:
@@ -143,10 +145,8 @@ def _mesh(world: World) -> DeviceMesh:
 
 def _drop_unsummed(part: FSDPModule) -> None:
     """Forget gradients that wait for the last micro-batch, for which FSDP2 has no call."""
-    state: Any = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group
-    for group in [state._fsdp_param_group] if groups is None else groups:
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in param_groups(part):
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None

@@ -17,6 +17,7 @@ from shoal.errors import StepError
 from shoal.modes import evaluation, random_states_kept
 from shoal.parallel.compared import TOLERANCES, distance
 from shoal.parallel.heads import Heads, Peers
+from shoal.parallel.waits import waiting
 from shoal.world import World
 
 
@@ -27,7 +28,7 @@ def slice_units(model: nn.Module, units: Mapping[str, nn.Module], world: World, 
     (FSDP's gathering, activation checkpointing): so what is computed again in backward is cut again.
     """
     mesh = world.mesh["context"]
-    peers = Peers(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+    peers = Peers(mesh.get_group(), mesh.size(), mesh.get_local_rank(), world.timeline)
     view = _View(world)
     stacks: dict[str, _Stack] = {}
     for name, unit in units.items():
@@ -256,7 +257,8 @@ class _Gather(torch.autograd.Function):
         ctx.peers, ctx.cut_again = peers, False
         mine = part.contiguous()
         parts = [torch.empty_like(mine) for _ in range(peers.size)]
-        dist.all_gather(parts, mine, group=peers.group)
+        with waiting(peers.timeline):
+            dist.all_gather(parts, mine, group=peers.group)
         return torch.cat(parts, 1)
 
     @staticmethod
@@ -265,7 +267,8 @@ class _Gather(torch.autograd.Function):
         length = gradient.size(1) // peers.size
         if ctx.cut_again:
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(gradient, group=peers.group)
+            with waiting(peers.timeline):
+                dist.all_reduce(gradient, group=peers.group)
         mine = gradient.narrow(1, peers.index * length, length)
         return mine if ctx.cut_again else mine * peers.size, None
 

@@ -12,7 +12,7 @@ from shoal import events
 
 _TAIL = 8 << 20
 _STEPS, _SAVES = 200, 5
-_PARTS = ("wait", "forward", "backward", "update")
+_PARTS = ("wait", "transfer", "forward", "backward", "communication", "update")
 
 
 def stopping_seconds(run: Path) -> float | None:

@@ -1,0 +1,141 @@
+"""A timeline of steps that nobody recorded: from the parts of each step that the events have.
+
+Coarse: of a step it has the length of each part and not where it lay, so that parts are drawn one
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from shoal.errors import CheckpointError
+from shoal.events import read
+from shoal.tracing.merging import STEPS_TRACK, Event, named, write
+from shoal.tracing.windows import FOLDER, Window
+
+_PARTS = (
+    "wait",
+    "transfer",
+    "forward",
+    "backward",
+    "communication",
+    "update",
+    "checkpoint",
+    "evaluation",
+)
+PARTS_TRACK = 1
+
+
+class Taken(NamedTuple):
+    """One step of one rank: when it ended, by the rank's clock, and its parts; in seconds."""
+
+    end: float
+    wall: float
+    parts: Mapping[str, float]
+
+
+class Rank(NamedTuple):
+    """What a rank's events say of its newest attempt at each step."""
+
+    host: str
+    steps: dict[int, Taken]
+
+
+def ranks_of(run: Path) -> dict[int, Rank]:
+    """The steps in a run's events, by rank; those of several Steps in one tick are one."""
+    found: dict[int, Rank] = {}
+    for path in (run / "events").glob("rank-*.jsonl"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal():
+            found[int(number)] = _rank(path)
+    return dict(sorted(found.items()))
+
+
+def coarse(run: str | Path, first: int, last: int) -> Path:
+    """Draw these steps from the events; the file that came of it. CheckpointError without any.
+
+    Clocks are aligned by the ends of steps, at which ranks have just waited for each other.
+    """
+    ranks = ranks_of(Path(run))
+    window = Window(first, last)
+    inside = {rank: _inside(one, window) for rank, one in ranks.items()}
+    ends = {rank: steps for rank, steps in inside.items() if steps}
+    if not ends:
+        raise CheckpointError(
+            given=f"a timeline of the steps {window} in {run}",
+            found=f"no such steps in its events; the newest is {newest(ranks)}",
+            fix=f"shoal report {run} --trace A:B with steps that have been taken",
+        )
+    return write(Path(run) / FOLDER, window, _events(ranks, ends))
+
+
+def newest(ranks: Mapping[int, Rank]) -> int:
+    """The newest step that any rank has recorded, 0 without one."""
+    return max((step for rank in ranks.values() for step in rank.steps), default=0)
+
+
+def _inside(rank: Rank, window: Window) -> dict[int, Taken]:
+    return {n: taken for n, taken in rank.steps.items() if window.first <= n <= window.last}
+
+
+def _events(ranks: Mapping[int, Rank], inside: Mapping[int, Mapping[int, Taken]]) -> Iterator[Event]:
+    reference = next(iter(inside.values()))
+    begin = min(taken.end - taken.wall for taken in reference.values())
+    for rank, steps in inside.items():
+        late = [taken.end - reference[n].end for n, taken in steps.items() if n in reference]
+        zero = begin + (median(late) if late else 0.0)
+        yield from named(rank, ranks[rank].host)
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": rank,
+            "tid": PARTS_TRACK,
+            "ts": 0,
+            "args": {"name": "parts, in no known order"},
+        }
+        for number, taken in steps.items():
+            at = taken.end - taken.wall - zero
+            yield _range(f"step {number}", rank, STEPS_TRACK, at, taken.wall)
+            for part, seconds in taken.parts.items():
+                yield _range(part, rank, PARTS_TRACK, at, seconds)
+                at += seconds
+
+
+def _range(name: str, rank: int, track: int, begin: float, seconds: float) -> Event:
+    times = {"ts": round(begin * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+    return {"ph": "X", "cat": "shoal", "name": name, "pid": rank, "tid": track} | times
+
+
+def _rank(path: Path) -> Rank:
+    host, steps = "", dict[int, Taken]()
+    for event in read(path):
+        if event["event"] == "start":
+            host = str(event.get("host", host))
+        elif event["event"] in ("step", "steps"):
+            steps.update(_steps(event))
+    return Rank(host, steps)
+
+
+def _steps(event: Mapping[str, Any]) -> dict[int, Taken]:
+    """The steps of a line, of either format, unless it does not hold what such lines hold."""
+    try:
+        if event["event"] == "step":
+            parts = {part: float(event[part]) for part in _PARTS if part in event}
+            return {int(event["step"]): Taken(float(event["t"]), sum(parts.values()), parts)}
+        names = [part for part in _PARTS if part in event]
+        columns = zip(*(event[name] for name in names), strict=True)
+        rows = zip(event["step"], event["at"], event["wall"], columns, strict=True)
+        return {
+            int(step): Taken(
+                event["t"] - at / 1e6,
+                wall / 1e6,
+                {name: us / 1e6 for name, us in zip(names, parts, strict=True) if us},
+            )
+            for step, at, wall, parts in rows
+            if wall
+        }
+    except (KeyError, TypeError, ValueError):
+        return {}

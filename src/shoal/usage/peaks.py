@@ -1,0 +1,88 @@
+"""What devices can compute at most, by their makers' data sheets: dense, without sparsity."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+class Peak(NamedTuple):
+    """FLOP/s of one device at most, None where it is not known, and why."""
+
+    value: float | None
+    reason: str
+
+
+class _Sheet(NamedTuple):
+    """A data sheet and its figures in TFLOP/s; None where the device lacks what would compute so."""
+
+    name: str
+    source: str
+    half: float
+    tf32: float | None
+    fp32: float
+    bf16: bool = True
+
+
+_SHEETS = (
+    _Sheet(r"\bB200\b", "NVIDIA HGX B200 data sheet", 2250.0, 1125.0, 75.0),
+    _Sheet(r"\bGH200\b", "NVIDIA GH200 data sheet", 989.5, 494.5, 67.0),
+    _Sheet(r"\bH200 NVL\b", "NVIDIA H200 data sheet", 835.5, 417.5, 60.0),
+    _Sheet(r"\bH200\b", "NVIDIA H200 data sheet", 989.5, 494.5, 67.0),
+    _Sheet(r"\bH100 NVL\b", "NVIDIA H100 data sheet", 835.5, 417.5, 60.0),
+    _Sheet(r"\bH100 PCIe\b", "NVIDIA H100 PCIe product brief", 756.0, 378.0, 51.0),
+    _Sheet(r"\bH100\b.*\bHBM3\b", "NVIDIA H100 data sheet", 989.5, 494.5, 67.0),
+    _Sheet(r"\bA100\b", "NVIDIA A100 data sheet", 312.0, 156.0, 19.5),
+    _Sheet(r"\bA30\b", "NVIDIA A30 data sheet", 165.0, 82.0, 10.3),
+    _Sheet(r"\bA40\b", "NVIDIA A40 data sheet", 149.7, 74.8, 37.4),
+    _Sheet(r"\bA10\b", "NVIDIA A10 data sheet", 125.0, 62.5, 31.2),
+    _Sheet(r"\bRTX A6000\b", "NVIDIA RTX A6000 data sheet", 154.8, 77.4, 38.7),
+    _Sheet(r"\bL40S\b", "NVIDIA L40S data sheet", 362.0, 183.0, 91.6),
+    _Sheet(r"\bL40\b", "NVIDIA L40 data sheet", 181.0, 90.5, 90.5),
+    _Sheet(r"\bL4\b", "NVIDIA L4 data sheet", 121.0, 60.0, 30.3),
+    _Sheet(r"\bV100S\b", "NVIDIA V100 data sheet", 130.0, None, 16.4, bf16=False),
+    _Sheet(r"\bV100-SXM", "NVIDIA V100 data sheet", 125.0, None, 15.7, bf16=False),
+    _Sheet(r"\bV100-PCIE\b", "NVIDIA V100 data sheet", 112.0, None, 14.0, bf16=False),
+    _Sheet(r"\bT4\b", "NVIDIA T4 data sheet", 65.0, None, 8.1, bf16=False),
+    _Sheet(r"\bMI300X\b", "AMD Instinct MI300X data sheet", 1307.4, 653.7, 163.4),
+)
+"""The first that matches counts: special ones come before those that they resemble."""
+
+
+def peak_of(name: str, dtype: torch.dtype, *, tf32: bool) -> Peak:
+    """The peak of a device by the name that torch gives it, computing in `dtype`.
+
+    `tf32` says whether products of float32 may be computed so.
+    """
+    if "MIG" in name:
+        return Peak(None, f"{name} is a part of a GPU, for which no data sheet speaks")
+    sheet = next((each for each in _SHEETS if re.search(each.name, name)), None)
+    if sheet is None:
+        return Peak(None, f"no data sheet of {name!r} is known here")
+    if dtype in _HALVES and (sheet.bf16 or dtype == torch.float16):
+        return _peak(sheet, sheet.half, _short(dtype))
+    if dtype == torch.float32 and tf32 and sheet.tf32 is not None:
+        return _peak(sheet, sheet.tf32, "tf32")
+    if dtype == torch.float32:
+        return _peak(sheet, sheet.fp32, "fp32")
+    return Peak(None, f"the {sheet.source} has no figure for {_short(dtype)}")
+
+
+def peak_here(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The peak of this rank's device. That of a CPU no data sheet gives as it can be reached."""
+    if device.type != "cuda":
+        return Peak(None, "a CPU, whose peak is known only where it has been measured")
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_of(torch.cuda.get_device_name(device), dtype, tf32=tf32)
+
+
+def _peak(sheet: _Sheet, teraflops: float, how: str) -> Peak:
+    return Peak(teraflops * 1e12, f"{how}, dense: {sheet.source}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

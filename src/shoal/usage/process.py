@@ -1,0 +1,85 @@
+"""Memory, cores and power of this process and its device."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import torch
+
+
+class Usage:
+    """What this process uses, as the fields of an event; what can't be known is left out.
+
+    Power, energy and utilization are the GPU's, as NVML tells them (`pip install 'shoal[gpu]'`): of all
+    that runs there, and since the start of this.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._process = psutil.Process()
+        self._device = device
+        self._meter = Meter.of(device)
+        self._looked, self._busy = time.perf_counter(), self._cpu_seconds()
+
+    def fields(self) -> dict[str, Any]:
+        """Bytes, watts, joules; `cpu` is how many cores were busy with this since the last call."""
+        now, busy = time.perf_counter(), self._cpu_seconds()
+        fields: dict[str, Any] = {
+            "rss": self._process.memory_info().rss,
+            "cpu": (busy - self._busy) / max(now - self._looked, 1e-9),
+        }
+        self._looked, self._busy = now, busy
+        if self._device.type == "cuda":
+            fields["device_memory"] = torch.cuda.memory_allocated(self._device)
+            fields["device_peak"] = torch.cuda.max_memory_allocated(self._device)
+        if self._meter is not None:
+            fields |= self._meter.fields()
+        return fields
+
+    def _cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+class Meter:
+    """What NVML tells of a GPU; a GPU that does not tell one thing may tell another."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self._began = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+
+    @classmethod
+    def of(cls, device: torch.device) -> Meter | None:
+        """The meter of a GPU; None on the CPU, and where NVML or the GPU in it can't be found."""
+        if device.type != "cuda":
+            return None
+        with suppress(Exception):  # of the import, of NVML's many kinds, or an AMD GPU
+            import pynvml
+
+            pynvml.nvmlInit()
+            identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            return cls(pynvml, pynvml.nvmlDeviceGetHandleByUUID(identity.encode()))
+        return None
+
+    def fields(self) -> dict[str, Any]:
+        """Watts, joules since the start of this, and how busy the GPU is between 0 and 1."""
+        fields: dict[str, Any] = {}
+        power = self._ask("nvmlDeviceGetPowerUsage")
+        if power is not None:
+            fields["power"] = power / 1e3
+        energy = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        if energy is not None and self._began is not None:
+            fields["energy"] = (energy - self._began) / 1e3
+        rates = self._ask("nvmlDeviceGetUtilizationRates")
+        if rates is not None:
+            fields["utilization"] = rates.gpu / 100
+        return fields
+
+    def _ask(self, name: str) -> Any:
+        try:
+            return getattr(self._nvml, name)(self._handle)
+        except self._nvml.NVMLError:
+            return None

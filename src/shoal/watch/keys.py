@@ -1,0 +1,47 @@
+"""What keys mean, and a terminal that gives them at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+Key = Literal["leave", "down", "up", "home", "end"]
+
+KEYS: dict[bytes, Key] = {
+    **dict.fromkeys((b"q", b"Q", b"\x04"), "leave"),
+    **dict.fromkeys((b"\x1b[B", b"\x1bOB", b"\x1b[6~", b"j", b" "), "down"),
+    **dict.fromkeys((b"\x1b[A", b"\x1bOA", b"\x1b[5~", b"k"), "up"),
+    **dict.fromkeys((b"\x1b[H", b"\x1bOH", b"\x1b[1~", b"g"), "home"),
+    **dict.fromkeys((b"\x1b[F", b"\x1bOF", b"\x1b[4~", b"G"), "end"),
+}
+
+_PRESSED = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
+
+
+def pressed(typed: bytes) -> list[Key]:
+    """The keys that mean something in what was typed."""
+    return [KEYS[each] for each in _PRESSED.findall(typed) if each in KEYS]
+
+
+@contextmanager
+def listening(terminal: int | None) -> Iterator[None]:
+    """Give keys as they are pressed, and don't show them; afterwards the terminal is as before."""
+    if terminal is None:
+        yield
+        return
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def terminal_of(descriptor: int) -> int | None:
+    """The descriptor itself if it is a terminal."""
+    return descriptor if os.isatty(descriptor) else None

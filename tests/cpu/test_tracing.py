@@ -1,0 +1,254 @@
+"""Timelines: clocks, windows, requests, and what Chrome and Perfetto are given to read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from shoal.errors import CheckpointError, StepError
+from shoal.tracing import clocks, windows
+from shoal.tracing.asking import trace
+from shoal.tracing.clocks import Offset, Trip
+from shoal.tracing.coarse import coarse
+from shoal.tracing.merging import merge
+from shoal.tracing.requests import Requests
+from shoal.tracing.windows import Window
+from timelines import checked_events, steps_of
+
+SECOND = 10**9
+
+
+def test_the_quickest_trip_decides_and_bounds_the_offset() -> None:
+    # The other clock is 1,000 ahead; the way there takes 30 of the 40 of the quickest trip.
+    trips = [Trip(0, 1300, 400), Trip(1000, 2030, 1040), Trip(5000, 6010, 5100)]
+    found = clocks.best(trips)
+    assert found == Offset(1000, 1010, 20)
+    assert abs(found.offset - 1000) <= found.uncertainty
+
+
+def test_a_clock_that_runs_fast_is_followed() -> None:
+    offsets = [Offset(0, 100, 1), Offset(1000, 90, 1)]
+    assert [clocks.at(offsets, time) for time in (0, 500, 1000, 2000)] == [100, 95, 90, 80]
+    assert clocks.at(offsets[:1], 10**6) == 100
+
+
+def test_ranks_ask_rank_0_for_the_time() -> None:
+    store, ahead = HashStore(), 7 * SECOND
+    found: dict[int, Offset | None] = {}
+    time = threading.Lock()
+    ticks = iter(range(0, 10**9, 1000))
+
+    def clock(shift: int) -> int:
+        with time:
+            return next(ticks) + shift
+
+    def run(rank: int) -> None:
+        shift = ahead if rank else 0
+        found[rank] = clocks.compare(store, rank, 3, lambda: clock(shift))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is not None
+    assert found[0].offset == 0
+    for rank in (1, 2):
+        offset = found[rank]
+        assert offset is not None
+        assert abs(offset.offset + ahead) <= offset.uncertainty < SECOND
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "7:5", "1:5", "-2:5", "a:b", "2:5:9", "2:5\n", "\u0662:\u0665"]
+)
+def test_what_is_no_window_is_refused(text: str) -> None:
+    with pytest.raises(StepError):
+        windows.window(text, f"--trace {text}")
+
+
+def test_a_window_is_read() -> None:
+    assert windows.window("100:105", "") == Window(100, 105)
+
+
+def make_requests(folder: Path, size: int) -> list[Requests]:
+    store = HashStore() if size > 1 else None
+    return [Requests(folder, store=store, rank=rank, size=size) for rank in range(size)]
+
+
+def due(ranks: Sequence[Requests], step: int) -> list[Any]:
+    """What all ranks do at a step; rank 0 first, since the others wait for it."""
+    return [rank.due(step) for rank in ranks]
+
+
+def test_ranks_that_all_saw_a_request_record_it_together(tmp_path: Path) -> None:
+    ranks = make_requests(tmp_path / "traces", 3)
+    windows.ask(tmp_path, Window(10, 12))
+    for rank in ranks:
+        rank.look()
+        rank.look()
+    assert due(ranks, 8) == [None] * 3
+    assert due(ranks, 9) == [(Window(10, 12), True)] * 3
+    assert due(ranks, 10) == [None] * 3
+    assert windows.asked(tmp_path / "traces") is None
+    windows.ask(tmp_path, Window(20, 20))
+    for rank in ranks:
+        rank.look()
+    assert due(ranks, 19) == [(Window(20, 20), True)] * 3
+
+
+def test_if_one_rank_saw_a_request_too_late_none_records(tmp_path: Path) -> None:
+    ranks = make_requests(tmp_path / "traces", 2)
+    windows.ask(tmp_path, Window(10, 12))
+    ranks[1].look()  # before rank 0 has: it says nothing yet, and looks again
+    ranks[0].look()
+    assert due(ranks, 9) == [(Window(10, 12), False), None]
+    ranks[1].look()
+    assert due(ranks, 10) == [None, None]
+
+
+def test_a_request_for_steps_that_are_over_is_dropped(tmp_path: Path) -> None:
+    (rank,) = make_requests(tmp_path / "traces", 1)
+    assert rank.due(50) is None
+    windows.ask(tmp_path, Window(10, 12))
+    rank.look()
+    assert windows.asked(tmp_path / "traces") is None
+    assert rank.due(51) is None
+
+
+def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    wish = {"name": "a/../b", "first": 2, "last": 3}
+    for content in ("", "[]", "{", json.dumps(wish), json.dumps(wish | {"name": "a", "first": "2"})):
+        (folder / "request.json").write_text(content)
+        assert windows.asked(folder) is None
+
+
+def record(folder: Path, rank: int, *, clock: int, profiler: float, offsets: list[Offset]) -> None:
+    """A record of two steps that all ranks began at the times 1 s and 2 s, and of one operation.
+
+    The rank's clock is `clock` ns ahead of that time, its profiler's `profiler` µs.
+    """
+    here = {"pid": 7, "tid": 9}
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": "cpu_op", "name": "before", "ts": 1e5 + profiler, "dur": 1, **here},
+        {"ph": "X", "cat": "cpu_op", "name": "mm", "ts": 1.5e6 + profiler, "dur": 5, **here},
+        {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 4, "ts": 1.5e6 + profiler, **here},
+        {"ph": "M", "name": "thread_name", "ts": 0, "args": {"name": "main"}, **here},
+        {"ph": "i", "name": "Record Window End", "ts": 3e6, "pid": "", "tid": ""},
+    ]
+    events += [
+        {
+            "ph": "X",
+            "cat": "user_annotation",
+            "name": f"shoal step {step}",
+            "ts": (step - 4) * 1e6 + profiler,
+            "dur": 9e5,
+            **here,
+        }
+        for step in (5, 6)
+    ]
+    begins = [(5, SECOND + clock), (6, 2 * SECOND + clock)]
+    own = {"format": 1, "rank": rank, "host": f"node{rank}", "begins": begins, "offsets": offsets}
+    folder.mkdir(exist_ok=True)
+    with gzip.open(folder / f"rank-{rank}-5-6.json.gz", "wt") as file:
+        json.dump({"traceEvents": events, "shoal": own}, file)
+
+
+def test_records_become_one_timeline_by_rank_0s_clock(tmp_path: Path) -> None:
+    ahead = 5 * SECOND
+    record(tmp_path / "traces", 0, clock=0, profiler=1e9, offsets=[Offset(0, 0, 0)])
+    offsets = [Offset(ahead, -ahead, 40_000), Offset(ahead + SECOND, -ahead, 60_000)]
+    record(tmp_path / "traces", 1, clock=ahead, profiler=-3e7, offsets=offsets)
+    events = checked_events(merge(tmp_path, 5, 6))
+    begins = {rank: steps_of(events, rank) for rank in (0, 1)}
+    assert begins[0] == pytest.approx({5: 1e5, 6: 1.1e6})
+    assert begins[1] == pytest.approx(begins[0])
+    names = {each["pid"]: each["args"] for each in events if each["name"] == "process_name"}
+    assert names == {0: {"name": "rank 0 on node0"}, 1: {"name": "rank 1 on node1"}}
+    labels = [each["args"]["labels"] for each in events if each["name"] == "process_labels"]
+    assert labels[1] == "clock within 60 µs of rank 0's"
+    products = [each for each in events if each["name"] == "mm"]
+    assert [(each["pid"], each["ts"]) for each in products] == [(0, 6e5), (1, 6e5)]
+    arrows = [each["id"] for each in events if each["ph"] == "s"]
+    assert len(set(arrows)) == 2
+    assert not any(each["name"] in ("before", "Record Window End") for each in events)
+
+
+def test_a_clock_that_nobody_compared_is_set_by_the_steps(tmp_path: Path) -> None:
+    record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
+    record(tmp_path / "traces", 1, clock=9 * SECOND, profiler=0, offsets=[])
+    events = checked_events(merge(tmp_path, 5, 6))
+    assert steps_of(events, 1) == pytest.approx(steps_of(events, 0))
+    (label,) = [e["args"]["labels"] for e in events if e["name"] == "process_labels" and e["pid"] == 1]
+    assert label.startswith("clock unknown")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"no gzip", b'{"shoal": {"format": 99}}'])
+def test_a_damaged_record_is_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "traces").mkdir()
+    path = tmp_path / "traces" / "rank-0-5-6.json.gz"
+    path.write_bytes(content if content == b"no gzip" else gzip.compress(content))
+    with pytest.raises(CheckpointError, match=re.escape(str(path))):
+        merge(tmp_path, 5, 6)
+
+
+def write_events(run: Path, rank: int, *lines: Mapping[str, Any]) -> None:
+    (run / "events").mkdir(exist_ok=True)
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    (run / "events" / f"rank-{rank}.jsonl").write_text(text + '{"event": "steps", "t": 1')
+
+
+def block(end: float, **columns: list[int]) -> dict[str, Any]:
+    count = len(columns["wait"])
+    return {
+        "event": "steps",
+        "t": end,
+        "name": "step",
+        "step": list(range(5, 5 + count)),
+        "at": [100_000 * n for n in reversed(range(count))],
+        "wall": [90_000] * count,
+        **columns,
+    }
+
+
+def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -> None:
+    late = 3.0  # the second rank's wall clock
+    start = {"event": "start", "t": 0.0, "host": "node1"}
+    write_events(tmp_path, 0, block(10.0, wait=[10_000, 0], forward=[30_000, 30_000]))
+    write_events(tmp_path, 1, start, block(10.0 + late, wait=[0, 0], forward=[80_000, 80_000]))
+    events = checked_events(coarse(tmp_path, 5, 6))
+    assert steps_of(events, 0) == pytest.approx({5: 0.0, 6: 1e5}, abs=1.0)
+    assert steps_of(events, 1) == pytest.approx(steps_of(events, 0), abs=1.0)
+    drawn = [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert drawn[:3] == [(0, "wait", 1e4), (0, "forward", 3e4), (0, "forward", 3e4)]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["rank 0", "rank 1 on node1"]
+
+
+def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
+    line = {"event": "step", "t": 10.0, "step": 5, "wait": 0.01, "forward": 0.02, "backward": 0.03}
+    write_events(tmp_path, 0, line, {"event": "step", "t": 11.0})
+    events = checked_events(coarse(tmp_path, 5, 9))
+    (step,) = [event for event in events if event["name"] == "step 5"]
+    assert step["dur"] == pytest.approx(6e4)
+
+
+def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
+    assert "the run is at step 10; it was asked" in trace(str(tmp_path), "20:25")
+    assert windows.asked(tmp_path / "traces") is not None
+    assert "coarse" in trace(str(tmp_path), "6:7")
+    record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
+    assert "of 1 rank" in trace(str(tmp_path), "5:6")
+    with pytest.raises(CheckpointError, match="no such steps"):
+        coarse(tmp_path, 30, 40)

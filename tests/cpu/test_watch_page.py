@@ -1,0 +1,337 @@
+"""The page of `shoal watch` as a pure function: it fits, whatever the run and the terminal."""
+
+from __future__ import annotations
+
+import math
+import string
+import unicodedata
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.text import Text
+
+from shoal.watch.charts import bar, curve, shares, spark
+from shoal.watch.keys import pressed
+from shoal.watch.look import PARTS, Look, compact
+from shoal.watch.page import page, turns
+from shoal.watch.ranks import chosen, leaves
+from shoal.watch.snapshot import (
+    Curve,
+    Kind,
+    Progress,
+    Rank,
+    Restarts,
+    Saves,
+    Slowest,
+    Snapshot,
+    State,
+)
+
+NAMES = [part.name for part in PARTS]
+PLAIN = Look(colour=False)
+ASCII = Look(colour=False, unicode=False)
+LOOKS = [Look(), PLAIN, ASCII]
+
+
+def rank(number: int, **parts: float) -> Rank:
+    usual = {"wait": 0.01, "forward": 0.1, "backward": 0.2, "communication": 0.03, "update": 0.02}
+    return Rank(
+        number=number, host=f"node{number // 4}", parts=usual | parts, memory=3_200_000_000 + number
+    )
+
+
+def running(ranks: int = 4, **changes: Any) -> Snapshot:
+    """Rank 2 is slow in its data, and the others wait for it."""
+    every = [rank(n, waiting=0.05) for n in range(ranks)]
+    if ranks > 2:
+        every[2] = rank(2, wait=0.06)
+    values = tuple(2.5 * math.exp(-n / 40) + 0.1 for n in range(200))
+    snapshot = Snapshot(
+        run="runs/digits",
+        clock="14:02:31",
+        state=State(kind="running"),
+        verdict="71 % efficient: 19 % exposed communication, 8 % data (rank 2 on node0).",
+        size=ranks,
+        progress=Progress(
+            step=5230,
+            position=2_677_760,
+            goal=5_120_000,
+            epoch_size=1_024_000,
+            left=2232.0,
+            elapsed=2467.0,
+        ),
+        loss=Curve(first=1, last=5230, values=values, now=0.1432),
+        throughput=Curve(first=1, last=5230, values=(12e3,) * 100 + (6e3,) * 100, now=6e3),
+        ranks=tuple(every),
+        window=200,
+        slowest=Slowest(rank=2, host="node0", part="wait", excess=0.05, since=4100),
+        saves=Saves(step=5000, ago=12, seconds=0.8, blocked=0.03, next_step=5500, due=101.0),
+        restarts=Restarts(count=1, last="the attempt before was preempted by SIGTERM"),
+    )
+    return replace(snapshot, **changes)
+
+
+def shown(snapshot: Snapshot, width: int, height: int, look: Look = PLAIN, leaf: int = 0) -> list[str]:
+    return [line.plain for line in page(snapshot, width, height, look, leaf=leaf, keys=True)]
+
+
+# Texts that others wrote: controls, colours, wide and joined signs, marks that reorder.
+TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.sampled_from(
+        ["\x1b[2J\x1b[31m", "a\nb\rc", "[bold]x[/bold]", "实验" * 30, "👩‍👩‍👧‍👦" * 5, "é\u202e"]
+    ),
+)
+NUMBERS = st.one_of(st.floats(), st.floats(0, 10), st.integers(-10, 10**20).map(float))
+COUNTS = st.integers(0, 10**15)
+CURVES = st.builds(
+    Curve,
+    first=COUNTS,
+    last=COUNTS,
+    values=st.lists(NUMBERS, max_size=50).map(tuple),
+    now=st.none() | NUMBERS,
+)
+RANKS = st.builds(
+    Rank,
+    number=st.integers(0, 2000),
+    host=TEXTS,
+    parts=st.dictionaries(st.sampled_from(NAMES), NUMBERS),
+    memory=st.none() | COUNTS,
+)
+ALL = running(1000).ranks
+MANY = st.integers(1, 1000).map(lambda count: ALL[:count])
+SNAPSHOTS = st.builds(
+    Snapshot,
+    run=TEXTS,
+    clock=TEXTS,
+    state=st.builds(State, kind=st.sampled_from(get_args(Kind)), since=NUMBERS, reason=TEXTS),
+    verdict=TEXTS,
+    size=st.integers(0, 1000),
+    progress=st.none()
+    | st.builds(
+        Progress,
+        step=COUNTS,
+        position=COUNTS,
+        goal=st.none() | COUNTS,
+        epoch_size=st.none() | COUNTS,
+        left=st.none() | NUMBERS,
+        elapsed=NUMBERS,
+    ),
+    loss=st.none() | CURVES,
+    throughput=st.none() | CURVES,
+    ranks=MANY | st.lists(RANKS, max_size=8).map(tuple),
+    missing=st.lists(COUNTS, max_size=20).map(tuple),
+    window=COUNTS,
+    slowest=st.none()
+    | st.builds(Slowest, rank=COUNTS, host=TEXTS, part=TEXTS, excess=NUMBERS, since=st.none() | COUNTS),
+    saves=st.builds(
+        Saves,
+        step=st.none() | COUNTS,
+        ago=NUMBERS,
+        seconds=NUMBERS,
+        blocked=NUMBERS,
+        next_step=st.none() | COUNTS,
+        due=st.none() | NUMBERS,
+        failed=TEXTS,
+    ),
+    restarts=st.builds(Restarts, count=COUNTS, last=TEXTS),
+)
+
+
+def check_fits(
+    snapshot: Snapshot, width: int, height: int, look: Look, leaf: int, *, keys: bool
+) -> None:
+    lines = page(snapshot, width, height, look, leaf=leaf, keys=keys)
+    assert len(lines) <= height
+    for line in lines:
+        assert line.cell_len <= width
+        assert not {"Cc", "Cf", "Cs", "Mn", "Me"} & {unicodedata.category(sign) for sign in line.plain}
+        if not look.unicode:
+            assert line.plain.isascii()
+
+
+CASES = {
+    "snapshot": SNAPSHOTS,
+    "width": st.integers(1, 220),
+    "height": st.integers(1, 60),
+    "look": st.sampled_from(LOOKS),
+    "leaf": st.integers(0, 100),
+    "keys": st.booleans(),
+}
+
+
+@given(**CASES)
+@settings(max_examples=25, deadline=None)
+def test_whatever_the_run_it_fits(**case: Any) -> None:
+    check_fits(**case)
+
+
+@pytest.mark.full
+@given(**CASES)
+@settings(max_examples=250, deadline=None)
+def test_whatever_the_run_it_fits_at_length(**case: Any) -> None:
+    check_fits(**case)
+
+
+def test_a_page_of_80_columns_says_all() -> None:
+    text = "\n".join(shown(running(), 80, 24))
+    for words in (
+        "runs/digits · running",
+        "4 ranks on 1 host · 14:02:31",
+        "71 % efficient: 19 % exposed communication, 8 % data (rank 2 on node0).",
+        "52.3 % · step 5,230 · epoch 2.62/5 · 37:12 left",
+        "loss 0.1432",
+        "throughput 6,000 samples/s",
+        "a step by rank, mean of 200 steps",
+        "410 ms   3.2 GB",
+        "D data",
+        "w waits for the slowest",
+        "rank 2 on node0 in data: 50 ms above the others, since step 4,100",
+        "step 5,000, 12 s ago; next 5,500 in 1:41; took 800 ms, 30 ms blocked",
+        "1; the attempt before was preempted by SIGTERM",
+        "q leaves",
+    ):
+        assert words in text
+    assert len(shown(running(), 80, 24)) == 24
+
+
+def test_a_page_of_40_columns_and_12_lines_still_says_the_main_things() -> None:
+    lines = shown(running(64), 40, 12)
+    text = "\n".join(lines)
+    for words in ("running", "71 % efficient", "52.3 %", "step 5,230", "37:12 left", "loss 0.1432"):
+        assert words in text
+    assert any(line.startswith("▸2 D") for line in lines)
+    assert "slowest   rank 2" in text
+    assert "saved     step 5,000" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (State(kind="silent", since=40), "silent for 40 s"),
+        (State(kind="ended", since=185, reason="after step 9"), "ended 3 min ago"),
+        (State(kind="preempted", since=5, reason="by SIGTERM on rank 0"), "by SIGTERM on rank 0"),
+        (State(kind="failed", since=5, reason="ValueError on rank 1"), "ValueError on rank 1"),
+        (State(kind="reading"), "being read"),
+    ],
+)
+def test_it_says_how_the_run_is(state: State, words: str) -> None:
+    assert words in "\n".join(shown(running(state=state), 80, 24))
+
+
+def test_a_run_that_is_over_has_no_time_left_and_no_next_checkpoint() -> None:
+    text = "\n".join(shown(running(state=State(kind="ended")), 120, 30))
+    assert "in 41:07" in text
+    assert " left" not in text
+    assert "next" not in text
+
+
+def test_the_step_reads_without_colour() -> None:
+    """Each part of a bar consists of its letter, as many of them as its share."""
+    parts = {"wait": 1.0, "forward": 2.0, "backward": 4.0, "waiting": 1.0}
+    assert bar(parts, 8.0, 16, PLAIN).plain == "DDFFFFBBBBBBBBww"
+    assert bar(parts, 16.0, 16, PLAIN).plain == "DFFBBBBw        "
+    coloured = bar(parts, 8.0, 16, Look())
+    assert coloured.plain == "D F   B       w "
+    assert len({span.style for span in coloured.spans}) == 4
+
+
+def test_letters_and_colours_tell_the_parts_apart() -> None:
+    assert len({part.letter for part in PARTS}) == len({part.paper for part in PARTS}) == len(PARTS)
+    assert set("".join(part.letter for part in PARTS)) <= set(string.ascii_letters)
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=10), st.integers(0, 300))
+def test_shares_fill_the_bar(parts: list[float], cells: int) -> None:
+    given = shares(parts, cells)
+    assert sum(given) == (cells if math.fsum(parts) > 0 else 0)
+    for part, each in zip(parts, given, strict=True):
+        assert 0 <= each <= part * cells / (math.fsum(parts) or 1) + 1
+
+
+def test_ranks_that_do_not_fit_are_summed_up() -> None:
+    snapshot = running(64)
+    choice = chosen(snapshot, 10, 0, PLAIN)
+    numbers = [each.number for each in choice.shown]
+    assert len(numbers) == 9
+    assert numbers[0] == 2
+    assert choice.said.startswith("the 6 slowest and the 3 fastest of 64; 55 others: 360 ms to 360 ms")
+    assert [each.number for each in chosen(running(4), 4, 0, PLAIN).shown] == [0, 1, 2, 3]
+
+
+@given(st.integers(2, 300), st.integers(2, 50))
+def test_leaves_show_each_rank_once(count: int, room: int) -> None:
+    snapshot = running(count)
+    last = leaves(snapshot, room)
+    pages = [chosen(snapshot, room, leaf, PLAIN) for leaf in range(1, last + 1)]
+    assert all(len(each.shown) < room for each in pages)
+    listed = [each.number for choice in pages for each in choice.shown]
+    assert listed == (list(range(count)) if count > room else [])
+
+
+def test_the_footer_offers_leaves_where_there_are_some() -> None:
+    assert turns(running(4), 80, 24, PLAIN) == 0
+    assert "↓" not in shown(running(4), 80, 24)[-1]
+    assert turns(running(64), 80, 24, PLAIN) > 1
+    assert "↑ ↓ leaf through all ranks" in shown(running(64), 80, 24)[-1]
+    assert any(line.startswith("ranks 0 to ") for line in shown(running(64), 80, 24, leaf=1))
+
+
+def test_curves_rise_and_fall() -> None:
+    values = [float(n) for n in range(40)]
+    lines = [line.plain for line in curve(values, 30, 4, PLAIN, zero=False)]
+    assert lines[0].startswith("39 ")
+    assert lines[-1].startswith(" 0 ")
+    assert [line[3:].strip(" ") != "" for line in lines] == [True] * 4
+    assert lines[0].rstrip().endswith(lines[0].strip()[-1])
+    assert lines[-1][3] != " "
+    assert lines[0][3] == " "
+    assert spark(values, 8, PLAIN, zero=True) == "▁▂▃▄▅▆▇█"
+    assert spark(values, 8, ASCII, zero=True).isascii()
+
+
+def test_gaps_stay_gaps_and_nothing_is_drawn_of_nothing() -> None:
+    assert spark([1.0, math.nan, 2.0], 3, PLAIN, zero=False) == "▁ █"
+    assert [line.plain for line in curve([math.nan], 30, 3, PLAIN, zero=False)] == ["", "", ""]
+
+
+def test_losses_of_many_sizes_have_a_logarithmic_scale() -> None:
+    values = [10.0**-n for n in range(8)]
+    lines = [line.plain for line in curve(values, 40, 8, ASCII, zero=False)]
+    tops = [
+        min(row for row, line in enumerate(lines) if line[8:][x : x + 1].strip()) for x in range(32)
+    ]
+    assert tops == sorted(tops)
+    assert len(set(tops)) == 8
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0123, "0.0123"),
+        (12_345, "12.3k"),
+        (999_999, "1M"),
+        (1.2e-5, "1.2e-05"),
+        (412, "412"),
+    ],
+)
+def test_numbers_on_scales_are_short(value: float, text: str) -> None:
+    assert compact(value) == text
+
+
+def test_text_of_others_is_neither_obeyed_nor_wrapped() -> None:
+    hostile = "\x1b[2J[red]a\tb\nc\u202e👩‍👧 实验"
+    text = PLAIN.safe(hostile)
+    assert text == r"\x1b[2J[red]a b\nc\u202e\U0001f469\u200d\U0001f467 实验"
+    assert Text(text).cell_len == len(text) + 2
+    assert ASCII.safe("é实") == "??"
+
+
+def test_keys_are_told_apart_however_they_arrive() -> None:
+    assert pressed(b"\x1b[B\x1bOAxq") == ["down", "up", "leave"]
+    assert pressed(b"\x1b[6~\x1b[1;5C\x1b[5~") == ["down", "up"]
+    assert pressed(b"\x1b") == []

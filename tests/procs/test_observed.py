@@ -1,0 +1,164 @@
+"""What is seen of a training on two ranks: traffic, FLOPs, and a timeline that was asked for."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from commands import wait_for
+from ranks import Ranks
+from shoal import events
+from shoal.tracing import windows
+from shoal.tracing.merging import merge
+from shoal.tracing.recorder import Recorder
+from shoal.tracing.windows import Window
+from shoal.traffic import Traffic
+from shoal.world import CHECKED_STEPS
+from timelines import checked_events, steps_of
+
+AHEAD = 3600 * 10**9
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def sends(world: shoal.World, delay: float) -> dict[str, Any]:
+    """Known collectives, of which rank 0 waits `delay` for each all-reduce; their sums by kind."""
+    for _ in range(CHECKED_STEPS + 1):
+        world.stepping()  # ends the comparison before each collective, which is one itself
+    world.barrier()
+    traffic = Traffic()
+    one, both = torch.ones(1000), torch.empty(2000)
+    waited = 0.0
+    for _ in range(7):
+        if world.rank:
+            until = time.perf_counter() + delay
+            while time.perf_counter() < until:
+                traffic.look()
+        begun = time.perf_counter()
+        work = dist.all_reduce(one, async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            traffic.look()
+        waited += time.perf_counter() - begun
+    for _ in range(3):
+        dist.all_gather_into_tensor(both, one.half().float())
+    dist.broadcast(both, 0)
+    sums: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    fields: dict[str, Any] = {}
+
+    def counted() -> bool:  # Gloo marks the last ones as ended a little later
+        for kind in traffic.window()["kinds"]:
+            sums[kind["kind"]] += kind["calls"]
+            sizes[kind["kind"]] += kind["bytes"]
+            fields.setdefault(kind["kind"], kind)
+        return sums.total() >= 11
+
+    wait_for(counted)
+    return {"calls": dict(sums), "bytes": dict(sizes), "kinds": fields, "waited": waited}
+
+
+def test_calls_and_bytes_are_counted_exactly_and_seconds_estimated(two: Ranks) -> None:
+    slow, quick = two.call(sends, 0.05)
+    for rank in (slow, quick):
+        assert rank["calls"] == {"all_reduce": 7, "all_gather": 3, "broadcast": 1}
+        assert rank["bytes"] == {"all_reduce": 7 * 4000, "all_gather": 3 * 8000, "broadcast": 8000}
+        kind = rank["kinds"]["all_reduce"]
+        assert (kind["ranks"], kind["backend"], kind["counted"]) == (2, "gloo", "recorded")
+        assert (kind["timed"], kind["exact"]) == ("estimated", False)
+        assert kind["bus"] == pytest.approx(kind["algorithm"])
+    assert slow["waited"] >= 7 * 0.05 * 0.5
+    assert slow["kinds"]["all_reduce"]["seconds"] == pytest.approx(slow["waited"], rel=0.3)
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.mse_loss(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def await_all_ready(world: shoal.World, wish: str) -> None:
+    store = world.store("shoal/traces")
+    wait_for(lambda: store.add(f"{wish}/ready", 0) == world.size)
+
+
+def trains(world: shoal.World, directory: Path, steps: int) -> None:
+    """Train a linear model, and record two steps of it: the fourth and fifth, or those asked for."""
+    model = shoal.parallelize(nn.Linear(6, 5), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.01), shoal.Task(loss))
+    loader = shoal.Loader((torch.ones(50, 6), torch.ones(50, 5)), world, batch_size=10)
+    wish = windows.asked(directory / "traces")
+    profile = (4, 5) if wish is None else None
+    with shoal.Run(directory, step, loader, trackers=(), profile=profile) as run:
+        for batch in loader.epochs(10**6):
+            step(batch)
+            run.tick()
+            if run.step == 5 and wish is not None:
+                await_all_ready(world, wish.name)
+            if run.step == steps:
+                return
+
+
+def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: Path) -> None:
+    two.call(trains, tmp_path, 8)
+    for rank in (0, 1):
+        lines = list(events.read(tmp_path / "events" / f"rank-{rank}.jsonl"))
+        (flops,) = [line for line in lines if line["event"] == "flops"]
+        assert flops["per_sample"] == 2 * (2 * 6 * 5)  # forward, and into the weights
+        assert "peak" not in flops
+        assert flops["peak_reason"]
+        usage = [line for line in lines if line["event"] == "usage"]
+        assert usage[-1]["step"] == 8
+        assert usage[-1]["rss"] > 10**7
+        kinds = [k for line in lines if line["event"] == "collectives" for k in line["kinds"]]
+        reduced = sum(kind["bytes"] for kind in kinds if kind["kind"] == "all_reduce")
+        calls = sum(kind["calls"] for kind in kinds if kind["kind"] == "all_reduce")
+        # From the first tick on: of parameters and two numbers with each of the 7 steps.
+        assert (calls, reduced) == (7, 7 * 4 * (6 * 5 + 5 + 2))
+    timeline = checked_events(merge(tmp_path, 4, 5))
+    begins = [steps_of(timeline, rank) for rank in (0, 1)]
+    assert [sorted(each) for each in begins] == [[4, 5]] * 2
+    assert any(event["name"] == "aten::addmm" for event in timeline)
+
+
+@pytest.mark.full
+def test_a_run_that_is_under_way_records_what_it_is_asked_for(two: Ranks, tmp_path: Path) -> None:
+    windows.ask(tmp_path, Window(10, 11))
+    two.call(trains, tmp_path, 12)
+    timeline = checked_events(merge(tmp_path, 10, 11))
+    assert [sorted(steps_of(timeline, rank)) for rank in (0, 1)] == [[10, 11]] * 2
+    assert windows.asked(tmp_path / "traces") is None
+
+
+def records(world: shoal.World, directory: Path) -> None:
+    """Steps that end together, recorded by ranks of which one's clock is an hour ahead."""
+
+    def clock() -> int:
+        return time.perf_counter_ns() + AHEAD * world.rank
+
+    recorder = Recorder(world, directory, Window(2, 6), clock=clock)
+    for step in range(1, 8):
+        world.all_reduce(torch.ones(10))
+        recorder.tick(step)
+
+
+def test_a_clock_that_is_an_hour_ahead_is_set_right(two: Ranks, tmp_path: Path) -> None:
+    two.call(records, tmp_path)
+    timeline = checked_events(merge(tmp_path, 2, 6))
+    begins = [steps_of(timeline, rank) for rank in (0, 1)]
+    assert [sorted(each) for each in begins] == [[2, 3, 4, 5, 6]] * 2
+    # All steps but the first begin when an all-reduce has ended, which it does on both at once.
+    apart = [abs(begins[0][step] - begins[1][step]) for step in range(3, 7)]
+    assert min(apart) < 0.2e6
