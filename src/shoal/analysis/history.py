@@ -29,7 +29,6 @@ STEP = np.dtype(
         ("time", "f8"),
         ("size", "i4"),
         ("loss", "f4"),
-        ("norm", "f4"),
         ("counted", "f4"),
         ("wall", "f4"),
         *((part, "f4") for part in PARTS),

@@ -30,7 +30,7 @@ LONGEST = 64 << 20
 LONG_AGO = 1e9
 """Seconds above which a duration is none."""
 
-_NOT_NEEDED = re.compile(rb'"(?:first|share)": ?\[[\[\]\d, ]*\], ?')
+_NOT_NEEDED = re.compile(rb'"(?:first|share|norm)": ?\[[\[\]\d.eE+\-, nul]*\], ?')
 """Columns that no reader here looks at, a third of all numbers; a name can't hold their quotes."""
 _STEPS = re.compile(rb'\{"event": ?"steps"')
 _NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
@@ -113,7 +113,7 @@ class Reader:
     def _take(self, file: _File, lines: list[bytes]) -> None:
         for line in lines:
             try:
-                event = json.loads(_NOT_NEEDED.sub(b"", line, 2) if len(line) > LONG else line)
+                event = json.loads(_NOT_NEEDED.sub(b"", line) if len(line) > LONG else line)
                 known = isinstance(event, dict) and isinstance(event["event"], str)
                 if known and event["event"] == "step":
                     file.single.append(event)
@@ -315,7 +315,7 @@ def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
     if ticks.shape != (count,) or steps.ndim != 1 or not np.isfinite(ticks).all():
         raise ValueError("a column of another length")
     columns = {"step": steps, "time": ticks}
-    for name in ("loss", "norm", "counted", "size"):
+    for name in ("loss", "counted", "size"):
         if name in event:
             columns[name] = _numbers(event[name], count)
     parts = [part for part in ("wall", *PARTS) if part in event]
@@ -334,7 +334,7 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
     }
     if not np.isfinite(columns["time"]).all():
         raise ValueError("steps at no time")
-    for name in ("loss", "norm", "size"):
+    for name in ("loss", "size"):
         columns[name] = _numbers([event.get(name) for event in events], count)
     known = np.zeros(count)
     for part in ("wait", "forward", "backward", "update"):
@@ -351,7 +351,7 @@ def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]
         raise TypeError("a Step without a name")
     rows = attempt.steps.setdefault((rank, name[:200]), Rows(STEP))
     added = rows.append(len(columns["step"]))
-    for column in ("loss", "norm", "counted"):
+    for column in ("loss", "counted"):
         added[column] = np.nan
     for column, values in columns.items():
         added[column] = values if column != "size" else np.clip(np.nan_to_num(values), 0, 2**31 - 128)
