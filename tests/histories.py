@@ -41,9 +41,10 @@ def simulate(
     noise: float = 0.05,
     network: float = 1e-3,
     warm: int = 2,
+    meet: int = 1,
     seed: int = 0,
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds by part, [rank, step]; "wall" is from tick to tick."""
+    """Seconds by part, [rank, step]; "wall" is from tick to tick; ranks meet every `meet` steps."""
     random = np.random.default_rng(seed)
     parts = {
         part: typical * random.lognormal(0, noise, (ranks, steps)) for part, typical in USUAL.items()
@@ -64,7 +65,7 @@ def simulate(
     for step in range(steps):
         before = ("checkpoint", "other", "wait", "forward", "backward")
         arrived = clock + sum(parts[part][:, step] for part in before)
-        left = arrived.max() + link[step]
+        left = arrived.max() + link[step] if (step + 1) % meet == 0 else arrived
         parts["communication"][:, step] = left - arrived
         clock = left + parts["update"][:, step]
         parts["wall"][:, step] = clock - ticked

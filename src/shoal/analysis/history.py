@@ -156,9 +156,10 @@ class Attempt:
 
     @property
     def first(self) -> int:
-        """The step after which this attempt goes on."""
+        """The first step that this attempt took."""
+        begins = [int(rows.all["step"][0]) for rows in self.steps.values() if len(rows)]
         said = [start["step"] for start in self.starts.values() if type(start.get("step")) is int]
-        return min(said, default=0)
+        return min(begins or said, default=0)
 
     @property
     def last(self) -> int:

@@ -236,7 +236,6 @@ def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
         shown, wall, slowest, arrived = _divided(aligned, begin, end)
         total["mean"] += shown.sum(axis=2, dtype=np.float64) / size
         total["wall"] += wall.sum(axis=1, dtype=np.float64) / size
-        # Where nobody waited for anybody, every rank has its share of the step.
         slowest_sum += np.einsum("prs,rs->pr", arrived, slowest, dtype=np.float64)
         slowest_steps += slowest.sum(axis=1, dtype=np.float64)
     index = [SHOWN.index(part) for part in OWN]
@@ -264,9 +263,7 @@ def _divided(aligned: Aligned, first: int, last: int) -> tuple[Array, Array, Arr
     inside = cube[COMMUNICATION]
     least = inside.min(axis=0)
     waiting = inside - least
-    slowest = np.zeros_like(inside)
-    slowest[inside.argmin(axis=0), np.arange(inside.shape[1])] = 1
-    slowest[:, inside.max(axis=0) <= 0] = 1 / len(inside)
+    slowest = _slowest(inside)
     parts = {**dict(zip((*PARTS, "other"), cube, strict=True)), "waiting": waiting}
     parts["communication"] = np.broadcast_to(least, inside.shape)
     shown = np.stack([parts[part] for part in SHOWN])
@@ -275,6 +272,22 @@ def _divided(aligned: Aligned, first: int, last: int) -> tuple[Array, Array, Arr
     updates = aligned.column("update", before, last - 1) if last > 1 else cube[UPDATE]
     arrived[OWN.index("update"), :, -updates.shape[1] :] = updates
     return shown, wall, slowest, arrived
+
+
+def _slowest(inside: Array) -> Array:
+    """How far each rank was the slowest of each step, by the time that it waited in collectives.
+
+    Where steps have none, as between two averagings of LocalSGD, it is decided by the next that has;
+    and where none follows, every rank has its share.
+    """
+    ranks, count = inside.shape
+    met = np.where(inside.max(axis=0) > 0, np.arange(count), count)
+    following = np.minimum.accumulate(met[::-1])[::-1]
+    known = np.flatnonzero(following < count)
+    found = np.full_like(inside, 1 / ranks)
+    found[:, known] = 0
+    found[inside[:, following[known]].argmin(axis=0), known] = 1
+    return found
 
 
 def _progress(aligned: Aligned, first: int, last: int) -> dict[str, Array]:

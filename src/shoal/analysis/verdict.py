@@ -135,7 +135,7 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
         total += wall
     kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may leave less than none
     total = sum(kept.values()) if total > 0 else 1.0
-    shares = {part: each / total for part, each in kept.items()}
+    shares = {part: float(each / total) for part, each in kept.items()}
     return {"computing": 0.0, **shares}, {key: cost / total for key, cost in costs.items()}
 
 
@@ -192,6 +192,12 @@ def _findings(
         yield Finding(_about(each), _remedy(each))
     if shares.get("communication", 0.0) >= MUCH:
         yield _about_links(shares["communication"], judged)
+    if shares.get(UNEVEN, 0.0) >= MUCH:
+        yield Finding(
+            f"Ranks wait for each other in turn, {percent(shares[UNEVEN])} of the time: none is slower "
+            "than the others for long, but in each step another one is.",
+            "more work per step evens it out; see whether others use these machines: shoal doctor",
+        )
     if shares.get("wait", 0.0) >= MUCH and not any(each.part == "wait" for each in named):
         yield Finding(
             f"All ranks wait for data alike: {percent(shares['wait'])} of the time.",
@@ -251,7 +257,7 @@ def _about_links(share: float, judged: list[Judged]) -> Finding:
         sums[1] += traffic.bytes
         sums[2] = max(sums[2], traffic.bus)
     hosts = sorted({host for rank in attempt.ranks if (host := attempt.host(rank)) is not None})
-    text = f"All ranks wait for the network alike: {percent(share)} of the time is communication"
+    text = f"All ranks wait for each other's data alike: {percent(share)} of the time is communication"
     if seconds:
         kind, group, ranks, backend = max(seconds, key=lambda key: seconds[key][0])
         spent, moved, bus = seconds[kind, group, ranks, backend]
@@ -261,9 +267,11 @@ def _about_links(share: float, judged: list[Judged]) -> Finding:
                 f"{moved / spent / 1e9:.3g} GB/s ({bus / 1e9:.3g} GB/s on the bus)"
             )
     if len(hosts) > 1:
-        text += f", between {_several(hosts)}"
+        text += f", over the network between {_several(hosts)}"
+    elif hosts:
+        text += f", inside of {hosts[0]}"
     return Finding(
-        text + ".", "shoal doctor measures each pair; larger batches or micro_batches= send less often"
+        text + ".", "shoal doctor measures each pair of ranks; larger batches send less often"
     )
 
 

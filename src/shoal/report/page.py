@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from shoal.analysis import History, Verdict, duration
 from shoal.pages import Block, Facts, Page, Section, Table, Text
@@ -35,7 +36,10 @@ def page(history: History, verdict: Verdict) -> Page:
     if latest is not None:
         sections += [
             ("Collectives", _unless_empty(tabulated.collectives(latest))),
-            ("Memory and power", [*drawn["usage"], *_unless_empty(tabulated.usage(latest))]),
+            (
+                "Memory and power",
+                [*_speed(verdict), *drawn["usage"], *_unless_empty(tabulated.usage(latest))],
+            ),
         ]
     sections += [
         ("Checkpoints", _unless_empty(tabulated.saved(history))),
@@ -76,8 +80,16 @@ def _warm_up(verdict: Verdict) -> list[Block]:
     ]
 
 
+def _speed(verdict: Verdict) -> list[Block]:
+    text = tabulated.speed(verdict.judged[-1]) if verdict.judged else ""
+    return [Text(text=text)] if text else []
+
+
 def _unless_empty(table: Table) -> list[Block]:
-    return [table] if table.rows else []
+    """A table without the columns in which nothing stands; none if it has no row."""
+    kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
+    rows = [[row[place] for place in kept] for row in table.rows]
+    return [replace(table, head=[table.head[place] for place in kept], rows=rows)] if rows else []
 
 
 def _reading(history: History) -> str:

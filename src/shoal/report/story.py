@@ -81,7 +81,7 @@ def kept(history: History) -> list[tuple[Attempt, int]]:
     attempts = history.attempts
     found = []
     for place, attempt in enumerate(attempts):
-        later = [each.first for each in attempts[place + 1 :] if each.steps]
+        later = [each.first - 1 for each in attempts[place + 1 :] if each.steps]
         found.append((attempt, min([attempt.last, *later])))
     return found
 

@@ -270,9 +270,9 @@ def saved(history: History) -> Table:
                 ]
             )
     return Table(
-        caption="Saves",
+        caption="Saves" if len(rows) <= MOST else f"The last {MOST} of {len(rows):,} saves",
         head=["step", "training waited", "took", "longest at", "bytes", "outcome"],
-        rows=rows,
+        rows=rows[-MOST:],
         right=["step", "training waited", "took", "bytes"],
     )
 
@@ -302,6 +302,17 @@ def starts(history: History, verdict: Verdict) -> Table:
     )
 
 
+def speed(one: Judged) -> str:
+    """What the devices compute, of what they could, and how that is known; nothing if it is not."""
+    rate = rates(one.attempt, one.profile)
+    if rate.flops is None:
+        return ""
+    text = f"Each rank computes {rate.flops / 1e12:.3g} TFLOP/s"
+    if rate.mfu is not None and rate.peak is not None:
+        text += f", {percent(rate.mfu)} of {rate.peak / 1e12:.3g} TFLOP/s ({_cut(rate.peak_reason)})"
+    return text + "."
+
+
 def _when(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds > 0 else "unknown"
@@ -314,8 +325,8 @@ def placed(attempt: Attempt) -> Table:
     rows = []
     for rank in attempt.ranks[:1024]:
         start = attempt.starts.get(rank, {})
-        cells = [_plain(start.get(name)) for name in ("device", "device_name", "cores", "pid", "torch")]
-        rows.append([str(rank), attempt.host(rank) or "", *cells])
+        said = (start.get(name, "") for name in ("device", "device_name", "cores", "pid", "torch"))
+        rows.append([str(rank), attempt.host(rank) or "", *(_cut(str(each)) for each in said)])
     head = ["rank", "host", "device", "name of it", "cores", "process", "torch"]
     return Table(caption="Ranks and hosts", head=head, rows=rows, right=["rank", "cores", "process"])
 
