@@ -12,7 +12,7 @@ import torch
 
 from shoal.data import Loader
 from shoal.events import FORMAT, Events, StepEvent
-from shoal.sameness import versions
+from shoal.installed import versions
 from shoal.stopping import Stopped
 from shoal.timeline import (
     BACKWARD,
