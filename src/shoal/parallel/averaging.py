@@ -19,6 +19,7 @@ from shoal.errors import StepError
 from shoal.parallel.local import LocalEngine
 from shoal.parallel.wire import Wire, joined, put_back
 from shoal.task import Micro, Task
+from shoal.timeline import COMMUNICATION
 from shoal.world import World
 
 BUCKET_BYTES = 25 << 20
@@ -159,11 +160,12 @@ class AveragingEngine(Engine):
         """Replace each by its mean over the ranks, bucket by bucket."""
         if self._wire.size == 1:
             return
-        for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
-            flat = joined(bucket)
-            # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
-            flat = flat.to(self.world.device, torch.promote_types(flat.dtype, torch.float32))
-            put_back(self._wire.mean(flat), bucket)
+        with self.world.timeline.within(COMMUNICATION):
+            for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
+                flat = joined(bucket)
+                # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
+                flat = flat.to(self.world.device, torch.promote_types(flat.dtype, torch.float32))
+                put_back(self._wire.mean(flat), bucket)
 
 
 class OuterEngine(AveragingEngine):

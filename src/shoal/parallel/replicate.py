@@ -141,6 +141,7 @@ class DDPEngine(LocalEngine):
         self._reducer: Any = ddp.reducer
         self._buffers = any(True for _ in module.buffers())
         self._method: compression.Method | None = None
+        self._names = {id(p): name for name, p in module.named_parameters()}
         if options.compress is not None:
             self._compress(options.compress, ddp)
         # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
@@ -225,28 +226,33 @@ class DDPEngine(LocalEngine):
             if choice.value is None:
                 return
             how = choice.value
-        chosen = self._method = compression.method(how)
-        names = {id(p): n for n, p in self.module.named_parameters()}
+        self._method = compression.method(how)
 
-        def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+        def reduced(bucket: Any) -> torch.futures.Future[Tensor]:
+            with self.world.timeline.within(COMMUNICATION):
+                self._reduce(bucket)
             future: torch.futures.Future[Tensor] = torch.futures.Future()
-            if any(p.is_complex() for p in bucket.parameters()):
-                # They pass as they are; and torch cuts the gradients of such a bucket wrongly.
-                future.set_result(self.wire.mean(bucket.buffer()))
-                return future
-            ready = [*zip(bucket.parameters(), bucket.gradients(), strict=True)]
-            for parameter, gradient in ready:
-                if parameter is self._tally:
-                    self.wire.mean(gradient)  # the sums of loss and count stay exact
-            own = [(names[id(p)], gradient) for p, gradient in ready if p is not self._tally]
-            if own:
-                found = compression.Bucket([n for n, _ in own], [gradient for _, gradient in own])
-                compression.reduce(chosen if self._primed else None, found, self.wire)
             future.set_result(bucket.buffer())
             return future
 
         # torch refuses hooks whose annotations are text, as they are in this file.
-        ddp.register_comm_hook(None, lambda state, bucket: reduce(bucket))
+        ddp.register_comm_hook(None, lambda state, bucket: reduced(bucket))
+
+    def _reduce(self, bucket: Any) -> None:
+        """Replace the gradients of a bucket of torch's by their means, nearly."""
+        if any(p.is_complex() for p in bucket.parameters()):
+            # They pass as they are; and torch cuts the gradients of such a bucket wrongly.
+            self.wire.mean(bucket.buffer())
+            return
+        own = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter is self._tally:
+                self.wire.mean(gradient)  # the sums of loss and count stay exact
+            else:
+                own.append((self._names[id(parameter)], gradient))
+        if own:
+            found = compression.Bucket([name for name, _ in own], [gradient for _, gradient in own])
+            compression.reduce(self._method if self._primed else None, found, self.wire)
 
     def discard(self) -> None:
         """Drop the gradients, the tally's too."""
