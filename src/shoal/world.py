@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal import environ
+from shoal import environ, mpi
 from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
@@ -434,7 +434,10 @@ class World:
     ) -> None:
         if isinstance(error, ShoalError) and error.where is None:
             error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
+        over_mpi = isinstance(self.group, Recording)
         self.close()
+        if over_mpi and type(error) is SystemExit:  # and not one with which all ranks stop
+            mpi.leaving(error.code)
 
     def __repr__(self) -> str:
         return f"World(rank {self.rank} of {self.size}, {self.layout}, {self.device})"

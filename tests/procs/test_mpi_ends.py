@@ -46,7 +46,7 @@ with shoal.init(backend="mpi", seed=1) as world:
 """
 
 FAIL = """
-import os, signal, time
+import os, signal, sys, time
 from pathlib import Path
 import torch, shoal
 
@@ -110,6 +110,12 @@ def test_a_rank_that_fails_ends_the_others(program: str, how: str, said: str, tm
     assert ended.code not in (0, 124)
     assert time.time() - float((tmp_path / "failed").read_text()) < GONE_WITHIN
     assert said in ended.out + ended.err
+
+
+def test_a_rank_that_leaves_with_a_code_ends_the_others(tmp_path: Path) -> None:
+    ended = mpirun.run("mpirun.openmpi", 2, FAIL.replace("HOW", "sys.exit(3)"), tmp_path)
+    assert ended.code == 3
+    assert time.time() - float((tmp_path / "failed").read_text()) < GONE_WITHIN
 
 
 @pytest.mark.parametrize(

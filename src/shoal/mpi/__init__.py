@@ -5,7 +5,7 @@ into one tensor, which FSDP needs, no 16-bit sums, and nothing that the watch ov
 this one is used wherever `backend="mpi"` is asked for.
 """
 
-from shoal.mpi.library import require
+from shoal.mpi.library import leaving, require
 from shoal.mpi.serving import serve
 
-__all__ = ["require", "serve"]
+__all__ = ["leaving", "require", "serve"]

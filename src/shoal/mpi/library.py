@@ -77,6 +77,14 @@ def begin(placement: Placement) -> Any:
     return mpi
 
 
+def leaving(code: object) -> None:
+    """This rank ends by `sys.exit(code)`, of which Python tells nobody at its end."""
+    if "mpi4py.MPI" in sys.modules and code not in (None, 0):
+        atexit.unregister(_leave)
+        given = code if isinstance(code, int) else 1
+        atexit.register(_leave, sys.modules["mpi4py.MPI"], os.getpid(), given)
+
+
 def describe(mpi: Any) -> str:
     """Which mpi4py, and on which MPI it stands."""
     import mpi4py
@@ -132,17 +140,19 @@ def _check(mpi: Any, placement: Placement, given: str) -> None:
         )
 
 
-def _leave(mpi: Any, process: int) -> None:
+def _leave(mpi: Any, process: int, code: int = 0) -> None:
     """At the end of Python. MPI.Finalize waits for all ranks, so one that fails ends them instead."""
     import mpi4py
 
     if os.getpid() != process or mpi.Is_finalized():  # not in what was forked from this process
         return
     if getattr(sys, "last_value", None) is not None:  # its traceback has just been printed
+        code = 1
+    if code:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        mpi.COMM_WORLD.Abort(1)
+        mpi.COMM_WORLD.Abort(code)
     if mpi4py.rc.finalize is False:  # else whoever imported MPI before lets it end
         request, patience = mpi.COMM_WORLD.Ibarrier(), Patience()
         while not request.Test():
