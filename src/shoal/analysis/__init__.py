@@ -9,7 +9,7 @@ from __future__ import annotations
 from .history import PARTS, Array, Attempt, Event, History, Rows, Traffic
 from .profile import LABELS, SHOWN, Profile, profile
 from .reading import Reader, read
-from .spelling import duration, percent
+from .spelling import bandwidth, duration, percent
 from .stragglers import Straggler
 from .verdict import Finding, Judged, Verdict, judge
 
@@ -29,6 +29,7 @@ __all__ = [
     "Straggler",
     "Traffic",
     "Verdict",
+    "bandwidth",
     "duration",
     "judge",
     "percent",

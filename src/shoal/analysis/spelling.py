@@ -18,3 +18,11 @@ def duration(seconds: float) -> str:
         if seconds >= 0.9995 * length:
             return f"{seconds / length:.3g} {unit}"
     return f"{max(0.0, seconds) * 1e6:.3g} µs"
+
+
+def bandwidth(bytes_per_second: float) -> str:
+    """A bandwidth in three digits: `4.98 MB/s`."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if bytes_per_second >= 0.9995 * size:
+            return f"{bytes_per_second / size:.3g} {unit}"
+    return f"{bytes_per_second / 1e3:.3g} kB/s"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .history import Attempt, History
 from .profile import COMPUTING, LABELS, OWN, SHOWN, Aligned, Profile, align, edges, profile_of, warm_up
-from .spelling import duration, percent
+from .spelling import bandwidth, duration, percent
 from .stragglers import NOTABLE, Straggler, stragglers
 
 UNEVEN = "uneven"
@@ -264,7 +264,7 @@ def _about_links(share: float, judged: list[Judged]) -> Finding:
         if spent > 0:
             text += (
                 f", most of it {kind} by {backend} over {ranks} ranks (group {group}) at "
-                f"{moved / spent / 1e9:.3g} GB/s ({bus / 1e9:.3g} GB/s on the bus)"
+                f"{bandwidth(moved / spent)} ({bandwidth(bus)} on the bus)"
             )
     if len(hosts) > 1:
         text += f", over the network between {_several(hosts)}"

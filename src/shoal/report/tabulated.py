@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from shoal.analysis import LABELS, SHOWN, Attempt, History, Judged, Verdict, duration, percent
+from shoal.analysis import (
+    LABELS,
+    SHOWN,
+    Attempt,
+    History,
+    Judged,
+    Verdict,
+    bandwidth,
+    duration,
+    percent,
+)
 from shoal.analysis.history import TrafficKey
 from shoal.pages import Table
 from shoal.tables import size, span
@@ -208,12 +218,12 @@ def collectives(attempt: Attempt) -> Table:
                 f"{sum(one.calls for one in each) // count:,}",
                 size(int(sum(one.bytes for one in each) / count)),
                 duration(sum(one.seconds for one in each) / count),
-                f"{max(one.algorithm for one in each) / 1e9:.3g}",
-                f"{max(one.bus for one in each) / 1e9:.3g}",
+                bandwidth(max(one.algorithm for one in each)),
+                bandwidth(max(one.bus for one in each)),
                 "exact" if all(one.exact for one in each) else "estimated",
             ]
         )
-    bandwidths = ["algorithm GB/s", "bus GB/s"]
+    bandwidths = ["algorithm", "bus"]
     return Table(
         caption="Collectives of a rank: mean of all ranks; bandwidth of the rank that came last",
         head=["kind", "group", "ranks", "backend", "calls", "bytes", "time", *bandwidths, "times are"],
