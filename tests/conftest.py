@@ -15,8 +15,10 @@ MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
 
 
 def pytest_configure() -> None:
-    # Under nohup it is ignored, also by the commands that tests start and send it.
+    # Ignored under nohup, and in the background of a script: also by commands that tests start.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,18 @@ def test_it_learns_nearly_as_without(how: Compress, ranks: Ranks) -> None:
     assert found[0][0] != exact[0][0]  # it is compressed indeed
     near, first = exact[0][0][-1], exact[0][0][0]
     assert abs(found[0][0][-1] - near) < 0.1 * (first - near)
+
+
+def forgotten(world: shoal.World, how: Compress) -> bool:
+    model = shoal.parallelize(Net(), world, shoal.DDP(compress=how))
+    engine = weakref.ref(engine_of(model))
+    del model
+    gc.collect()
+    return engine() is None
+
+
+def test_an_engine_goes_with_its_model(ranks: Ranks) -> None:
+    assert all(ranks.call(forgotten, "int8"))
 
 
 @pytest.mark.full

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +151,7 @@ class DDPEngine(LocalEngine):
         if not options.unused and not options.static_graph:
             self._prime()
         self._last = False
-        self._tally.register_hook(self._mark_end)
+        self._tally.register_hook(_weakly(self._mark_end))
 
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
@@ -227,19 +228,19 @@ class DDPEngine(LocalEngine):
                 return
             how = choice.value
         self._method = compression.method(how)
-
-        def reduced(bucket: Any) -> torch.futures.Future[Tensor]:
-            with self.world.timeline.within(COMMUNICATION):
-                self._reduce(bucket)
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer())
-            return future
-
+        reduced = _weakly(self._reduced)
         # torch refuses hooks whose annotations are text, as they are in this file.
         ddp.register_comm_hook(None, lambda state, bucket: reduced(bucket))
 
+    def _reduced(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The means of the gradients in a bucket of torch's, nearly."""
+        with self.world.timeline.within(COMMUNICATION):
+            self._reduce(bucket)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
     def _reduce(self, bucket: Any) -> None:
-        """Replace the gradients of a bucket of torch's by their means, nearly."""
         if any(p.is_complex() for p in bucket.parameters()):
             # They pass as they are; and torch cuts the gradients of such a bucket wrongly.
             self.wire.mean(bucket.buffer())
@@ -351,6 +352,20 @@ class DDPEngine(LocalEngine):
             found=f"parameters that the loss does not use: {', '.join(names)}",
             fix="shoal.DDP(unused=True), or freeze them with requires_grad_(False) beforehand",
         )
+
+
+def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`method` for a hook on something that its object holds.
+
+    A circle would keep the engine, its reducer and their threads after the model is gone.
+    """
+    reference = WeakMethod(method)
+
+    def call(given: Any) -> Any:
+        found = reference()
+        return None if found is None else found(given)
+
+    return call
 
 
 def _first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
