@@ -137,7 +137,7 @@ STRATEGIES = [
 
 
 @pytest.mark.parametrize(("strategy", "meets"), STRATEGIES, ids=lambda v: str(v)[:20])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", [pytest.param("SGD", marks=pytest.mark.full), "AdamW"])
 def test_ranks_do_what_replicas_in_one_process_do(
     strategy: Any, meets: Any, optimizer: str, ranks: Ranks
 ) -> None:

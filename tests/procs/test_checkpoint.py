@@ -102,7 +102,7 @@ def crowded_beginning(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "keep", "before"),
     [
-        (plain_beginning, 3, (1, 10)),
+        pytest.param(plain_beginning, 3, (1, 10), marks=pytest.mark.full),
         pytest.param(crowded_beginning, 1, (2, 20), marks=pytest.mark.full),
     ],
 )

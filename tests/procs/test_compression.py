@@ -153,7 +153,11 @@ class _Nothing:
         pass
 
 
-@pytest.mark.parametrize("how", ["fp16", "int8", shoal.PowerSGD(rank=2, whole=3)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    ["int8", *(pytest.param(h, marks=pytest.mark.full) for h in ("fp16", shoal.PowerSGD()))],
+    ids=str,
+)
 def test_it_learns_nearly_as_without(how: Compress, ranks: Ranks) -> None:
     exact = ranks.call(train, None, 40)
     found = ranks.call(train, how, 40)

@@ -254,6 +254,7 @@ def shout() -> int:
     return int(os.environ["RANK"])
 
 
+@pytest.mark.full
 def test_what_ranks_write_appears_where_the_caller_writes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -278,6 +279,7 @@ def recover() -> str:
     return attempt
 
 
+@pytest.mark.full
 def test_restarts(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal.launch(recover, processes=2, restarts=1) == ["1", "1"]
     assert capsys.readouterr().err.endswith("restart 1 of 1\n")

@@ -49,6 +49,7 @@ def spoken(rank: int) -> list[str]:
     return [line.format(rank) for line in SPOKEN]
 
 
+@pytest.mark.full
 def test_each_rank_has_its_file_and_rank_0_the_screen(tmp_path: Path) -> None:
     for attempt in (1, 2):
         code, out, err = shoal_run(tmp_path, SPEAK, "--logs", "new/logs", "speak.py", "--", "a b")

@@ -48,7 +48,7 @@ HALVES = [tuple(f"{NEWEST}/{name}" for name in FILES[start : start + 2]) for sta
     ("purged", "restored", "told"),
     [
         pytest.param(purge(""), None, None, id="the run", marks=pytest.mark.full),
-        pytest.param(purge("checkpoints"), None, None, id="all checkpoints"),
+        pytest.param(purge("checkpoints"), None, None, id="all checkpoints", marks=pytest.mark.full),
         pytest.param(purge(NEWEST), 6, None, id="the newest", marks=pytest.mark.full),
         pytest.param(purge(*HALVES[0]), 6, "manifest.json is missing", id="half of the newest"),
         pytest.param(
