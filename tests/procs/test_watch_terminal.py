@@ -39,6 +39,8 @@ with shoal.init(seed=0) as world:
 WRITING = """
 import sys, time
 from pathlib import Path
+
+sys.path.append(sys.argv[2])
 import histories
 
 folder = Path(sys.argv[1], "events")
@@ -68,7 +70,8 @@ def started(tmp_path: Path) -> Iterator[list[Command]]:
 
 
 def start(started: list[Command], folder: Path, script: str, run: Path) -> Command:
-    command = Command([sys.executable, "-c", script, str(run)], folder)
+    tests = str(Path(__file__).parents[1])
+    command = Command([sys.executable, "-c", script, str(run), tests], folder)
     started.append(command)
     return command
 
