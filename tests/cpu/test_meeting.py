@@ -92,6 +92,7 @@ def test_no_free_port_is_told_with_the_ports(join: Join) -> None:
             failed.result(timeout=30)
 
 
+@pytest.mark.full
 def test_rank_0_names_the_ranks_that_did_not_come(join: Join) -> None:
     failed, came = join(job("a", *free_ports(2)), 4, [0, 2], timeout=4.0)
     with pytest.raises(LaunchError, match="rank 1, 3 did not come"):

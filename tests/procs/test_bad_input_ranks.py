@@ -285,6 +285,7 @@ def members(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "line", "lines"),
     [

@@ -234,6 +234,7 @@ def test_ctrl_c_while_it_starts(start: Start) -> None:
     wait_for(lambda: command.members() == [], timeout=GONE_WITHIN)
 
 
+@pytest.mark.full
 def test_a_caller_that_is_killed_leaves_nothing(start: Start) -> None:
     command = start(STUCK)
     command.wait_ready(2)

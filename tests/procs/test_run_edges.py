@@ -228,6 +228,7 @@ def own_state(world: shoal.World, directory: Path) -> dict[str, Any]:
     return own.state
 
 
+@pytest.mark.full
 def test_the_state_of_users_is_rank_0s_throughout(ranks: Ranks, tmp_path: Path) -> None:
     for state in ranks.call(own_state, tmp_path):
         assert state.pop("rank") == 0

@@ -282,6 +282,7 @@ def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None
         ends_in_time(ranks, tmp_path, one_step_then_stuck, raw)
 
 
+@pytest.mark.full
 def test_one_world_after_another_in_the_same_processes(tmp_path: Path) -> None:
     """The launcher's store outlives a world, with the addresses of its groups."""
     script = tmp_path / "worlds.py"
