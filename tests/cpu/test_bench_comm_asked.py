@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.analysis import bandwidth
 from shoal.bench import comm, comm_page
 from shoal.bench.collectives import OPERATIONS, summary
-from shoal.bench.spelling import duration, parse_sizes, percent, rate, shown_size
+from shoal.bench.spelling import duration, parse_sizes, percent, shown_size
 from shoal.machine import Series
 
 
@@ -105,7 +106,7 @@ def test_numbers_are_spelled_with_three_digits() -> None:
         "75.2 s",
         "0.00 µs",
     ]
-    assert [rate(b) for b in (512.0, 4.2e6, 1.234e10)] == ["0.51 kB/s", "4.20 MB/s", "12.3 GB/s"]
+    assert [bandwidth(b) for b in (512.0, 4.2e6, 1.234e10)] == ["0.51 kB/s", "4.20 MB/s", "12.3 GB/s"]
     assert [shown_size(b) for b in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
     assert [percent(p) for p in (0.012, 0.0999, 6.95)] == ["1.2 %", "10 %", "695 %"]
 

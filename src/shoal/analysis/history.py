@@ -10,16 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PARTS = (
-    "wait",
-    "transfer",
-    "forward",
-    "backward",
-    "communication",
-    "update",
-    "checkpoint",
-    "evaluation",
-)
+from shoal import timeline
+
+PARTS = timeline.PARTS[1:]
 """The parts of a step that a rank records. They do not overlap; what `wall` has beside them is the
 script's own time."""
 

@@ -21,8 +21,12 @@ def duration(seconds: float) -> str:
 
 
 def bandwidth(bytes_per_second: float) -> str:
-    """A bandwidth in three digits: `4.98 MB/s`."""
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
-        if bytes_per_second >= 0.9995 * size:
-            return f"{bytes_per_second / size:.3g} {unit}"
-    return f"{bytes_per_second / 1e3:.3g} kB/s"
+    """Bytes per second in powers of ten, with three digits: `4.98 MB/s`."""
+    for unit, size in (("kB/s", 1e3), ("MB/s", 1e6)):
+        if bytes_per_second < 999.5 * size:
+            return f"{_three(bytes_per_second / size)} {unit}"
+    return f"{_three(bytes_per_second / 1e9)} GB/s"
+
+
+def _three(value: float) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"

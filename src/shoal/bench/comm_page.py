@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
+from shoal.analysis import bandwidth
 from shoal.links import Pairs, slow
 from shoal.machine import Machine, Point, Series
 from shoal.tables import add_row, make_table, print_line, print_table
 
-from .spelling import duration, percent, rate, shown_size, times
+from .spelling import duration, percent, shown_size, times
 
 MOST_RANKS = 8
 """Of more ranks than that a matrix is no table any more."""
@@ -36,7 +37,7 @@ def show(console: Console, machine: Machine, left_out: Sequence[tuple[str, str, 
                 console,
                 f"Bandwidth of the bus through {backend}",
                 own,
-                lambda series, it: rate(series.bus_bandwidth(it)),
+                lambda series, it: bandwidth(series.bus_bandwidth(it)),
             )
 
 
@@ -64,8 +65,8 @@ def _sentence(series: Series) -> str:
     if series.operation == "barrier":
         return f"{series.backend} takes {duration(first.seconds)} for a barrier"
     text = (
-        f"{series.backend} moves {rate(series.bus_bandwidth(last))} (bus) in {_article(series)} of "
-        f"{shown_size(last.bytes)}"
+        f"{series.backend} moves {bandwidth(series.bus_bandwidth(last))} (bus) "
+        f"in {_article(series)} of {shown_size(last.bytes)}"
     )
     if len(series.points) > 1:
         text += f", and takes {duration(first.seconds)} for {shown_size(first.bytes)}"
@@ -111,8 +112,8 @@ def _show_fits(console: Console, machine: Machine) -> None:
         spread = percent(statistics.median(point.spread for point in series.points))
         cells = ("", "", "")
         if fit is not None:
-            bandwidth = "no limit seen" if fit.bandwidth is None else rate(fit.bandwidth)
-            cells = (duration(fit.latency), bandwidth, percent(fit.error))
+            speed = "no limit seen" if fit.bandwidth is None else bandwidth(fit.bandwidth)
+            cells = (duration(fit.latency), speed, percent(fit.error))
         elif series.operation == "barrier":
             cells = (duration(series.points[0].seconds), "", "")
         add_row(table, series.backend, series.operation, *cells, str(len(series.points)), spread)
@@ -143,8 +144,8 @@ def show_pairs(console: Console, measured: Pairs) -> None:
     for each in odd:
         print_line(
             console,
-            f"Slow: {each.what} ({', '.join(each.hosts)}), {rate(each.bandwidth)}, {each.ratio:.1f} "
-            "times slower than others.",
+            f"Slow: {each.what} ({', '.join(each.hosts)}), {bandwidth(each.bandwidth)}, "
+            f"{each.ratio:.1f} times slower than others.",
         )
     print_line(console, "")
     if len(measured.hosts) > MOST_RANKS:
@@ -152,7 +153,7 @@ def show_pairs(console: Console, measured: Pairs) -> None:
     headers = ["from", *(f"to {rank}" for rank in range(len(measured.hosts)))]
     table = make_table(*headers, right=headers)
     for sender, row in enumerate(measured.bandwidth):
-        add_row(table, str(sender), *("" if it is None else rate(it) for it in row))
+        add_row(table, str(sender), *("" if it is None else bandwidth(it) for it in row))
     print_table(console, f"From rank to rank, {shown_size(measured.bytes)} and an answer", table)
 
 

@@ -65,14 +65,6 @@ def duration(seconds: float) -> str:
     return f"{_three(seconds)} s"
 
 
-def rate(bytes_per_second: float) -> str:
-    """Bytes per second in powers of ten, as bandwidths are said."""
-    for unit, length in (("kB/s", 1e3), ("MB/s", 1e6)):
-        if bytes_per_second < 999.5 * length:
-            return f"{_three(bytes_per_second / length)} {unit}"
-    return f"{_three(bytes_per_second / 1e9)} GB/s"
-
-
 def percent(share: float) -> str:
     """A share in percent; tenths where it is small."""
     return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"

@@ -13,19 +13,10 @@ from typing import Any, NamedTuple
 
 from shoal.errors import CheckpointError
 from shoal.events import read
+from shoal.timeline import PARTS
 from shoal.tracing.merging import STEPS_TRACK, Event, named, write
 from shoal.tracing.windows import FOLDER, Window
 
-_PARTS = (
-    "wait",
-    "transfer",
-    "forward",
-    "backward",
-    "communication",
-    "update",
-    "checkpoint",
-    "evaluation",
-)
 PARTS_TRACK = 1
 
 
@@ -124,7 +115,7 @@ def _rank(path: Path) -> Rank:
 
 def _taken(event: Mapping[str, Any]) -> Taken | None:
     """A step's line, unless it does not hold what such lines hold."""
-    parts = {part: event[part] for part in _PARTS if event.get(part)}
+    parts = {part: event[part] for part in PARTS[1:] if event.get(part)}
     numbers = [event.get("t"), event.get("wall", 0.0), *parts.values()]
     if type(event.get("step")) is not int or not all(type(n) in (int, float) for n in numbers):
         return None
