@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.parallel.compression import PowerSGD, TopK
     from shoal.parallel.context import Context
     from shoal.parallel.pipeline import Pipeline
+    from shoal.parallel.placed import Placed
     from shoal.parallel.recompute import Recompute
     from shoal.parallel.replicate import DDP, DataParallel, Single
     from shoal.parallel.shard import FSDP
@@ -75,6 +76,7 @@ _HOMES = {
     "parallel.compression": ("PowerSGD", "TopK"),
     "parallel.context": ("Context",),
     "parallel.pipeline": ("Pipeline",),
+    "parallel.placed": ("Placed",),
     "parallel.recompute": ("Recompute",),
     "parallel.replicate": ("DDP", "DataParallel", "Single"),
     "parallel.shard": ("FSDP",),
@@ -112,6 +114,7 @@ __all__ = [
     "Moment",
     "Noise",
     "Order",
+    "Placed",
     "Placement",
     "Pipeline",
     "PowerSGD",
