@@ -67,8 +67,9 @@ def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[
             if spots.setdefault(module, spot) != spot:
                 raise _contradiction(given, f"{names[module]} and {name} are one module", spots[module])
             names.setdefault(module, name)
-        for key, child in module.named_children():
-            visit(f"{name}.{key}".lstrip("."), child, spot)
+        for key, child in module._modules.items():  # named_children leaves out second names
+            if child is not None:
+                visit(f"{name}.{key}".lstrip("."), child, spot)
 
     visit("", model, None)
     _check_tensors(model, spots, given)

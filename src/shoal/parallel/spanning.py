@@ -64,7 +64,7 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
             name = type(each).__name__
             raise StepError(
                 given=f"shoal.{name}(…) around {_described(model, span)}",
-                found=f"{name} keeps what a process has of a model on one device",
+                found="it keeps what a process has of a model on one device",
                 fix="[shoal.Placed(…), shoal.DDP()]; or no shoal.Placed(…), a model that is on one "
                 "device, and a process for each device",
             )
