@@ -31,12 +31,12 @@ class Move(NamedTuple):
 class Elsewhere(Tensor):
     """A tensor that says it is on a device."""
 
-    inner: Tensor
+    held: Tensor
     number: int
 
     @staticmethod
     def __new__(cls, inner: Tensor, number: int) -> Elsewhere:
-        made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -45,21 +45,19 @@ class Elsewhere(Tensor):
             device=torch.device("cpu"),
             dispatch_device=True,
         )
+        assert isinstance(made, Elsewhere)
         return made
 
     def __init__(self, inner: Tensor, number: int) -> None:
-        self.inner, self.number = inner, number
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Elsewhere({self.inner!r}, {self.number})"
+        self.held, self.number = inner, number
 
     # What `Module.to` asks for: parameters are then swapped, and stay the objects that they are.
     def __tensor_flatten__(self) -> tuple[list[str], int]:
-        return ["inner"], self.number
+        return ["held"], self.number
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], number: int, *_: Any) -> Elsewhere:
-        return Elsewhere(inner["inner"], number)
+        return Elsewhere(inner["held"], number)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,7 +66,9 @@ class Elsewhere(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override] # a method in torch's stub
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
@@ -90,7 +90,7 @@ class Pretended(TorchDispatchMode):
 def plain(tensor: Tensor) -> Tensor:
     """The values of a tensor, wherever it says it is."""
     found = tensor.detach()
-    return found.inner if isinstance(found, Elsewhere) else found
+    return found.held if isinstance(found, Elsewhere) else found
 
 
 def _number(tensor: object) -> int | None:
@@ -105,7 +105,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if len(numbers) > 1 and func is not FILL:
         raise RuntimeError(f"Expected all tensors to be on the same device, but {func} got {numbers}")
     number = _number(args[0]) if func is FILL else next(iter(numbers), None)
-    inner, named = tree_map(lambda x: x.inner if isinstance(x, Elsewhere) else x, (args, kwargs))
+    inner, named = tree_map(lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs))
     wanted = named.get("device")
     if isinstance(wanted, torch.device) and wanted.type == "cpu":
         number = wanted.index
