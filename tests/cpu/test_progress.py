@@ -160,9 +160,8 @@ def bars(screen: list[str]) -> list[str]:
     return [line for line in screen if "% ·" in line]
 
 
-@pytest.mark.parametrize(
-    "columns", [80, *(pytest.param(columns, marks=pytest.mark.full) for columns in (30, 160))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [80, 30, 160])
 def test_a_terminal_has_one_line_below_all_else(tmp_path: Path, columns: int) -> None:
     """FAILURES 29: one line, rewritten, at any width; what is printed meanwhile stands above it."""
     shown = terminal(tmp_path, columns)

@@ -97,6 +97,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.full
 def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
     script = """
         import atexit, inspect, json, multiprocessing, os, sys
