@@ -28,7 +28,7 @@ def info(width: int = 80, **more: str) -> subprocess.CompletedProcess[str]:
         env={**kept, "COLUMNS": str(width), **more},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -89,7 +89,7 @@ finally:
 def test_one_process_opens_no_port_and_imports_no_more_than_it_needs() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
-        [sys.executable, "-c", QUIET], env=kept, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", QUIET], env=kept, capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.splitlines()[-1] == "[] []"
 
@@ -122,7 +122,7 @@ def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_
         env={**kept, **variables, "PMIX_NAMESPACE": tmp_path.name},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=True,
     )
     before, _, after = done.stdout.partition("LaunchError")

