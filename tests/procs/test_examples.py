@@ -29,7 +29,7 @@ SMALL = {
     ),
 }
 EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.full if name in ("mnist", "gan") else pytest.mark.long)
+    pytest.param(name, marks=pytest.mark.full if name == "mnist" else pytest.mark.long)
     for name in SMALL
 ]
 LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")
