@@ -210,19 +210,9 @@ def refused(*arguments: str) -> ShoalError:
     return done.exception
 
 
-ASKED = (
-    "scaling",
-    "dense",
-    "-n",
-    "1,2,8",
-    "--rounds",
-    "2",
-    "--study",
-    "s",
-    "--submit",
-    "--site",
-    "mini",
-)
+STUDY = ("scaling", "dense", "-n", "1,2,8", "--rounds", "2")
+SLURM = ("--submit", "--site", "mini")
+ASKED = (*STUDY, *SLURM, "--study", "s")
 
 
 def test_a_dry_run_prints_the_scripts_and_makes_nothing(fakes: Fakes) -> None:

@@ -64,7 +64,9 @@ def rehearse(
 
     Raises LaunchError for what can't be studied or does not fit the site.
     """
-    fits = _checked(options, asked, site)
+    check(options)
+    fits = room(site, asked)
+    fits.check(options.processes)
     study = plan(path, options, fits.told())
     for each in allocations(study.missing(), fits):
         how = _how(study, each, dry=True, force=force)
@@ -77,29 +79,18 @@ def submit(path: Path, options: Options, asked: Asked, site: Site, tell: Tell, *
     Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job:
     those before it stay, and the same call goes on from there.
     """
-    fits = _checked(options, asked, site)
+    rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
     require()
+    fits = room(site, asked)
     study = begin(path, options, fits.told())
     with alone(study):
         gather(study)
-        planned = [
-            (each, _request(study, each, fits, asked))
-            for each in allocations(study.missing(), fits)
-            if not following.living(_folder(study, each.name))
-        ]
-        for allocation, request in planned:
-            hand_in(request, site, _how(study, allocation, dry=True, force=force))
-        for allocation, request in planned:
-            _prepare(study, allocation)
-            tell(allocation, hand_in(request, site, _how(study, allocation, dry=False, force=force)))
+        for each in allocations(study.missing(), fits):
+            if not following.living(_folder(study, each.name)):
+                _prepare(study, each)
+                how = _how(study, each, dry=False, force=force)
+                tell(each, hand_in(_request(study, each, fits, asked), site, how))
     return study
-
-
-def _checked(options: Options, asked: Asked, site: Site) -> Room:
-    check(options)
-    fits = room(site, asked)
-    fits.check(options.processes)
-    return fits
 
 
 def gather(study: Study) -> None:
