@@ -142,10 +142,10 @@ def collect(study: Study, console: Console) -> bool:
     submission.gather(study)
     if study.repeats():
         show(study, console)
+        console.print()
     left = submission.waiting(study)
     if left:
         total = len(configurations(study.options)) * study.options.rounds
-        console.print()
         count = sum(each.trainings for each in left)
         print_line(console, f"{count} of {total} trainings have no result yet:")
         for each in left:
