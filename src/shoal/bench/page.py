@@ -66,10 +66,10 @@ def _diagnosis(
                 share = f"{cause.share * 100:.1f}"
                 lost.append((names[row.curve], str(row.processes), share, cause.text))
     if lost:
-        head = ("curve", "processes", "% of a step", "cause")
+        head = ("curve", "n", "% of a step", "cause")
         caption = (
             "What a step takes beyond perfect scaling, in percent of it; below 0 it takes less. "
-            "For each number of processes it adds up to what is lacking of 100 % efficiency, but for "
+            "For each number n of processes it adds up to what is lacking of 100 % efficiency, but for "
             "what is below half a percent."
         )
         blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
