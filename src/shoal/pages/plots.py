@@ -189,15 +189,15 @@ def _ends(axes: Axes, *, legend: bool, small: bool, grid: Literal["x", "y"] = "y
     if legend:
         size = 8.5 if small else 9.5
         _, labels = axes.get_legend_handles_labels()
-        # A legend that is wider than its figure is cut off; letters are 0.58 of their size wide.
-        column = size * (0.58 * max(map(len, labels), default=0) + 2.2)
+        # A legend that is wider than its figure is cut off; letters are half as wide as high.
+        column = size * (0.52 * max(map(len, labels), default=0) + 2.6)
         most = int(72 * (_NARROW if small else _WIDE)[0] / column)
         figure.legend(
             loc="outside upper left",
             ncols=max(1, min(5, most)),
             fontsize=size,
             frameon=False,
-            handlelength=1.0,
+            handlelength=1.4,
             handletextpad=0.4,
             columnspacing=0.8,
             borderaxespad=0.2,
