@@ -114,7 +114,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     sites = tmp_path / "config/shoal/sites"
     sites.mkdir(parents=True)
     (sites / "mini.toml").write_text(MINI)
-    (tmp_path / "work/jobs/1").mkdir(parents=True)
+    (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     fakes.set("sbatch", out="42\n")
     return fakes
@@ -135,6 +135,7 @@ esac
 def take_turns(fakes: Fakes, folder: Path, *words: str, limit: int = 30) -> tuple[int, dict[str, str]]:
     """Run a job with such turns; its exit code, and of each that has ended its own."""
     (fakes.path / "srun").write_text(RUNS)
+    (folder / "jobs/1").mkdir(parents=True)
     acts = folder / "acts"
     acts.write_text(ACTS)
     acts.chmod(0o755)
@@ -162,6 +163,7 @@ def test_a_turn_that_is_ended_from_outside_has_no_end_and_is_the_last(
     assert not (tmp_path / "work/two").exists()
 
 
+@pytest.mark.full
 def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
     found = take_turns(fakes, tmp_path / "work", "long", "one", limit=1)
     assert found == (0, {"long": "124", "one": "0"})
@@ -271,6 +273,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     assert len(fakes.calls("sbatch")) == 7
 
 
+@pytest.mark.full
 def test_where_slurm_is_missing_what_there_is_can_be_read(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +296,40 @@ def test_what_cannot_be_submitted_is_refused_before_anything_is_made(fakes: Fake
     assert fakes.calls() == []
 
 
+@pytest.mark.full
+def test_what_slurm_refuses_leaves_nothing_and_the_jobs_before_it_stay(
+    fakes: Fakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(os.listdir())
+    # The look for sbatch succeeds, the second job does not.
+    times = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n; "
+    (fakes.path / "sbatch").write_text(
+        f'#!/bin/bash\n{times}[ "$n" -lt "$MOST" ] && echo 42 || {{ echo too many >&2; exit 1; }}\n'
+    )
+    for most, left in (("1", False), ("2", True)):
+        monkeypatch.setenv("MOST", most)
+        Path("n").unlink(missing_ok=True)
+        assert "too many" in refused(*ASKED).found
+        assert Path("s").exists() == left
+    Path("n").unlink()
+    assert not (set(os.listdir()) - {*before, "s"})
+    assert "4 ended" in shoal("collect", "s").output
+
+
+@pytest.mark.full
+def test_a_script_runs_from_a_copy_of_its_own(fakes: Fakes) -> None:
+    Path("train.py").write_text("print('trained')\n")
+    script = ("scaling", "train.py", *STUDY[2:], *SLURM, "--study", "s", "--", "--run", "{run}")
+    assert shoal(*script).exit_code == 0
+    fakes.set("squeue", code=1, err="slurm_load_jobs error: Invalid job id specified\n")
+    assert shoal(*script).exit_code == 0
+    folder = Path("s/slurm/nodes-2/jobs/2")
+    assert [path.name for path in (folder / "source").iterdir()] == ["train.py"]
+    text = (folder / "job.sh").read_text()
+    assert f"{folder.resolve()}/source/train.py --run {Path('s').resolve()}/jobs/n8-b64" in text
+
+
+@pytest.mark.full
 def test_a_study_here_and_one_under_slurm_are_two(fakes: Fakes) -> None:
     assert shoal(*ASKED).exit_code == 0
     here = replace(load(Path("s")).options, threads=8)

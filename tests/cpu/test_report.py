@@ -251,4 +251,5 @@ def test_of_a_run_with_one_step_the_parts_are_drawn() -> None:
     places = [float(x) for x in re.findall(r"[ML] ([\d.]+)", found[1])]
     assert max(places) - min(places) > 100
     line = plots.Series(label="a", x=[3.0], y=[1.0])
-    assert "<use " in plots.lines([line], x="step", y="ms").wide.split('id="line2d_')[-1]
+    drawn = plots.lines([line], x="step", y="ms").wide
+    assert re.search(rf'<use [^>]*style="fill: {plots.COLOURS[0]}', drawn)

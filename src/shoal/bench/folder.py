@@ -11,10 +11,11 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ from .grid import Configuration, Options, configurations, options_from, order
 
 FORMAT = 1
 FILE = "study.json"
-RESULT = "result.json"
+JOBS, RESULT = "jobs", "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Study:
 
     def job(self, configuration: Configuration, number: int) -> Path:
         """The directory of a job; rounds count from 0."""
-        return self.path / "jobs" / configuration.key / f"round-{number}"
+        return self.path / JOBS / configuration.key / f"round-{number}"
 
     def missing(self) -> list[tuple[int, Configuration]]:
         """The jobs that have no result yet, in the order in which they run."""
@@ -96,6 +97,14 @@ def begin(path: Path, options: Options, machine: Mapping[str, str] | None = None
             given=f"a study in {path}", found=str(error), fix="--study DIR, that you may write to"
         ) from None
     return study
+
+
+def forget(study: Study) -> None:
+    """Take a study away again of which nothing has begun."""
+    shutil.rmtree(study.path / JOBS, ignore_errors=True)
+    (study.path / FILE).unlink()
+    with suppress(OSError):  # somebody else has something there
+        study.path.rmdir()
 
 
 def plan(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:

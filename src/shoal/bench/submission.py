@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.environ import THREADS
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, ShoalError
 from shoal.submit import following
 from shoal.submit.request import Request, Turn
 from shoal.submit.site import Site
@@ -20,7 +20,7 @@ from shoal.submit.submitting import submit as hand_in
 
 from . import jobs
 from .allocations import Allocation, Asked, Room, allocations, room
-from .folder import Study, alone, begin, plan
+from .folder import FILE, Study, alone, begin, forget, plan
 from .grid import Configuration, Options, check
 from .subject import Script
 
@@ -76,20 +76,28 @@ def rehearse(
 def submit(path: Path, options: Options, asked: Asked, site: Site, tell: Tell, *, force: bool) -> Study:
     """Submit what has no result and is in no job that waits or runs; each job is told.
 
-    Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job:
-    those before it stay, and the same call goes on from there.
+    Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job.
+    Those before it stay, and the same call goes on from there; where there are none nothing is left.
     """
     rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
     require()
-    fits = room(site, asked)
+    fits, fresh = room(site, asked), not (path / FILE).exists()
     study = begin(path, options, fits.told())
     with alone(study):
         gather(study)
         for each in allocations(study.missing(), fits):
-            if not following.living(_folder(study, each.name)):
-                _prepare(study, each)
-                how = _how(study, each, dry=False, force=force)
-                tell(each, hand_in(_request(study, each, fits, asked), site, how))
+            if following.living(_folder(study, each.name)):
+                continue
+            _prepare(study, each)
+            how = _how(study, each, dry=False, force=force)
+            try:
+                done = hand_in(_request(study, each, fits, asked), site, how)
+            except ShoalError:
+                if fresh:
+                    forget(study)
+                raise
+            tell(each, done)
+            fresh = False
     return study
 
 
