@@ -59,7 +59,14 @@ def test_a_hundred_percent_is_the_end(position: int, percent: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(-5, "0:00"), (0, "0:00"), (59.6, "1:00"), (754, "12:34"), (12345, "3:25:45"), (357_900, "4d 03:25")],
+    [
+        (-5, "0:00"),
+        (0, "0:00"),
+        (59.6, "1:00"),
+        (754, "12:34"),
+        (12345, "3:25:45"),
+        (357_900, "4d 03:25"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
