@@ -59,14 +59,7 @@ def test_a_hundred_percent_is_the_end(position: int, percent: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (-5, "0:00"),
-        (0, "0:00"),
-        (59.6, "1:00"),
-        (754, "12:34"),
-        (12345, "3:25:45"),
-        (357_900, "4d 03:25"),
-    ],
+    [(-5, "0:00"), (59.6, "1:00"), (754, "12:34"), (12345, "3:25:45"), (357_900, "4d 03:25")],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -175,9 +168,8 @@ def bars(screen: list[str]) -> list[str]:
     return [line for line in screen if "% ·" in line]
 
 
-@pytest.mark.parametrize(
-    "columns", [80, *(pytest.param(columns, marks=pytest.mark.full) for columns in (30, 160))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("columns", [80, 30, 160])
 def test_a_terminal_has_one_line_below_all_else(tmp_path: Path, columns: int) -> None:
     """FAILURES 29: one line, rewritten, at any width; what is printed meanwhile stands above it."""
     shown = terminal(tmp_path, columns)

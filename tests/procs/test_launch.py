@@ -217,6 +217,7 @@ def test_ctrl_c_is_passed_on_and_a_second_one_kills(start: Start) -> None:
     assert list(command.temporary.iterdir()) == []
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_ranks_that_do_nothing_about_it_at_once(start: Start) -> None:
     command = start(FAIL.replace("LINE", "pass"))
     command.wait_ready(3)
@@ -293,6 +294,7 @@ def leave() -> None:
     sys.exit(0)
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_returns_none() -> None:
     assert shoal.launch(leave, processes=1) == [None]
 

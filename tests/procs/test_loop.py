@@ -93,6 +93,7 @@ def adam_rate(done: shoal.Trained) -> float:
     return float(done.step.optimizer.param_groups[0]["lr"])
 
 
+@pytest.mark.full
 def test_it_is_the_loop_made_by_hand_bit_for_bit(ranks: Ranks, tmp_path: Path) -> None:
     hand = ranks.call(by_hand, tmp_path / "hand")
     for ours, (theirs, rate) in zip(hand, ranks.call(through_train, tmp_path / "given"), strict=True):

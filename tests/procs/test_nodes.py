@@ -46,7 +46,7 @@ with shoal.init(seed=0) as world:
     inputs = torch.randn(41, 6, dtype=torch.float64)
     targets = torch.randint(0, 3, (41,))
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    model = shoal.parallelize(net, world)
+    model = shoal.parallelize(net, world, None)
     task = shoal.Task(lambda out, b: (F.cross_entropy(out, b[1], reduction="sum"), len(b[1])))
     step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task, clip=1.0)
     data = shoal.Loader((inputs, targets), world, batch_size=12)
@@ -142,11 +142,12 @@ def losses(directory: Path) -> dict[int, float]:
     return {number: next(iter(ranks.values()))["loss"] for (_, number), ranks in taken.items()}
 
 
-@pytest.mark.full
-def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
-    """A node is killed with its rank and later another one comes: no sample is lost or repeated."""
+def killed_and_back(nodes: Nodes, script: str) -> None:
+    """Run on four ranks, then three, since a node is killed, then four, since another one comes.
+
+    No sample is lost or repeated.
+    """
     most = 4
-    script = f"MOST = {most}\n{textwrap.dedent(TRAIN)}"
 
     def start(processes: int = 1) -> Command:
         # They don't look for a signal while they are held, so can't save.
@@ -167,15 +168,29 @@ def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None
         assert f"{HERE} (process {gone.process.pid}) left: starting again" in each.err
         assert f"{HERE} (process {new.process.pid}) joined: starting again" in each.err
 
-    taken = events.steps(tmp_path / "run" / "events")
+    taken = events.steps(nodes.folder / "run" / "events")
     sizes = [len(ranks) for _, ranks in sorted(taken.items())]
     assert sizes == [most] * 3 + [most - 1] * 6 + [most] * 11
-    seen = coverage(tmp_path / "run")
+    seen = coverage(nodes.folder / "run")
     assert (seen.exact, seen.end) == (True, 5 * 41)
+
+
+@pytest.mark.full
+def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
+    killed_and_back(nodes, f"MOST = 4\n{textwrap.dedent(TRAIN)}")
     expected = alone(tmp_path / "alone")
     found = losses(tmp_path / "run")
     assert found.keys() == expected.keys()
     assert max(abs(found[number] - expected[number]) for number in expected) < 1e-9
+
+
+@pytest.mark.long
+def test_a_group_of_diloco_is_lost_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
+    text = textwrap.dedent(TRAIN).replace("world, None)", "world, shoal.DiLoCo(every=2))")
+    killed_and_back(nodes, f"MOST = 4\n{text}")
+    found = losses(tmp_path / "run")
+    assert sorted(found) == list(range(1, 21))
+    assert sum(found[n] for n in range(18, 21)) < sum(found[n] for n in range(1, 4))
 
 
 STEADY = (

@@ -306,6 +306,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_a_signal_as_the_launcher_ends_does_not_change_its_code(start: Start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"raise SystemExit({REQUEUE})")
     run = start("-c", LATE, "run", "-n", "1", "train.py")

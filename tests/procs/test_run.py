@@ -90,6 +90,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         run.clean_up()
 
 
+@pytest.mark.full
 def test_a_script_sees_what_python_would_show_it(start: Start) -> None:
     script = """
         import atexit, inspect, json, multiprocessing, os, sys
