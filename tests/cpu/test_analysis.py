@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from histories import BEGAN, Plant, lines, simulate, write
+from histories import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.analysis import SHOWN, History, Reader, Verdict, judge, profile, reading
 from shoal.errors import CheckpointError
 
@@ -133,7 +133,8 @@ def test_a_world_of_one_has_no_stragglers(tmp_path: Path) -> None:
     found = verdict(tmp_path, Plant(part="wait", ranks=[0], seconds=20e-3), ranks=1)
     assert found.stragglers == []
     assert found.shares["wait"] > 0.5
-    assert any("wait for data" in each.text for each in found.findings)
+    assert any(each.text.startswith("Ranks wait for data") for each in found.findings)
+    assert not any("alike" in each.text for each in found.findings)
 
 
 CAUSES = {
@@ -375,3 +376,26 @@ def test_files_without_a_step_say_so(tmp_path: Path) -> None:
     [start, _] = lines(simulate(1, 10), 0)
     (tmp_path / "events" / "rank-0.jsonl").write_text(start + "\n")
     assert judge(load(tmp_path)).sentence == "No step has been recorded yet."
+
+
+def test_of_several_steps_the_one_taken_most_often_numbers_the_ticks(tmp_path: Path) -> None:
+    write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN, first=0)
+    write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN + 60, first=60)
+    before, after = load(tmp_path).attempts
+    assert before.ticks(0)["step"].tolist() == list(range(1, 101))
+    assert (before.first, before.last) == (1, 100)
+    assert (after.first, after.last) == (61, 160)
+    found = judge(load(tmp_path))
+    assert [one.profile.last[-1] for one in found.judged] == [100, 160]
+
+
+@pytest.mark.parametrize("part", ["evaluation", "transfer", "other"])
+def test_what_takes_all_ranks_long_is_worth_a_finding(tmp_path: Path, part: str) -> None:
+    planted = simulate(2, 100)
+    planted.setdefault(part, np.zeros_like(planted["wall"]))
+    planted[part] += 10e-3
+    planted["wall"] += 10e-3
+    found = judge(load(write(tmp_path, planted)))
+    assert found.shares[part] > 0.3
+    (finding,) = found.findings
+    assert "of the time, on all ranks alike." in finding.text

@@ -147,11 +147,25 @@ class Attempt:
         return [rank for rank in range(min(self.size, 1 << 20)) if rank not in there]
 
     @property
+    def counting(self) -> str | None:
+        """The name of the Step by which steps are counted: of several the one with most of them."""
+        tracks = ((name, rows) for (_, name), rows in self.steps.items() if len(rows))
+        newest = {name: int(rows.all["step"][-1]) for name, rows in tracks}
+        return max(newest, key=lambda name: newest[name], default=None)
+
+    def first_of(self, name: str | None) -> int | None:
+        """The first step that the Step of this name took; None if it has taken none."""
+        tracks = (rows for (_, own), rows in self.steps.items() if own == name and len(rows))
+        return min((int(rows.all["step"][0]) for rows in tracks), default=None)
+
+    @property
     def first(self) -> int:
         """The first step that this attempt took."""
-        begins = [int(rows.all["step"][0]) for rows in self.steps.values() if len(rows)]
+        begin = self.first_of(self.counting)
+        if begin is not None:
+            return begin
         said = [start["step"] for start in self.starts.values() if type(start.get("step")) is int]
-        return min(begins or said, default=0)
+        return min(said, default=0)
 
     @property
     def last(self) -> int:
@@ -182,7 +196,7 @@ class Attempt:
         """The steps of a rank, one row for each tick.
 
         Where several Steps take one batch, as a GAN's do, only the first has a `wall`; what the others
-        took is added to its row.
+        took is added to its row. Rows are numbered by the Step with most steps.
         """
         tracks = [rows.all for (owner, _), rows in self.steps.items() if owner == rank and len(rows)]
         if not tracks:
@@ -241,8 +255,12 @@ def _merged(tracks: list[Array]) -> Array:
     heads = np.flatnonzero(every["wall"] > 0)
     if not len(heads):
         return every
-    owners = np.maximum(np.searchsorted(heads, np.arange(len(every)), side="right") - 1, 0)
+    every, heads = every[heads[0] :], heads - heads[0]  # of an earlier tick, whose first was let go
+    owners = np.searchsorted(heads, np.arange(len(every)), side="right") - 1
     merged = every[heads]
     for part in PARTS:
         merged[part] = np.bincount(owners, weights=every[part], minlength=len(heads))
+    # One that is not taken on every batch has smaller numbers, which would stand between the others.
+    np.maximum.at(merged["step"], owners, every["step"])
+    np.maximum.accumulate(merged["step"], out=merged["step"])
     return merged

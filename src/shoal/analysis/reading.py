@@ -64,7 +64,8 @@ class Reader:
 
     Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
     so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
-    with steps as they are read, their attempt, the rank, and the rows: with all of the lowest rank.
+    with steps as they are read: their attempt, the rank, the name of the Step, and the rows; of the
+    lowest rank all are.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Reader:
         *,
         only: int | None = None,
         keep: int | None = None,
-        seen: Callable[[Attempt, int, Array], None] | None = None,
+        seen: Callable[[Attempt, int, str, Array], None] | None = None,
     ) -> None:
         directory = Path(directory)
         self._only = only
@@ -167,10 +168,12 @@ class Reader:
             single = single[count:]
 
     def _steps(self, file: _File, name: object, columns: Mapping[str, Array]) -> None:
-        attempt = self._attempt(file)
+        if not isinstance(name, str):
+            raise TypeError("a Step without a name")
+        attempt, name = self._attempt(file), name[:200]
         added = _add(attempt, file.rank, name, columns)
         if self._seen is not None:
-            self._seen(attempt, file.rank, added)
+            self._seen(attempt, file.rank, name, added)
 
     def _shorten(self, file: _File) -> None:
         """Let go of what is old in a file's attempt, where little is to be kept."""
@@ -346,10 +349,8 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
     return columns
 
 
-def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]) -> Array:
-    if not isinstance(name, str):
-        raise TypeError("a Step without a name")
-    rows = attempt.steps.setdefault((rank, name[:200]), Rows(STEP))
+def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -> Array:
+    rows = attempt.steps.setdefault((rank, name), Rows(STEP))
     added = rows.append(len(columns["step"]))
     for column in ("loss", "counted"):
         added[column] = np.nan

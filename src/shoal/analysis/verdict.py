@@ -29,6 +29,27 @@ WORDS = {
 }
 
 
+_ALIKE = {
+    "wait": (
+        "Ranks wait for data",
+        "more workers, or less work per sample: shoal bench data; shoal.Loader(…, num_workers=N)",
+    ),
+    "transfer": (
+        "Ranks wait for copies to the device",
+        "shoal.Loader(…, pin_memory=True); smaller types, made floats on the device",
+    ),
+    "evaluation": (
+        "Evaluation takes",
+        "evaluate less often, or on less: shoal.evaluate(…, batches=N)",
+    ),
+    "other": (
+        "What the script does itself (logging, metrics, the forward pass of a loop of one's own) takes",
+        "shoal.Run(…, profile=(100, 105)), and shoal report RUN --trace 100:105 shows what it is",
+    ),
+}
+"""What all ranks lose alike, by part, and what to do about it."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something worth knowing, and what to do or to type next."""
@@ -198,11 +219,10 @@ def _findings(
             "than the others for long, but in each step another one is.",
             "more work per step evens it out; see whether others use these machines: shoal doctor",
         )
-    if shares.get("wait", 0.0) >= MUCH and not any(each.part == "wait" for each in named):
-        yield Finding(
-            f"All ranks wait for data alike: {percent(shares['wait'])} of the time.",
-            "more workers, or less work per sample: shoal.Loader(…, workers=N)",
-        )
+    for part, (text, advice) in _ALIKE.items():
+        if shares.get(part, 0.0) >= MUCH and not any(each.part == part for each in named):
+            alike = ", on all ranks alike" if attempt.size > 1 else ""
+            yield Finding(f"{text} {percent(shares[part])} of the time{alike}.", advice)
     if shares.get("checkpoint", 0.0) >= NOTABLE:
         yield _about_saves(attempt, shares["checkpoint"])
     if attempt.missing:

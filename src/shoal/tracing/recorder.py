@@ -141,8 +141,16 @@ class Recorder:
                 self._folder.mkdir(exist_ok=True)
                 recording.profiler.export_chrome_trace(str(part))
                 part.replace(path)
+                self._forget_others(recording.window)
             except OSError as error:
                 self._world.say(f"shoal: steps {recording.window} are not kept: {error}")
+
+    def _forget_others(self, window: Window) -> None:
+        """Remove what an earlier start has recorded of these steps on ranks that there are no more."""
+        if self._world.first:
+            here = {file_of(self._folder, rank, window) for rank in range(self._world.size)}
+            for path in {*self._folder.glob(file_of(self._folder, "*", window).name)} - here:
+                path.unlink(missing_ok=True)
 
     def _described(self, recording: _Recording) -> dict[str, Any]:
         return {
