@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from histories import BEGAN, Plant, lines, simulate, write, write_two_steps
-from shoal.analysis import SHOWN, History, Reader, Verdict, judge, profile, reading
+from shoal.analysis import SHOWN, History, Reader, Verdict, duration, judge, profile, reading
 from shoal.errors import CheckpointError
 
 
@@ -399,3 +399,49 @@ def test_what_takes_all_ranks_long_is_worth_a_finding(tmp_path: Path, part: str)
     assert found.shares[part] > 0.3
     (finding,) = found.findings
     assert "of the time, on all ranks alike." in finding.text
+
+
+def test_attempts_stand_as_ranks_wrote_of_them_whatever_the_clock_said(tmp_path: Path) -> None:
+    write(tmp_path, simulate(2, 20), began=BEGAN)
+    write(tmp_path, simulate(3, 20), append=True, began=BEGAN - 3600, first=20)
+    write(tmp_path, simulate(1, 20), append=True, began=BEGAN + 3600, first=40)
+    whole = load(tmp_path)
+    joined = History(tmp_path)
+    for rank in (1, 2, 0):
+        reader = Reader(tmp_path, only=rank)
+        reader.poll()
+        joined.join(reader.history)
+    for history in (whole, joined):
+        assert [each.first for each in history.attempts] == [1, 21, 41]
+
+
+def test_attempts_of_which_no_rank_has_both_are_ordered_by_time(tmp_path: Path) -> None:
+    write(tmp_path, simulate(2, 20), began=BEGAN)
+    (tmp_path / "events" / "rank-0.jsonl").unlink()
+    write(tmp_path, simulate(1, 20), append=True, began=BEGAN + 60, first=20)
+    assert [each.first for each in load(tmp_path).attempts] == [1, 21]
+
+
+def test_ranks_without_a_step_in_common_are_no_run_without_steps(tmp_path: Path) -> None:
+    write(tmp_path, simulate(2, 20))
+    other = "\n".join(lines(simulate(2, 20), 1, first=20))
+    (tmp_path / "events" / "rank-1.jsonl").write_text(other + "\n")
+    assert judge(load(tmp_path)).sentence == "The ranks have recorded no step in common."
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_are_too_large_are_passed_over_without_a_word(tmp_path: Path) -> None:
+    [start, block] = lines(simulate(1, 20), 0)
+    beyond = json.loads(block) | {"loss": [1e300] * 20, "wall": [0] * 20, "forward": [10**60] * 20}
+    far = {"event": "end", "t": 1e300, "reason": "closed"}
+    (tmp_path / "events").mkdir()
+    text = "\n".join([start, json.dumps(beyond), json.dumps(far)])
+    (tmp_path / "events" / "rank-0.jsonl").write_text(text + "\n")
+    history = load(tmp_path)
+    assert sum(judge(history).shares.values()) == pytest.approx(1)
+    assert history.attempts[0].seen < BEGAN + 60
+
+
+def test_long_times_are_written_out() -> None:
+    spelled = [duration(seconds) for seconds in (3e-6, 0.25, 100.0, 7200.0, 86400 * 999, 86400 * 1234)]
+    assert spelled == ["3 µs", "250 ms", "100 s", "2 h", "999 d", "1,234 d"]

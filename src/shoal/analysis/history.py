@@ -209,21 +209,17 @@ class History:
     """All that was read of a run directory."""
 
     directory: Path
-    found: dict[float, Attempt] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
+    """In the order in which the ranks wrote of them: clocks of hosts may be wrong, or set back."""
     files: int = 0
     """How many ranks have left a file."""
     skipped: int = 0
     """Lines that are no events; a kill leaves one."""
 
     @property
-    def attempts(self) -> list[Attempt]:
-        """All attempts in the order in which they began."""
-        return [self.found[began] for began in sorted(self.found)]
-
-    @property
     def latest(self) -> Attempt | None:
         """The last attempt, if there is any."""
-        return self.found[max(self.found)] if self.found else None
+        return self.attempts[-1] if self.attempts else None
 
     @property
     def world(self) -> int:
@@ -232,8 +228,9 @@ class History:
 
     def join(self, other: History) -> None:
         """Add what was read of other ranks."""
-        for began, theirs in other.found.items():
-            ours = self.attempt(began)
+        before = None
+        for theirs in other.attempts:
+            ours = before = self.attempt(theirs.began, after=before)
             ours.starts |= theirs.starts
             ours.steps |= theirs.steps
             ours.usage |= theirs.usage
@@ -243,9 +240,19 @@ class History:
         self.files += other.files
         self.skipped += other.skipped
 
-    def attempt(self, began: float) -> Attempt:
-        """The attempt that began at a time; a new one if there is none yet."""
-        return self.found.setdefault(began, Attempt(began))
+    def attempt(self, began: float, *, after: Attempt | None = None) -> Attempt:
+        """The attempt that began at a time; a new one if there is none yet.
+
+        A rank has written of it `after` another one. What no file has both of is ordered by time.
+        """
+        known = next((each for each in self.attempts if each.began == began), None)
+        if known is not None:
+            return known
+        place = 0 if after is None else 1 + self.attempts.index(after)
+        while place < len(self.attempts) and self.attempts[place].began < began:
+            place += 1
+        self.attempts.insert(place, Attempt(began))
+        return self.attempts[place]
 
 
 def _merged(tracks: list[Array]) -> Array:

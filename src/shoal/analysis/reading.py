@@ -27,6 +27,8 @@ LONG = 1 << 12
 """Bytes of a line from which it is a block of steps."""
 LONGEST = 64 << 20
 """Bytes of a line; what is longer was not written by a run."""
+NEVER = 1e11
+"""Seconds since the epoch: no run lasts into the year 5138."""
 LONG_AGO = 1e9
 """Seconds above which a duration is none."""
 
@@ -135,7 +137,7 @@ class Reader:
             began = float(event.get("began", time))
             if not np.isfinite(began):
                 raise ValueError("an attempt that began at no time")
-            file.attempt = self.history.attempt(began)
+            file.attempt = self.history.attempt(began, after=file.attempt)
             file.attempt.starts[file.rank] = event
             file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
             file.waiting.clear()
@@ -149,7 +151,7 @@ class Reader:
             file.waiting.append(event)
         elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
             file.attempt.events.append((file.rank, event))
-        if file.attempt is not None and np.isfinite(time):
+        if file.attempt is not None and abs(time) < NEVER:
             file.attempt.seen = max(file.attempt.seen, time)
 
     def _flush(self, file: _File) -> None:
@@ -291,8 +293,13 @@ def _newest(lines: list[bytes], keep: int) -> list[bytes]:
     return found[::-1]
 
 
+def _narrowed(values: object) -> Array:
+    with np.errstate(over="ignore"):  # infinite is what a loss that float32 can't hold comes to
+        return np.array(values, np.float32)
+
+
 def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
-    found = np.array(values, np.float32)
+    found = _narrowed(values)
     if found.shape != shape:
         raise ValueError("a column of another length")
     found *= np.float32(scale)
@@ -303,7 +310,7 @@ def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
 
 
 def _numbers(values: object, count: int) -> Array:
-    found = np.array(values, np.float32)
+    found = _narrowed(values)
     if found.shape != (count,):
         raise ValueError("a column of another length")
     return found

@@ -91,9 +91,12 @@ def judge(history: History, *, last: int | None = None) -> Verdict:
     attempts = history.attempts if last is None else history.attempts[-1:]
     judged = [each for each in (_judged(attempt, last) for attempt in attempts) if each is not None]
     if not judged:
-        text = (
-            "No step has been recorded yet." if history.attempts else "Nothing has been recorded yet."
-        )
+        if any(attempt.steps for attempt in attempts):
+            text = "The ranks have recorded no step in common."
+        elif attempts:
+            text = "No step has been recorded yet."
+        else:
+            text = "Nothing has been recorded yet."
         return Verdict(text, None, {}, [], [], [])
     shares, costs = _shares(judged)
     named = [each for one in judged for each in one.stragglers]
@@ -131,7 +134,6 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
     """
     seconds: dict[str, float] = defaultdict(float)
     costs: Costs = defaultdict(float)
-    total = 0.0
     for one in judged:
         found, steps = one.profile, one.profile.steps
         wall = float(found.average(found.wall).mean()) * steps
@@ -153,9 +155,8 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
         seconds[UNEVEN] += (
             wall - sum(shared.values()) - float(found.average(found.surplus).sum()) * steps
         )
-        total += wall
     kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may leave less than none
-    total = sum(kept.values()) if total > 0 else 1.0
+    total = sum(kept.values()) or 1.0
     shares = {part: float(each / total) for part, each in kept.items()}
     return {"computing": 0.0, **shares}, {key: cost / total for key, cost in costs.items()}
 
