@@ -262,6 +262,12 @@ def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -
     assert names == ["rank 0", "rank 1 on node1"]
 
 
+def test_steps_that_are_rounded_into_each_other_are_drawn_side_by_side(tmp_path: Path) -> None:
+    ends = {"at": [200_000, 100_000, 0], "wall": [100_003] * 3, "forward": [100_004] * 3}
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 3) | ends)
+    assert steps_of(checked_events(coarse(tmp_path, 5, 7)), 0).keys() == {5, 6, 7}
+
+
 def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
     line = {"event": "step", "t": 10.0, "step": 5, "wait": 0.01, "forward": 0.02, "backward": 0.03}
     write_events(tmp_path, 0, line, {"event": "step", "t": 11.0})

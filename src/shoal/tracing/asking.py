@@ -7,7 +7,7 @@ from pathlib import Path
 from shoal.errors import CheckpointError
 from shoal.tracing.coarse import coarse, newest, ranks_of
 from shoal.tracing.merging import merge
-from shoal.tracing.windows import FOLDER, Window, ask, file_of, recordable, window
+from shoal.tracing.windows import FOLDER, MOST, Window, ask, file_of, recordable, window
 
 
 def timeline(run: str, steps: str) -> str:
@@ -50,10 +50,11 @@ def _made(run: str, wanted: Window) -> str:
             )
         return _request(Path(run), wanted, taken)
     path = coarse(run, *wanted)
+    few = (wanted.first, min(wanted.last, wanted.first + MOST - 1))
     so_far = f" as far as {taken:,}" if taken < wanted.last else ""
     return (
         f"{path}: the steps {wanted}{so_far}, coarse, from the events: there is no record of them, "
-        f"for which there is shoal.Run(…, profile=({wanted.first}, {wanted.last})); "
+        f"for which there is shoal.Run(…, profile={few}); "
         "open it in ui.perfetto.dev"
     )
 

@@ -99,12 +99,17 @@ def _events(ranks: Mapping[int, Rank], inside: Mapping[int, Mapping[int, Taken]]
             "ts": 0,
             "args": {"name": "parts, in no known order"},
         }
+        last = 0.0
         for number, taken in steps.items():
-            at = taken.end - taken.wall - zero
-            yield _range(f"step {number}", rank, STEPS_TRACK, at, taken.wall)
+            at, end = taken.end - taken.wall - zero, taken.end - zero
+            if at < last < end:  # times are rounded, and viewers draw wrongly what overlaps
+                at = last
+            last = end
+            yield _range(f"step {number}", rank, STEPS_TRACK, at, end)
             for part, seconds in taken.parts.items():
-                yield _range(part, rank, PARTS_TRACK, at, seconds)
-                at += seconds
+                until = min(at + seconds, end)
+                yield _range(part, rank, PARTS_TRACK, at, until)
+                at = until
 
 
 def _late(steps: Mapping[int, Taken], reference: Mapping[int, Taken]) -> float:
@@ -112,8 +117,9 @@ def _late(steps: Mapping[int, Taken], reference: Mapping[int, Taken]) -> float:
     return median(found) if found else 0.0
 
 
-def _range(name: str, rank: int, track: int, begin: float, seconds: float) -> Event:
-    times = {"ts": round(begin * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+def _range(name: str, rank: int, track: int, begin: float, end: float) -> Event:
+    at, until = round(begin * 1e6, 3), round(end * 1e6, 3)
+    times = {"ts": at, "dur": round(until - at, 3)}
     return {"ph": "X", "cat": "shoal", "name": name, "pid": rank, "tid": track} | times
 
 
