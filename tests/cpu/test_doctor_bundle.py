@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import socket
@@ -144,6 +145,16 @@ def test_a_file_that_is_there_is_not_replaced_and_others_cannot_read_it(tmp_path
     with pytest.raises(LaunchError, match="File exists"):
         Bundle(texts={"a": "2"}).write(path)
     assert content(path) == {"a": "1"}
+
+
+def test_half_an_archive_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    with pytest.raises(LaunchError, match="No space left"):
+        Bundle(texts={"a": "1"}).write(tmp_path / "b.zip")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.timeout(20)
