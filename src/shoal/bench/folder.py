@@ -2,7 +2,7 @@
 
 STUDY/study.json                     the options, the machine, versions
 STUDY/jobs/KEY/round-R/              a job: what it ran, what it printed, the run directory
-STUDY/jobs/KEY/round-R/result.json   what came of it; the job is not run again
+STUDY/jobs/KEY/round-R/result.json   what came of it; a job that succeeded is not run again
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ class Study:
         return self.path / "jobs" / configuration.key / f"round-{number}"
 
     def missing(self) -> list[tuple[int, Configuration]]:
-        """The jobs that have no result yet, in the order in which they run."""
+        """The jobs that have no result yet, or failed, in the order in which they run.
+
+        What made one fail may have been mended. Raises CheckpointError for a file that is no result.
+        """
         jobs = configurations(self.options)
         return [
             (number, jobs[place])
             for number in range(self.options.rounds)
             for place in order(len(jobs), number)
-            if not (self.job(jobs[place], number) / RESULT).is_file()
+            if not _succeeded(self.job(jobs[place], number) / RESULT)
         ]
 
     def repeats(self) -> list[Repeat]:
@@ -161,6 +164,10 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or sys.platform
+
+
+def _succeeded(path: Path) -> bool:
+    return path.is_file() and _repeat(path).measured is not None
 
 
 def _repeat(path: Path) -> Repeat:
