@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typer.testing import CliRunner
 
+import shoal
 from shoal.cli import app
 from shoal.errors import CheckpointError, StepError
+from shoal.timeline import OTHER, UPDATE
 from shoal.tracing import clocks, windows
 from shoal.tracing.asking import timeline
 from shoal.tracing.clocks import Offset, Trip
 from shoal.tracing.coarse import coarse
 from shoal.tracing.merging import merge
+from shoal.tracing.recorder import Recorder
 from shoal.tracing.requests import Requests
 from shoal.tracing.windows import Window
 from timelines import checked_events, steps_of
@@ -227,6 +231,22 @@ def test_a_damaged_record_is_told(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content if content == b"no gzip" else gzip.compress(content))
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
         merge(tmp_path, 5, 6)
+
+
+@pytest.mark.full
+def test_what_a_record_takes_is_not_the_optimizers(world: shoal.World, tmp_path: Path) -> None:
+    parts = []
+
+    def clock() -> int:
+        parts.append(world.timeline._part)
+        return time.perf_counter_ns()
+
+    recorder = Recorder(world, tmp_path, Window(2, 2), clock=clock)
+    with world.timeline.within(UPDATE):
+        recorder.tick(1)
+        recorder.tick(2)
+    assert parts == [OTHER, UPDATE, OTHER]
+    assert merge(tmp_path, 2, 2).is_file()
 
 
 def write_events(run: Path, rank: int, *lines: Mapping[str, Any]) -> None:
