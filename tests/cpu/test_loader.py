@@ -19,7 +19,7 @@ from shoal.errors import DataError
 from shoal.timeline import OTHER
 
 SIZE, BATCH = 23, 4
-DEADLINE = 20.0
+DEADLINE = 100.0
 
 
 class Rows(Dataset[Any]):
