@@ -445,3 +445,18 @@ def test_numbers_that_are_too_large_are_passed_over_without_a_word(tmp_path: Pat
 def test_long_times_are_written_out() -> None:
     spelled = [duration(seconds) for seconds in (3e-6, 0.25, 100.0, 7200.0, 86400 * 999, 86400 * 1234)]
     assert spelled == ["3 µs", "250 ms", "100 s", "2 h", "999 d", "1,234 d"]
+
+
+def test_a_file_that_cannot_be_read_is_told_from_one_that_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, simulate(3, 20))
+    for rank in (1, 2):
+        (tmp_path / "events" / f"rank-{rank}.jsonl").unlink()
+    # Of which nobody may read the first byte.
+    (tmp_path / "events" / "rank-1.jsonl").symlink_to("/proc/self/mem")
+    told = [each.text for each in judge(load(tmp_path)).findings]
+    assert told == [
+        "The events of rank 1 can't be read: Input/output error.",
+        "Nothing was recorded by rank 2.",
+    ]
+    (tmp_path / "events" / "rank-0.jsonl").unlink()
+    assert judge(load(tmp_path)).sentence == "The events can't be read: Input/output error."

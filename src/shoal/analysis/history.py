@@ -215,6 +215,8 @@ class History:
     """How many ranks have left a file."""
     skipped: int = 0
     """Lines that are no events; a kill leaves one."""
+    unread: dict[int, str] = field(default_factory=dict)
+    """Ranks whose file could not be read to its end, and why."""
 
     @property
     def latest(self) -> Attempt | None:
@@ -239,6 +241,7 @@ class History:
             ours.seen = max(ours.seen, theirs.seen)
         self.files += other.files
         self.skipped += other.skipped
+        self.unread |= other.unread
 
     def attempt(self, began: float, *, after: Attempt | None = None) -> Attempt:
         """The attempt that began at a time; a new one if there is none yet.

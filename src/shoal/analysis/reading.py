@@ -276,8 +276,11 @@ def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
                     file.offset += len(kept)
                     kept = b""
                     history.skipped += 1
-    except OSError:  # gone, or not ours to read: as if it were not there
+        history.unread.pop(file.rank, None)
+    except FileNotFoundError:  # gone: as if it had never been there
         return
+    except OSError as error:
+        history.unread[file.rank] = error.strerror or str(error)
 
 
 def _newest(lines: list[bytes], keep: int) -> list[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .history import Attempt, History
@@ -91,7 +91,9 @@ def judge(history: History, *, last: int | None = None) -> Verdict:
     attempts = history.attempts if last is None else history.attempts[-1:]
     judged = [each for each in (_judged(attempt, last) for attempt in attempts) if each is not None]
     if not judged:
-        if any(attempt.steps for attempt in attempts):
+        if history.unread:
+            text = f"The events can't be read: {next(iter(history.unread.values()))}."
+        elif any(attempt.steps for attempt in attempts):
             text = "The ranks have recorded no step in common."
         elif attempts:
             text = "No step has been recorded yet."
@@ -103,7 +105,16 @@ def judge(history: History, *, last: int | None = None) -> Verdict:
     named.sort(key=lambda each: (-costs.get((each.rank, each.host, each.part), 0.0), -each.excess))
     efficient = shares["computing"]
     sentence = _sentence(efficient, shares, named, costs, judged)
-    return Verdict(sentence, efficient, shares, named, list(_findings(shares, named, judged)), judged)
+    findings = [*_unread(history), *_findings(shares, named, judged, history.unread)]
+    return Verdict(sentence, efficient, shares, named, findings, judged)
+
+
+def _unread(history: History) -> Iterator[Finding]:
+    if history.unread:
+        ranks, why = sorted(history.unread), next(iter(history.unread.values()))
+        yield Finding(
+            f"The events of {_ranks(ranks)} can't be read: {why}.", f"ls -l {history.directory}/events"
+        )
 
 
 def _judged(attempt: Attempt, last: int | None) -> Judged | None:
@@ -207,7 +218,10 @@ def _several(names: list[str]) -> str:
 
 
 def _findings(
-    shares: Mapping[str, float], named: list[Straggler], judged: list[Judged]
+    shares: Mapping[str, float],
+    named: list[Straggler],
+    judged: list[Judged],
+    unread: Collection[int],
 ) -> Iterator[Finding]:
     attempt = judged[-1].attempt
     for each in _together(named):
@@ -226,9 +240,10 @@ def _findings(
             yield Finding(f"{text} {percent(shares[part])} of the time{alike}.", advice)
     if shares.get("checkpoint", 0.0) >= NOTABLE:
         yield _about_saves(attempt, shares["checkpoint"])
-    if attempt.missing:
+    missing = [rank for rank in attempt.missing if rank not in unread]
+    if missing:
         yield Finding(
-            f"Nothing was recorded by {_ranks(attempt.missing)}.",
+            f"Nothing was recorded by {_ranks(missing)}.",
             "see whether these ranks reach the run directory",
         )
     left_out = judged[-1].profile.left_out
