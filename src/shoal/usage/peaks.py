@@ -86,11 +86,11 @@ def peak_here(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def tf32_allowed() -> bool:
-    """Whether products of float32 may be computed in tf32 on CUDA, by whichever switch that was set."""
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # after torch.backends.….fp32_precision = … it refuses to say
-        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+    """Whether products of float32 may be computed in tf32 on CUDA, by whichever switch that was set.
+
+    torch.get_float32_matmul_precision knows the older switches alone, and raises after the newer.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _peak(sheet: _Sheet, teraflops: float, how: str) -> Peak:
