@@ -273,4 +273,4 @@ def _merged(tracks: list[Array]) -> Array:
     # One that is not taken on every batch has smaller numbers, which would stand between the others.
     np.maximum.at(merged["step"], owners, every["step"])
     np.maximum.accumulate(merged["step"], out=merged["step"])
-    return merged
+    return np.asarray(merged)
