@@ -136,3 +136,24 @@ def write(
         with (folder / f"rank-{rank}.jsonl").open("a" if append else "w") as file:
             file.writelines(line + "\n" for line in lines(parts, rank, **options))
     return directory
+
+
+def write_two_steps(directory: Path, *, ticks: int, every: int, began: float, first: int) -> None:
+    """A critic that is taken on every batch and a generator, declared first, on every so manieth."""
+    parts = simulate(2, ticks)
+    there = np.arange(1, ticks + 1) % every == 0
+    (directory / "events").mkdir(exist_ok=True)
+    for rank in (0, 1):
+        [start, text] = lines(parts, rank, began=began, name="critic")
+        block = json.loads(text)
+        taken = [n for n, here in enumerate(there) if here]
+        other = {
+            name: [column[n] for n in taken] if isinstance(column, list) else column
+            for name, column in block.items()
+        }
+        other |= {"name": "generator", "step": [first // every + n + 1 for n in range(len(taken))]}
+        block["step"] = [first + n + 1 for n in range(ticks)]
+        block["wall"] = [0 if there[n] else wall for n, wall in enumerate(block["wall"])]
+        found = [json.loads(start) | {"step": first // every}, block, other]
+        with (directory / "events" / f"rank-{rank}.jsonl").open("a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in found)

@@ -26,7 +26,19 @@ def checked_events(path: Path) -> list[dict[str, Any]]:
         assert event["ph"] != "X" or event["dur"] >= 0
         assert event["ph"] not in "stf" or "id" in event
         assert event["ph"] != "M" or event["args"]
+    _check_nesting([event for event in events if event["ph"] == "X"])
     return events
+
+
+def _check_nesting(ranges: list[dict[str, Any]]) -> None:
+    """On each line, what begins within a range ends in it."""
+    around: dict[tuple[int, int], list[float]] = {}
+    for each in sorted(ranges, key=lambda each: (each["ts"], -each["dur"])):
+        ends = around.setdefault((each["pid"], each["tid"]), [])
+        while ends and ends[-1] <= each["ts"] + 1e-4:
+            ends.pop()
+        assert not ends or each["ts"] + each["dur"] <= ends[-1] + 1e-3, each
+        ends.append(each["ts"] + each["dur"])
 
 
 def steps_of(events: list[dict[str, Any]], rank: int) -> dict[int, float]:

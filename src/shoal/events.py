@@ -89,7 +89,7 @@ class Events:
         """Record a rare event at once, after the steps that came before it; secrets are masked."""
         self.flush()
         event = {"event": kind, "t": round(time.time(), 6), **masked(dict(fields))}
-        self._hand_over(json.dumps(_finite(event)) + "\n")
+        self._hand_over(json.dumps(finite(event)) + "\n")
 
     def flush(self) -> None:
         """Hand everything recorded so far to the operating system: a killed process loses none."""
@@ -235,11 +235,12 @@ def _numbers(values: Sequence[float], short: str = "") -> str:
     return f"[{', '.join([short] * len(values)) % tuple(values)}]" if short else repr(list(values))
 
 
-def _finite(value: Plain) -> Plain:
+def finite(value: Plain) -> Plain:
+    """The value as JSON holds it, which has no word for NaN and infinity: None in their place."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

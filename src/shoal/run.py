@@ -36,7 +36,7 @@ from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step
 from shoal.stopping import Reason, Stopped, Stopping
 from shoal.timeline import CHECKPOINT, UPDATE
-from shoal.tracing.windows import checked
+from shoal.tracing.windows import Window, checked, recordable
 from shoal.trackers import Curves, Tracker, default_trackers
 from shoal.world import World
 
@@ -98,7 +98,7 @@ class Run:
         trackers: Sequence[Tracker] | None = None,
         profile: tuple[int, int] | None = None,
     ) -> None:
-        window = None if profile is None else checked(profile, f"shoal.Run(…, profile={profile})")
+        window = None if profile is None else _window(profile)
         self.directory = _own_directory(directory)
         self.steps = _named_steps(step)
         if not isinstance(loader, Loader):
@@ -409,6 +409,11 @@ class Run:
             for name, step in self.steps.items()
             if step.last is not None
         }
+
+
+def _window(profile: tuple[int, int]) -> Window:
+    call = f"shoal.Run(…, profile={profile})"
+    return recordable(checked(profile, call), call)
 
 
 def _own_directory(given: str | Path) -> Path:

@@ -7,13 +7,20 @@ from collections import Counter, OrderedDict
 from typing import Any
 
 # Controls of C0 and C1, line separators, marks that reorder text, and halves of surrogate pairs.
-_UNPRINTABLE = re.compile("[\x00-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\n-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
-_WORDS = "token|secret|password|passwd|passphrase|credential|auth|bearer|key"
-# Whole words, as in HF_TOKEN, apiKey and AWS_SECRET_ACCESS_KEY, and not in `tokenizer` or `keep`.
-_SECRET = re.compile(rf"(?:^|[^a-z])(?:{_WORDS})s?(?![a-z])|(?:password|passwd|apikey)$")
+_WORDS = (
+    "token|secret|password|passwd|pass(?:phrase)?|credential|auth(?:orization)?|bearer|key|cookie|jwt"
+)
+# Whole words, as in HF_TOKEN, apiKey and AWS_SECRET_ACCESS_KEY, and not in `tokenizer` or `keep`. PWD
+# alone is a directory.
+_ENDS = "password|passwd|sshpass|apikey|token|secret|[^a-z]pwd|[^a-z]pat"
+_SECRET = re.compile(rf"(?:^|[^a-z])(?:{_WORDS})s?(?![a-z])|(?:{_ENDS})$")
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
+_LOGIN = re.compile(r"(?<=://)[^/\s\"']+@")  # a password may have another @ in it
+_OPTION = re.compile(r"(--?[\w-]+)(?:=(.+))?", re.DOTALL)
 
 MASK = "***"
 
@@ -27,16 +34,31 @@ def masked(tree: Any, *, secret: bool = False) -> Any:
     """Settings without what people keep to themselves.
 
     In dicts, lists and tuples, texts below a name like `api_key`, `TOKEN` or `dbPassword` become
-    `***`, and so do names and passwords in URLs. Numbers stay: `tokens` may be counted. Types stay too.
+    `***`, and so do names and passwords in URLs, and what follows an option like `--api-key` in a list
+    of arguments. Numbers stay: `tokens` may be counted. Types stay too.
     """
     if type(tree) is str:
-        return MASK if secret and tree else _LOGIN.sub(f"{MASK}@", tree)
+        if secret and tree:
+            return MASK
+        option = _OPTION.fullmatch(tree)
+        if option is not None and option[2] and is_secret(option[1]):
+            return f"{option[1]}={MASK}"
+        return _LOGIN.sub(f"{MASK}@", tree)
     if type(tree) in (dict, OrderedDict, Counter):
         pairs = ((name, masked(item, secret=secret or is_secret(name))) for name, item in tree.items())
         return type(tree)(dict(pairs))
     if type(tree) in (list, tuple):
-        return type(tree)(masked(item, secret=secret) for item in tree)
+        named = [False, *map(_names_a_secret, tree)]
+        return type(tree)(
+            masked(item, secret=secret or follows) for item, follows in zip(tree, named, strict=False)
+        )
     return tree
+
+
+def _names_a_secret(argument: object) -> bool:
+    """Whether it is an option of which the value comes next."""
+    option = _OPTION.fullmatch(argument) if isinstance(argument, str) else None
+    return option is not None and option[2] is None and is_secret(option[1])
 
 
 def passwords(text: str) -> list[str]:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from histories import BEGAN, Plant, lines, simulate, write
-from shoal.analysis import SHOWN, History, Reader, Verdict, judge, profile, reading
+from histories import BEGAN, Plant, lines, simulate, write, write_two_steps
+from shoal.analysis import SHOWN, History, Reader, Verdict, duration, judge, profile, reading
 from shoal.errors import CheckpointError
 
 
@@ -133,7 +133,8 @@ def test_a_world_of_one_has_no_stragglers(tmp_path: Path) -> None:
     found = verdict(tmp_path, Plant(part="wait", ranks=[0], seconds=20e-3), ranks=1)
     assert found.stragglers == []
     assert found.shares["wait"] > 0.5
-    assert any("wait for data" in each.text for each in found.findings)
+    assert any(each.text.startswith("Ranks wait for data") for each in found.findings)
+    assert not any("alike" in each.text for each in found.findings)
 
 
 CAUSES = {
@@ -375,3 +376,87 @@ def test_files_without_a_step_say_so(tmp_path: Path) -> None:
     [start, _] = lines(simulate(1, 10), 0)
     (tmp_path / "events" / "rank-0.jsonl").write_text(start + "\n")
     assert judge(load(tmp_path)).sentence == "No step has been recorded yet."
+
+
+def test_of_several_steps_the_one_taken_most_often_numbers_the_ticks(tmp_path: Path) -> None:
+    write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN, first=0)
+    write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN + 60, first=60)
+    before, after = load(tmp_path).attempts
+    assert before.ticks(0)["step"].tolist() == list(range(1, 101))
+    assert (before.first, before.last) == (1, 100)
+    assert (after.first, after.last) == (61, 160)
+    found = judge(load(tmp_path))
+    assert [one.profile.last[-1] for one in found.judged] == [100, 160]
+
+
+@pytest.mark.parametrize("part", ["evaluation", "transfer", "other"])
+def test_what_takes_all_ranks_long_is_worth_a_finding(tmp_path: Path, part: str) -> None:
+    planted = simulate(2, 100)
+    planted.setdefault(part, np.zeros_like(planted["wall"]))
+    planted[part] += 10e-3
+    planted["wall"] += 10e-3
+    found = judge(load(write(tmp_path, planted)))
+    assert found.shares[part] > 0.3
+    (finding,) = found.findings
+    assert "of the time, on all ranks alike." in finding.text
+
+
+def test_attempts_stand_as_ranks_wrote_of_them_whatever_the_clock_said(tmp_path: Path) -> None:
+    write(tmp_path, simulate(2, 20), began=BEGAN)
+    write(tmp_path, simulate(3, 20), append=True, began=BEGAN - 3600, first=20)
+    write(tmp_path, simulate(1, 20), append=True, began=BEGAN + 3600, first=40)
+    whole = load(tmp_path)
+    joined = History(tmp_path)
+    for rank in (1, 2, 0):
+        reader = Reader(tmp_path, only=rank)
+        reader.poll()
+        joined.join(reader.history)
+    for history in (whole, joined):
+        assert [each.first for each in history.attempts] == [1, 21, 41]
+
+
+def test_attempts_of_which_no_rank_has_both_are_ordered_by_time(tmp_path: Path) -> None:
+    write(tmp_path, simulate(2, 20), began=BEGAN)
+    (tmp_path / "events" / "rank-0.jsonl").unlink()
+    write(tmp_path, simulate(1, 20), append=True, began=BEGAN + 60, first=20)
+    assert [each.first for each in load(tmp_path).attempts] == [1, 21]
+
+
+def test_ranks_without_a_step_in_common_are_no_run_without_steps(tmp_path: Path) -> None:
+    write(tmp_path, simulate(2, 20))
+    other = "\n".join(lines(simulate(2, 20), 1, first=20))
+    (tmp_path / "events" / "rank-1.jsonl").write_text(other + "\n")
+    assert judge(load(tmp_path)).sentence == "The ranks have recorded no step in common."
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_are_too_large_are_passed_over_without_a_word(tmp_path: Path) -> None:
+    [start, block] = lines(simulate(1, 20), 0)
+    beyond = json.loads(block) | {"loss": [1e300] * 20, "wall": [0] * 20, "forward": [10**60] * 20}
+    far = {"event": "end", "t": 1e300, "reason": "closed"}
+    (tmp_path / "events").mkdir()
+    text = "\n".join([start, json.dumps(beyond), json.dumps(far)])
+    (tmp_path / "events" / "rank-0.jsonl").write_text(text + "\n")
+    history = load(tmp_path)
+    assert sum(judge(history).shares.values()) == pytest.approx(1)
+    assert history.attempts[0].seen < BEGAN + 60
+
+
+def test_long_times_are_written_out() -> None:
+    spelled = [duration(seconds) for seconds in (3e-6, 0.25, 100.0, 7200.0, 86400 * 999, 86400 * 1234)]
+    assert spelled == ["3 µs", "250 ms", "100 s", "2 h", "999 d", "1,234 d"]
+
+
+def test_a_file_that_cannot_be_read_is_told_from_one_that_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, simulate(3, 20))
+    for rank in (1, 2):
+        (tmp_path / "events" / f"rank-{rank}.jsonl").unlink()
+    # Of which nobody may read the first byte.
+    (tmp_path / "events" / "rank-1.jsonl").symlink_to("/proc/self/mem")
+    told = [each.text for each in judge(load(tmp_path)).findings]
+    assert told == [
+        "The events of rank 1 can't be read: Input/output error.",
+        "Nothing was recorded by rank 2.",
+    ]
+    (tmp_path / "events" / "rank-0.jsonl").unlink()
+    assert judge(load(tmp_path)).sentence == "The events can't be read: Input/output error."

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from shoal.bench import comparing, folder, grid, jobs, shown
+from histories import simulate, write
+from shoal.analysis import read
+from shoal.bench import comparing, folder, grid, jobs, scaling, shown
 from shoal.bench.diagnosis import causes, diagnoses, labels, sentence
 from shoal.bench.figures import Repeat, Row, all_notes, rows
 from shoal.bench.grid import Configuration, Options
 from shoal.bench.measured import Measured, summarize
 from shoal.bench.subject import BuiltIn, Factory, Script, parse_subject, unit
+from shoal.cli import app
 from shoal.errors import CheckpointError, LaunchError
 from shoal.pages import csv_of
 
@@ -246,6 +250,48 @@ def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_p
         folder.alone(study),
     ):
         pass
+
+
+def test_a_job_that_failed_is_run_again(tmp_path: Path) -> None:
+    study = folder.begin(tmp_path, FULL)
+    (number, first), *rest = study.missing()
+    study.keep(first, repeat(first.key, number, None, reason="a model that was mended since"))
+    assert study.missing() == rest
+    assert study.missing(failed=True) == [(number, first), *rest]
+    study.keep(first, repeat(first.key, number, ONE))
+    assert study.missing(failed=True) == rest
+
+
+def test_a_study_in_which_nothing_succeeded_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Measured | None] = [None, ONE]
+
+    def run(study: folder.Study, configuration: Configuration, number: int, _: str) -> Repeat:
+        return repeat(configuration.key, number, found.pop(0), reason="no reason")
+
+    monkeypatch.setattr(jobs, "run", run)
+    monkeypatch.setattr(scaling, "show", lambda *_: None)
+    words = ["bench", "scaling", "dense", "-n", "1", "--rounds", "1", "--study", str(tmp_path)]
+    assert [CliRunner().invoke(app, words).exit_code for _ in range(3)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("changed", [{"seconds": 0}, {"walls": [0.1]}, {"seconds": None}])
+def test_a_result_that_says_nothing_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
+    study = folder.begin(tmp_path, FULL)
+    number, first = study.missing()[0]
+    plain = repeat(first.key, number, ONE).plain()
+    plain["measured"] |= changed
+    folder.write_json(study.job(first, number) / folder.RESULT, plain)
+    with pytest.raises(CheckpointError, match=r"rm .*result.json"):
+        study.repeats()
+
+
+def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:
+    nothing = {part: values * 0 for part, values in simulate(1, 20).items()}
+    history = read(write(tmp_path, nothing))
+    with pytest.raises(LaunchError, match="took no time"):
+        jobs.measure(history.attempts[0], 5, 10)
 
 
 def test_a_result_of_somebody_elses_is_named(tmp_path: Path) -> None:

@@ -450,6 +450,15 @@ def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("run", ["taken", "taken/a/b", "dangling"])
+def test_a_file_in_the_place_of_a_directory_is_found(tmp_path: Path, run: str) -> None:
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match=run.partition("/")[0]):
+        directory.look(tmp_path / run)
+    assert directory.existing(tmp_path / "new" / "a") == tmp_path
+
+
 def test_room_and_speed_of_a_directory(tmp_path: Path) -> None:
     fine = directory.look(tmp_path) | {"free": 100 * GIB, "quota": "", "inodes": 10**6, "sync": 0.01}
 

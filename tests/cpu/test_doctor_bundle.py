@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import getpass
 import json
 import socket
@@ -146,6 +147,16 @@ def test_a_file_that_is_there_is_not_replaced_and_others_cannot_read_it(tmp_path
     assert content(path) == {"a": "1"}
 
 
+def test_half_an_archive_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    with pytest.raises(LaunchError, match="No space left"):
+        Bundle(texts={"a": "1"}).write(tmp_path / "b.zip")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.timeout(100)  # time that is no multiple of the length would be hours
 @pytest.mark.parametrize("piece", ["a", "-", "--a", "a=", "eyJ-", "://"])
 def test_no_line_is_too_long_to_be_looked_through(piece: str) -> None:
@@ -162,6 +173,16 @@ def test_no_line_is_too_long_to_be_looked_through(piece: str) -> None:
         ('"token": "a\\"b", "n": 1', '"token": ***, "n": 1'),
         ("keep the key here", "keep the key here"),
         ("a known-secret-value b", "a *** b"),
+        ("train.py --api-key=abc --lr=1", "train.py --api-key=*** --lr=1"),
+        ("['train.py', '--password', 'abc', 'x']", "['train.py', '--password', ***, 'x']"),
+        ("DB_PASS=abc MYSQL_PWD=def PWD=/home", "DB_PASS=*** MYSQL_PWD=*** PWD=/home"),
+        ("postgres://me:p@ss@host/db", "postgres://***@host/db"),
+        ("Authorization: token abc\nx", "***\nx"),
+        ("{'token': b'abc', key=SecretStr('def')}", "{'token': ***, key=***)}"),
+        ('{"log": "{\\"password\\": \\"abc\\"}"}', '{"log": "{\\"password\\": ***}"}'),
+        ("token => abc, x", "token => ***, x"),
+        ("machine h login me password abc x", "*** x"),
+        ("curl -u me:abc https://h", "curl *** https://h"),
         ("n01 n01x n01-ib xn01", "host-1 n01x n01-ib xn01"),
         ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\nx", "***\nx"),
     ],

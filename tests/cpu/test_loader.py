@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import shoal
 from shoal.data.loader import check_sizes
 from shoal.errors import DataError
+from shoal.timeline import OTHER
 
 SIZE, BATCH = 23, 4
 DEADLINE = 100.0
@@ -162,6 +163,17 @@ def test_an_error_in_a_worker_is_the_datasets_own(world: shoal.World) -> None:
 
     with pytest.raises(LookupError, match="is unreadable"):
         seen(build(world, Broken(), num_workers=1), 1)
+
+
+def test_a_sample_that_fails_leaves_time_to_the_script(world: shoal.World) -> None:
+    class Broken(Rows):
+        def __getitem__(self, index: int) -> Any:
+            raise LookupError
+
+    before = world.timeline.enter(OTHER)
+    with pytest.raises(LookupError):
+        seen(build(world, Broken()), 1)
+    assert world.timeline.enter(before) == OTHER
 
 
 def halved(samples: list[Any]) -> Tensor:

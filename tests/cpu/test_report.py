@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from histories import BEGAN, Plant, simulate, write
+from histories import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.analysis import History, read
 from shoal.cli import app
 from shoal.errors import CheckpointError, LaunchError
@@ -142,6 +142,39 @@ def test_the_numbers(run: Path) -> None:
     assert second["end"].endswith("on rank 1 on " + HOSTILE + ", after step 550")
     assert second["saves"][0] == {"step": 400, "blocked": 0.05, "seconds": 3.5, "error": ""}
     assert found["mfu"] == pytest.approx(1e9 * found["samples_per_second"] / 3 / 1e13)
+
+
+def test_ranks_that_divide_a_model_divide_what_it_computes(tmp_path: Path) -> None:
+    write(tmp_path, simulate(4, 100), start={"layout": "replicate=2,tensor=2"})
+    add(tmp_path, 0, {"event": "flops", "name": "step", "per_sample": 1e9, "peak": 1e13})
+    found = json.loads(shoal("report", tmp_path, "--json").output)
+    assert found["mfu"] == pytest.approx(1e9 * found["samples_per_second"] / 4 / 1e13)
+
+
+def test_all_steps_of_a_batch_count_for_what_is_computed(tmp_path: Path) -> None:
+    write(tmp_path, simulate(1, 100))
+    seldom = json.loads(list(lines(simulate(1, 25), 0, name="generator"))[1]) | {"wall": [0] * 25}
+    for name, per_sample in (("step", 1e9), ("generator", 4e9)):
+        add(tmp_path, 0, {"event": "flops", "name": name, "per_sample": per_sample, "peak": 1e13})
+    add(tmp_path, 0, seldom)
+    found = json.loads(shoal("report", tmp_path, "--json").output)
+    assert found["mfu"] == pytest.approx((1e9 + 4e9 / 4) * found["samples_per_second"] / 1e13)
+
+
+def test_numbers_without_bounds_are_json_nevertheless(tmp_path: Path) -> None:
+    write(tmp_path, simulate(1, 100))
+    add(tmp_path, 0, {"event": "flops", "name": "step", "per_sample": 1e308, "peak": 1e-300})
+    found = json.loads(shoal("report", tmp_path, "--json").output, parse_constant=pytest.fail)
+    assert found["mfu"] is None
+
+
+def test_each_of_several_steps_keeps_its_own_curve(tmp_path: Path) -> None:
+    write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN, first=0)
+    write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN + 60, first=60)
+    found = story.curves(read(tmp_path), "loss")
+    assert found["critic"].step.tolist() == list(range(1, 161))
+    assert found["generator"].step.tolist() == list(range(1, 33))
+    assert json.loads(shoal("report", tmp_path, "--json").output)["attempts"][0]["done_again"] == 40
 
 
 def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:

@@ -23,6 +23,7 @@ from shoal.texts import MASK, is_secret, masked, printable
         ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
         ("two\nlines\r", "two\\nlines\\r"),
         ("\x9b31m\u2028\u202egpj.exe", "\\x9b31m\\u2028\\u202egpj.exe"),
+        ("\u200fabc\u061c", "\\u200fabc\\u061c"),
         ("\ud800", "\\ud800"),
     ],
 )
@@ -40,6 +41,7 @@ def test_errors_keep_their_lines_and_nothing_else() -> None:
     [
         *("token", "HF_TOKEN", "WANDB_API_KEY", "apiKey", "apikey", "api-key", "AWS_SECRET_ACCESS_KEY"),
         *("password", "dbPassword", "PGPASSWORD", "passwd", "passphrase", "credentials", "auth.bearer"),
+        *("DB_PASS", "MYSQL_PWD", "SSHPASS", "GITHUB_PAT", "hftoken", "authorization"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -48,7 +50,21 @@ def test_names_of_secrets(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer", "keep", "keyboard", "author", "secretary", "monkey", "lr", "", "hockey", 3, None],
+    [
+        "tokenizer",
+        "keep",
+        "keyboard",
+        "author",
+        "secretary",
+        "monkey",
+        "lr",
+        "",
+        "hockey",
+        "PWD",
+        "OLDPWD",
+        3,
+        None,
+    ],
 )
 def test_names_of_no_secrets(name: object) -> None:
     assert not is_secret(name)
@@ -61,6 +77,7 @@ def test_masking_goes_to_any_depth_and_takes_texts_alone() -> None:
         "nested": [{"api_key": "abc", "name": "x"}, ("https://me:pw@host/x", "ssh://host")],
         "secrets": {"a": "b", "deep": ["c", 1]},
         "token": "",
+        "arguments": ["train.py", "--hf-token", "abc", "--password=abc", "--lr", "x"],
     }
     assert masked(given) == {
         "tokens": 5,
@@ -68,6 +85,7 @@ def test_masking_goes_to_any_depth_and_takes_texts_alone() -> None:
         "nested": [{"api_key": MASK, "name": "x"}, (f"https://{MASK}@host/x", "ssh://host")],
         "secrets": {"a": MASK, "deep": [MASK, 1]},
         "token": "",
+        "arguments": ["train.py", "--hf-token", MASK, f"--password={MASK}", "--lr", "x"],
     }
     assert given["secrets"]["a"] == "b"
     ordered = OrderedDict(key="x", n=1)

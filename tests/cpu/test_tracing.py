@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typer.testing import CliRunner
 
+import shoal
 from shoal.cli import app
 from shoal.errors import CheckpointError, StepError
+from shoal.timeline import OTHER, UPDATE
 from shoal.tracing import clocks, windows
 from shoal.tracing.asking import timeline
 from shoal.tracing.clocks import Offset, Trip
 from shoal.tracing.coarse import coarse
 from shoal.tracing.merging import merge
+from shoal.tracing.recorder import Recorder
 from shoal.tracing.requests import Requests
 from shoal.tracing.windows import Window
 from timelines import checked_events, steps_of
@@ -126,6 +130,31 @@ def test_a_request_for_steps_that_are_over_is_dropped(tmp_path: Path) -> None:
     assert rank.due(51) is None
 
 
+def test_a_request_in_the_place_of_one_that_was_seen_comes_after_it(tmp_path: Path) -> None:
+    ranks = make_requests(tmp_path / "traces", 2)
+    for wanted in (Window(10, 12), Window(20, 21)):
+        windows.ask(tmp_path, wanted)
+        for rank in ranks:
+            rank.look()
+    assert due(ranks, 9) == [(Window(10, 12), True)] * 2
+    for rank in ranks:
+        rank.look()
+    assert due(ranks, 19) == [(Window(20, 21), True)] * 2
+    assert windows.asked(tmp_path / "traces") is None
+
+
+def test_a_request_for_more_than_memory_holds_is_refused(tmp_path: Path) -> None:
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
+    with pytest.raises(StepError, match="1,001 steps, and 1,000 are the most"):
+        timeline(str(tmp_path), "100:1100")
+    with pytest.raises(StepError):
+        windows.recordable(Window(2, 10**15), "profile=(2, 10**15)")
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "request.json").write_text(json.dumps({"name": "a", "first": 2, "last": 10**9}))
+    assert windows.asked(folder) is None
+
+
 def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     folder.mkdir()
@@ -204,6 +233,22 @@ def test_a_damaged_record_is_told(tmp_path: Path, content: bytes) -> None:
         merge(tmp_path, 5, 6)
 
 
+@pytest.mark.full
+def test_what_a_record_takes_is_not_the_optimizers(world: shoal.World, tmp_path: Path) -> None:
+    parts = []
+
+    def clock() -> int:
+        parts.append(world.timeline._part)
+        return time.perf_counter_ns()
+
+    recorder = Recorder(world, tmp_path, Window(2, 2), clock=clock)
+    with world.timeline.within(UPDATE):
+        recorder.tick(1)
+        recorder.tick(2)
+    assert parts == [OTHER, UPDATE, OTHER]
+    assert merge(tmp_path, 2, 2).is_file()
+
+
 def write_events(run: Path, rank: int, *lines: Mapping[str, Any]) -> None:
     (run / "events").mkdir(exist_ok=True)
     text = "".join(f"{json.dumps(line)}\n" for line in lines)
@@ -237,6 +282,12 @@ def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -
     assert names == ["rank 0", "rank 1 on node1"]
 
 
+def test_steps_that_are_rounded_into_each_other_are_drawn_side_by_side(tmp_path: Path) -> None:
+    ends = {"at": [200_000, 100_000, 0], "wall": [100_003] * 3, "forward": [100_004] * 3}
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 3) | ends)
+    assert steps_of(checked_events(coarse(tmp_path, 5, 7)), 0).keys() == {5, 6, 7}
+
+
 def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
     line = {"event": "step", "t": 10.0, "step": 5, "wait": 0.01, "forward": 0.02, "backward": 0.03}
     write_events(tmp_path, 0, line, {"event": "step", "t": 11.0})
@@ -256,6 +307,33 @@ def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
         coarse(tmp_path, 30, 40)
     with pytest.raises(CheckpointError, match="no run directory"):
         timeline(str(tmp_path / "events"), "5:6")
+
+
+def test_a_run_that_has_ended_is_asked_for_nothing(tmp_path: Path) -> None:
+    end = {"event": "end", "t": 11.0, "step": 10, "reason": "closed"}
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end)
+    with pytest.raises(CheckpointError, match="the run has ended, and its newest step is 10"):
+        timeline(str(tmp_path), "20:25")
+    assert windows.asked(tmp_path / "traces") is None
+    assert "the steps 9:25 as far as 10, coarse" in timeline(str(tmp_path), "9:25")
+
+
+def test_a_run_that_went_back_is_asked_for_steps_that_it_takes_again(tmp_path: Path) -> None:
+    start = {"event": "start", "t": 11.0, "step": 7}
+    end = {"event": "end", "t": 11.0, "step": 10, "reason": "closed"}
+    write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end, start)
+    write_events(tmp_path, 1, block(10.0, wait=[0] * 6), end)  # of a start on more ranks
+    assert "the run is at step 7; it was asked" in timeline(str(tmp_path), "9:10")
+
+
+def test_no_time_in_a_coarse_timeline_is_below_zero_or_none(tmp_path: Path) -> None:
+    early = block(10.0, wait=[10_000] * 2) | {"wall": [90_000] * 2}
+    earlier = block(10.0, wait=[10_000] * 2) | {"wall": [99_000] * 2}
+    broken = {"event": "step", "t": 10.0, "name": "step", "step": 7, "wait": float("nan")}
+    write_events(tmp_path, 0, early, broken)
+    write_events(tmp_path, 1, earlier, broken | {"wait": -1.0})
+    events = checked_events(coarse(tmp_path, 5, 7))
+    assert steps_of(events, 0).keys() == steps_of(events, 1).keys() == {5, 6}
 
 
 def test_the_command_makes_a_timeline(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -127,6 +129,10 @@ def test_a_meter_tells_what_the_gpu_tells() -> None:
         ("NVIDIA H200", torch.bfloat16, False, 989.5, "bfloat16, dense: NVIDIA H200"),
         ("Tesla V100-SXM2-16GB", torch.float16, False, 125.0, "float16, dense: NVIDIA V100"),
         ("Tesla V100-SXM2-16GB", torch.bfloat16, False, None, "no figure for bfloat16"),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, False, 165.2, "Ada GPU architecture"),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, False, None, "no data sheet"),
+        ("AMD Instinct MI250X", torch.float16, True, 191.5, "float16, dense: AMD Instinct MI250X"),
+        ("NVIDIA A100-SXM-64GB", torch.bfloat16, False, None, "no data sheet"),
         ("NVIDIA A10G", torch.bfloat16, False, None, "no data sheet of 'NVIDIA A10G'"),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", torch.bfloat16, False, None, "a part of a GPU"),
         ("NVIDIA GH200 480GB", torch.float64, False, None, "no figure for float64"),
@@ -138,6 +144,26 @@ def test_peaks_are_those_of_data_sheets_or_unknown(
     peak = peak_of(name, dtype, tf32=tf32)
     assert peak.value == (None if teraflops is None else teraflops * 1e12)
     assert reason in peak.reason
+
+
+SWITCHED = """
+import torch
+from shoal.usage.peaks import tf32_allowed
+
+found = [tf32_allowed()]
+torch.set_float32_matmul_precision("high")
+found.append(tf32_allowed())
+for newer in ("ieee", "tf32"):
+    torch.backends.cuda.matmul.fp32_precision = newer
+    found.append(tf32_allowed())
+print(found)
+"""
+
+
+@pytest.mark.full
+def test_whether_tf32_is_allowed_is_known_by_any_switch() -> None:
+    done = subprocess.run([sys.executable, "-c", SWITCHED], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, True, False, True]"
 
 
 def test_the_peak_of_a_cpu_is_not_guessed() -> None:

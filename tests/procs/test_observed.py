@@ -133,6 +133,8 @@ def trains(world: shoal.World, directory: Path, steps: int) -> None:
 
 
 def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "rank-2-4-5.json.gz").write_bytes(b"of an earlier start on more ranks")
     two.call(trains, tmp_path, 8)
     for rank in (0, 1):
         lines = list(events.read(tmp_path / "events" / f"rank-{rank}.jsonl"))

@@ -163,7 +163,7 @@ def test_put_aside_and_taken_up_again(tmp_path: Path, started: list[Command]) ->
         terminal.enter("fg")
         screen = terminal.wait(lambda screen: "slowest and" in "\n".join(screen))
         assert any("DFFF" in line for line in screen)
-        terminal.press("q")
+        terminal.press("C-\\")
         terminal.wait(lambda screen: "slowest and" not in "\n".join(screen))
         drawn = b"".join(frames(terminal.written()))
         assert re.search(rb"\x1b\[[0-9;]*[34][0-9]", drawn) is None

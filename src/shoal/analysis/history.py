@@ -147,11 +147,25 @@ class Attempt:
         return [rank for rank in range(min(self.size, 1 << 20)) if rank not in there]
 
     @property
+    def counting(self) -> str | None:
+        """The name of the Step by which steps are counted: of several the one with most of them."""
+        tracks = ((name, rows) for (_, name), rows in self.steps.items() if len(rows))
+        newest = {name: int(rows.all["step"][-1]) for name, rows in tracks}
+        return max(newest, key=lambda name: newest[name], default=None)
+
+    def first_of(self, name: str | None) -> int | None:
+        """The first step that the Step of this name took; None if it has taken none."""
+        tracks = (rows for (_, own), rows in self.steps.items() if own == name and len(rows))
+        return min((int(rows.all["step"][0]) for rows in tracks), default=None)
+
+    @property
     def first(self) -> int:
         """The first step that this attempt took."""
-        begins = [int(rows.all["step"][0]) for rows in self.steps.values() if len(rows)]
+        begin = self.first_of(self.counting)
+        if begin is not None:
+            return begin
         said = [start["step"] for start in self.starts.values() if type(start.get("step")) is int]
-        return min(begins or said, default=0)
+        return min(said, default=0)
 
     @property
     def last(self) -> int:
@@ -182,7 +196,7 @@ class Attempt:
         """The steps of a rank, one row for each tick.
 
         Where several Steps take one batch, as a GAN's do, only the first has a `wall`; what the others
-        took is added to its row.
+        took is added to its row. Rows are numbered by the Step with most steps.
         """
         tracks = [rows.all for (owner, _), rows in self.steps.items() if owner == rank and len(rows)]
         if not tracks:
@@ -195,21 +209,19 @@ class History:
     """All that was read of a run directory."""
 
     directory: Path
-    found: dict[float, Attempt] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
+    """In the order in which the ranks wrote of them: clocks of hosts may be wrong, or set back."""
     files: int = 0
     """How many ranks have left a file."""
     skipped: int = 0
     """Lines that are no events; a kill leaves one."""
-
-    @property
-    def attempts(self) -> list[Attempt]:
-        """All attempts in the order in which they began."""
-        return [self.found[began] for began in sorted(self.found)]
+    unread: dict[int, str] = field(default_factory=dict)
+    """Ranks whose file could not be read to its end, and why."""
 
     @property
     def latest(self) -> Attempt | None:
         """The last attempt, if there is any."""
-        return self.found[max(self.found)] if self.found else None
+        return self.attempts[-1] if self.attempts else None
 
     @property
     def world(self) -> int:
@@ -218,8 +230,9 @@ class History:
 
     def join(self, other: History) -> None:
         """Add what was read of other ranks."""
-        for began, theirs in other.found.items():
-            ours = self.attempt(began)
+        before = None
+        for theirs in other.attempts:
+            ours = before = self.attempt(theirs.began, after=before)
             ours.starts |= theirs.starts
             ours.steps |= theirs.steps
             ours.usage |= theirs.usage
@@ -228,10 +241,21 @@ class History:
             ours.seen = max(ours.seen, theirs.seen)
         self.files += other.files
         self.skipped += other.skipped
+        self.unread |= other.unread
 
-    def attempt(self, began: float) -> Attempt:
-        """The attempt that began at a time; a new one if there is none yet."""
-        return self.found.setdefault(began, Attempt(began))
+    def attempt(self, began: float, *, after: Attempt | None = None) -> Attempt:
+        """The attempt that began at a time; a new one if there is none yet.
+
+        A rank has written of it `after` another one. What no file has both of is ordered by time.
+        """
+        known = next((each for each in self.attempts if each.began == began), None)
+        if known is not None:
+            return known
+        place = 0 if after is None else 1 + self.attempts.index(after)
+        while place < len(self.attempts) and self.attempts[place].began < began:
+            place += 1
+        self.attempts.insert(place, Attempt(began))
+        return self.attempts[place]
 
 
 def _merged(tracks: list[Array]) -> Array:
@@ -241,8 +265,12 @@ def _merged(tracks: list[Array]) -> Array:
     heads = np.flatnonzero(every["wall"] > 0)
     if not len(heads):
         return every
-    owners = np.maximum(np.searchsorted(heads, np.arange(len(every)), side="right") - 1, 0)
+    every, heads = every[heads[0] :], heads - heads[0]  # of an earlier tick, whose first was let go
+    owners = np.searchsorted(heads, np.arange(len(every)), side="right") - 1
     merged = every[heads]
     for part in PARTS:
         merged[part] = np.bincount(owners, weights=every[part], minlength=len(heads))
-    return merged
+    # One that is not taken on every batch has smaller numbers, which would stand between the others.
+    np.maximum.at(merged["step"], owners, every["step"])
+    np.maximum.accumulate(merged["step"], out=merged["step"])
+    return np.asarray(merged)

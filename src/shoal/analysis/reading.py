@@ -27,6 +27,8 @@ LONG = 1 << 12
 """Bytes of a line from which it is a block of steps."""
 LONGEST = 64 << 20
 """Bytes of a line; what is longer was not written by a run."""
+NEVER = 1e11
+"""Seconds since the epoch: no run lasts into the year 5138."""
 LONG_AGO = 1e9
 """Seconds above which a duration is none."""
 
@@ -64,7 +66,8 @@ class Reader:
 
     Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
     so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
-    with steps as they are read, their attempt, the rank, and the rows: with all of the lowest rank.
+    with steps as they are read: their attempt, the rank, the name of the Step, and the rows; of the
+    lowest rank all are.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Reader:
         *,
         only: int | None = None,
         keep: int | None = None,
-        seen: Callable[[Attempt, int, Array], None] | None = None,
+        seen: Callable[[Attempt, int, str, Array], None] | None = None,
     ) -> None:
         directory = Path(directory)
         self._only = only
@@ -134,7 +137,7 @@ class Reader:
             began = float(event.get("began", time))
             if not np.isfinite(began):
                 raise ValueError("an attempt that began at no time")
-            file.attempt = self.history.attempt(began)
+            file.attempt = self.history.attempt(began, after=file.attempt)
             file.attempt.starts[file.rank] = event
             file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
             file.waiting.clear()
@@ -148,7 +151,7 @@ class Reader:
             file.waiting.append(event)
         elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
             file.attempt.events.append((file.rank, event))
-        if file.attempt is not None and np.isfinite(time):
+        if file.attempt is not None and abs(time) < NEVER:
             file.attempt.seen = max(file.attempt.seen, time)
 
     def _flush(self, file: _File) -> None:
@@ -167,10 +170,12 @@ class Reader:
             single = single[count:]
 
     def _steps(self, file: _File, name: object, columns: Mapping[str, Array]) -> None:
-        attempt = self._attempt(file)
+        if not isinstance(name, str):
+            raise TypeError("a Step without a name")
+        attempt, name = self._attempt(file), name[:200]
         added = _add(attempt, file.rank, name, columns)
         if self._seen is not None:
-            self._seen(attempt, file.rank, added)
+            self._seen(attempt, file.rank, name, added)
 
     def _shorten(self, file: _File) -> None:
         """Let go of what is old in a file's attempt, where little is to be kept."""
@@ -271,8 +276,11 @@ def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
                     file.offset += len(kept)
                     kept = b""
                     history.skipped += 1
-    except OSError:  # gone, or not ours to read: as if it were not there
+        history.unread.pop(file.rank, None)
+    except FileNotFoundError:  # gone: as if it had never been there
         return
+    except OSError as error:
+        history.unread[file.rank] = error.strerror or str(error)
 
 
 def _newest(lines: list[bytes], keep: int) -> list[bytes]:
@@ -288,8 +296,13 @@ def _newest(lines: list[bytes], keep: int) -> list[bytes]:
     return found[::-1]
 
 
+def _narrowed(values: object) -> Array:
+    with np.errstate(over="ignore"):  # infinite is what a loss that float32 can't hold comes to
+        return np.array(values, np.float32)
+
+
 def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
-    found = np.array(values, np.float32)
+    found = _narrowed(values)
     if found.shape != shape:
         raise ValueError("a column of another length")
     found *= np.float32(scale)
@@ -300,7 +313,7 @@ def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
 
 
 def _numbers(values: object, count: int) -> Array:
-    found = np.array(values, np.float32)
+    found = _narrowed(values)
     if found.shape != (count,):
         raise ValueError("a column of another length")
     return found
@@ -346,10 +359,8 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
     return columns
 
 
-def _add(attempt: Attempt, rank: int, name: object, columns: Mapping[str, Array]) -> Array:
-    if not isinstance(name, str):
-        raise TypeError("a Step without a name")
-    rows = attempt.steps.setdefault((rank, name[:200]), Rows(STEP))
+def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -> Array:
+    rows = attempt.steps.setdefault((rank, name), Rows(STEP))
     added = rows.append(len(columns["step"]))
     for column in ("loss", "counted"):
         added[column] = np.nan

@@ -13,7 +13,8 @@ def duration(seconds: float) -> str:
     if seconds >= 120:
         for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
             if seconds >= 2 * length:
-                return f"{seconds / length:.3g} {unit}"
+                count = seconds / length
+                return f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
     for unit, length in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= 0.9995 * length:
             return f"{seconds / length:.3g} {unit}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .history import Attempt, History
@@ -27,6 +27,27 @@ WORDS = {
     UNEVEN: "ranks that wait for each other",
     **{part: f"a slow {LABELS[part]}" for part in COMPUTING},
 }
+
+
+_ALIKE = {
+    "wait": (
+        "Ranks wait for data",
+        "more workers, or less work per sample: shoal bench data; shoal.Loader(…, num_workers=N)",
+    ),
+    "transfer": (
+        "Ranks wait for copies to the device",
+        "shoal.Loader(…, pin_memory=True); smaller types, made floats on the device",
+    ),
+    "evaluation": (
+        "Evaluation takes",
+        "evaluate less often, or on less: shoal.evaluate(…, batches=N)",
+    ),
+    "other": (
+        "What the script does itself (logging, metrics, the forward pass of a loop of one's own) takes",
+        "shoal.Run(…, profile=(100, 105)), and shoal report RUN --trace 100:105 shows what it is",
+    ),
+}
+"""What all ranks lose alike, by part, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +91,30 @@ def judge(history: History, *, last: int | None = None) -> Verdict:
     attempts = history.attempts if last is None else history.attempts[-1:]
     judged = [each for each in (_judged(attempt, last) for attempt in attempts) if each is not None]
     if not judged:
-        text = (
-            "No step has been recorded yet." if history.attempts else "Nothing has been recorded yet."
-        )
+        if history.unread:
+            text = f"The events can't be read: {next(iter(history.unread.values()))}."
+        elif any(attempt.steps for attempt in attempts):
+            text = "The ranks have recorded no step in common."
+        elif attempts:
+            text = "No step has been recorded yet."
+        else:
+            text = "Nothing has been recorded yet."
         return Verdict(text, None, {}, [], [], [])
     shares, costs = _shares(judged)
     named = [each for one in judged for each in one.stragglers]
     named.sort(key=lambda each: (-costs.get((each.rank, each.host, each.part), 0.0), -each.excess))
     efficient = shares["computing"]
     sentence = _sentence(efficient, shares, named, costs, judged)
-    return Verdict(sentence, efficient, shares, named, list(_findings(shares, named, judged)), judged)
+    findings = [*_unread(history), *_findings(shares, named, judged, history.unread)]
+    return Verdict(sentence, efficient, shares, named, findings, judged)
+
+
+def _unread(history: History) -> Iterator[Finding]:
+    if history.unread:
+        ranks, why = sorted(history.unread), next(iter(history.unread.values()))
+        yield Finding(
+            f"The events of {_ranks(ranks)} can't be read: {why}.", f"ls -l {history.directory}/events"
+        )
 
 
 def _judged(attempt: Attempt, last: int | None) -> Judged | None:
@@ -110,7 +145,6 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
     """
     seconds: dict[str, float] = defaultdict(float)
     costs: Costs = defaultdict(float)
-    total = 0.0
     for one in judged:
         found, steps = one.profile, one.profile.steps
         wall = float(found.average(found.wall).mean()) * steps
@@ -132,9 +166,8 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
         seconds[UNEVEN] += (
             wall - sum(shared.values()) - float(found.average(found.surplus).sum()) * steps
         )
-        total += wall
     kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may leave less than none
-    total = sum(kept.values()) if total > 0 else 1.0
+    total = sum(kept.values()) or 1.0
     shares = {part: float(each / total) for part, each in kept.items()}
     return {"computing": 0.0, **shares}, {key: cost / total for key, cost in costs.items()}
 
@@ -185,7 +218,10 @@ def _several(names: list[str]) -> str:
 
 
 def _findings(
-    shares: Mapping[str, float], named: list[Straggler], judged: list[Judged]
+    shares: Mapping[str, float],
+    named: list[Straggler],
+    judged: list[Judged],
+    unread: Collection[int],
 ) -> Iterator[Finding]:
     attempt = judged[-1].attempt
     for each in _together(named):
@@ -198,16 +234,16 @@ def _findings(
             "than the others for long, but in each step another one is.",
             "more work per step evens it out; see whether others use these machines: shoal doctor",
         )
-    if shares.get("wait", 0.0) >= MUCH and not any(each.part == "wait" for each in named):
-        yield Finding(
-            f"All ranks wait for data alike: {percent(shares['wait'])} of the time.",
-            "more workers, or less work per sample: shoal.Loader(…, workers=N)",
-        )
+    for part, (text, advice) in _ALIKE.items():
+        if shares.get(part, 0.0) >= MUCH and not any(each.part == part for each in named):
+            alike = ", on all ranks alike" if attempt.size > 1 else ""
+            yield Finding(f"{text} {percent(shares[part])} of the time{alike}.", advice)
     if shares.get("checkpoint", 0.0) >= NOTABLE:
         yield _about_saves(attempt, shares["checkpoint"])
-    if attempt.missing:
+    missing = [rank for rank in attempt.missing if rank not in unread]
+    if missing:
         yield Finding(
-            f"Nothing was recorded by {_ranks(attempt.missing)}.",
+            f"Nothing was recorded by {_ranks(missing)}.",
             "see whether these ranks reach the run directory",
         )
     left_out = judged[-1].profile.left_out

@@ -140,8 +140,8 @@ def scaling(
 ) -> None:
     """Train a model on 1, 2, 4 … processes and say what more of them give, and why not more.
 
-    Each configuration is a job of its own, several times, in an order that changes. What has a result
-    in the study's directory is not run again.
+    Each configuration is a job of its own, several times, in an order that changes. What has
+    succeeded in the study's directory is not run again.
     """
     from . import allocations, grid
 
@@ -192,6 +192,8 @@ def _run(folder: Path, options: Options, threads: int | None, mpirun: str | None
     done = studies.run(folder, options, mpirun, lambda line: print_line(console, line))
     console.print()
     studies.show(done, console)
+    if not any(repeat.measured for repeat in done.repeats()):
+        raise typer.Exit(1)
 
 
 def _submit(

@@ -2,7 +2,7 @@
 
 STUDY/study.json                     the options, the machine, versions
 STUDY/jobs/KEY/round-R/              a job: what it ran, what it printed, the run directory
-STUDY/jobs/KEY/round-R/result.json   what came of it; the job is not run again
+STUDY/jobs/KEY/round-R/result.json   what came of it; a job that succeeded is not run again
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ class Study:
         """The directory of a job; rounds count from 0."""
         return self.path / JOBS / configuration.key / f"round-{number}"
 
-    def missing(self) -> list[tuple[int, Configuration]]:
-        """The jobs that have no result yet, in the order in which they run."""
+    def missing(self, *, failed: bool = False) -> list[tuple[int, Configuration]]:
+        """The jobs that have no result yet, in the order in which they run; with `failed` those too.
+
+        What made one fail may have been mended. Raises CheckpointError for a file that is no result.
+        """
         jobs = configurations(self.options)
         return [
             (number, jobs[place])
             for number in range(self.options.rounds)
             for place in order(len(jobs), number)
-            if not (self.job(jobs[place], number) / RESULT).is_file()
+            if _is_missing(self.job(jobs[place], number) / RESULT, failed=failed)
         ]
 
     def repeats(self) -> list[Repeat]:
@@ -190,6 +193,10 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or sys.platform
+
+
+def _is_missing(path: Path, *, failed: bool) -> bool:
+    return not path.is_file() or (failed and _repeat(path).measured is None)
 
 
 def _repeat(path: Path) -> Repeat:

@@ -28,7 +28,7 @@ from shoal.texts import printable
 from .figures import Repeat
 from .folder import Study, write_json
 from .grid import Configuration, Options, arguments
-from .measured import Measured, summarize
+from .measured import FEWEST, Measured, summarize
 from .subject import Script
 
 GRACE = 20.0
@@ -228,13 +228,19 @@ def measure(attempt: Attempt, warmup: int, steps: int) -> Measured:
     """
     tracks = [attempt.ticks(rank) for rank in range(attempt.size)]
     count = min((len(track) for track in tracks), default=0) - warmup
-    if count < 2:
+    if count < FEWEST:
         raise LaunchError(
             given=f"{warmup} steps to warm up and 2 or more to measure",
             found=f"{count + warmup} steps were recorded by each of {attempt.size} processes",
             fix="let the script take more: --steps {steps} among its arguments",
         )
     chosen = [track[warmup : warmup + steps] for track in tracks]
+    if not chosen[0]["wall"].sum() > 0:
+        raise LaunchError(
+            given=f"steps {warmup + 1} to {warmup + len(chosen[0])}",
+            found="its steps took no time: nothing that could be compared",
+            fix="run.tick() after each step, once",
+        )
     loss = float(chosen[0]["loss"][-1])
     recorded = [part for part in PARTS if part in (chosen[0].dtype.names or ())]
     return summarize(

@@ -40,6 +40,8 @@ SHOWN = {
     "evaluation": "evaluation",
     "other": "the script's own",
 }
+FEWEST = 2
+"""Steps that have a spread."""
 ALONE = 0.75
 """The share of steps in which one of two ranks has to be the slower one to be named."""
 MOSTLY = 0.5
@@ -83,7 +85,9 @@ class Measured:
 
 
 def measured_from(plain: Mapping[str, Any]) -> Measured:
-    """What `Measured.plain` was made of."""
+    """What `Measured.plain` was made of. Raises ValueError where it took no time, or few steps."""
+    if not plain["seconds"] > 0 or len(plain["walls"]) < FEWEST:
+        raise ValueError(f"{len(plain['walls'])} steps in {plain['seconds']} s")
     blame = plain["blame"]
     return Measured(
         samples=plain["samples"],

@@ -40,7 +40,7 @@ def run(path: Path, options: Options, mpirun: str | None, tell: Callable[[str], 
     check(options)
     study = begin(path, options)
     with alone(study), jobs.orderly():
-        missing = study.missing()
+        missing = study.missing(failed=True)
         total = len(configurations(options)) * options.rounds
         if len(missing) < total:
             tell(f"{total - len(missing)} of {total} jobs have been done before")

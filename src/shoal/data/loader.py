@@ -21,7 +21,7 @@ from shoal.data.flow import Cutting, Flow
 from shoal.data.mapped import Collate, Sampled, Source
 from shoal.data.ordering import Ordering, Shuffled, ordering
 from shoal.data.prefetch import on_device
-from shoal.data.sampler import Sampler
+from shoal.data.sampler import Sampler, Share
 from shoal.data.source import source
 from shoal.data.stream import GROUPS, Lanes, Stream, counted
 from shoal.errors import DataError
@@ -206,32 +206,37 @@ class Loader:
     def _batches(self, count: int) -> Iterator[Batch]:
         timeline = self.world.timeline
         timeline.begin()
-        before = timeline.enter(WAIT)
-        begun = time.perf_counter()
-        shares = self._feed.shares(count, self._fetch)
-        for share, values in on_device(shares, self.world.device, timeline):
-            micros = [
-                Micro(value, share.first + start, stop - start, weight, self.world)
-                for value, (start, stop, weight) in zip(values, share.cells, strict=True)
-            ]
-            wait = time.perf_counter() - begun
-            epoch = self._feed.epoch
-            self._feed.consumed(share)
-            batch = Batch(
-                share.first,
-                share.size,
-                micros,
-                seed=self._feed.seed,
-                wait=wait,
-                world=self.world,
-                ends_epoch=self._feed.epoch != epoch,
-            )
-            self.last = batch
-            timeline.enter(before)
+        shares = on_device(self._feed.shares(count, self._fetch), self.world.device, timeline)
+        while True:
+            with timeline.within(WAIT):  # a sample may fail, and somebody go on nevertheless
+                batch = self._next(shares)
+            if batch is None:
+                return
             yield batch
-            before = timeline.enter(WAIT)
-            begun = time.perf_counter()
-        timeline.enter(before)
+
+    def _next(self, shares: Iterator[tuple[Share, list[Any]]]) -> Batch | None:
+        begun = time.perf_counter()
+        found = next(shares, None)
+        if found is None:
+            return None
+        share, values = found
+        micros = [
+            Micro(value, share.first + start, stop - start, weight, self.world)
+            for value, (start, stop, weight) in zip(values, share.cells, strict=True)
+        ]
+        wait = time.perf_counter() - begun
+        epoch = self._feed.epoch
+        self._feed.consumed(share)
+        self.last = Batch(
+            share.first,
+            share.size,
+            micros,
+            seed=self._feed.seed,
+            wait=wait,
+            world=self.world,
+            ends_epoch=self._feed.epoch != epoch,
+        )
+        return self.last
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it would mean nothing without."""

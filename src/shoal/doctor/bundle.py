@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -49,12 +49,12 @@ class Bundle:
         """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with (
-                os.fdopen(descriptor, "wb") as file,
-                zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
-            ):
-                for name, text in self.texts.items():
-                    archive.writestr(name, text)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    self._fill(file)
+            except OSError:
+                path.unlink(missing_ok=True)  # half of it is of no use, and would be in the way
+                raise
         except OSError as error:
             raise LaunchError(
                 given=f"--bundle {path}",
@@ -62,6 +62,11 @@ class Bundle:
                 fix="name a file that does not exist yet, in a directory that can be written",
             ) from None
         return [f"{name} ({size(len(text.encode()))})" for name, text in self.texts.items()]
+
+    def _fill(self, file: IO[bytes]) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in self.texts.items():
+                archive.writestr(name, text)
 
 
 def collect(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:

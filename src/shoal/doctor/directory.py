@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -44,9 +45,15 @@ class Directory(TypedDict):
 
 
 def existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that exists: there it would be made."""
+    """The directory, or the nearest one above it that exists: there it would be made.
+
+    Raises NotADirectoryError where a file is in the way.
+    """
     path = directory.absolute()
-    return next(one for one in (path, *path.parents) if one.is_dir())
+    nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if nearest.is_dir():
+        return nearest
+    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
 
 
 def look(directory: Path) -> Directory:

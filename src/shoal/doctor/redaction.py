@@ -13,13 +13,20 @@ from shoal.texts import MASK, is_secret, masked
 # What a line says below a name: `token=…`, `"api_key": "…"`, `--password …`. The value is looked at
 # where the name is a secret's only: it may be a name with a value itself, and a line may be long.
 _NAMED = re.compile(
-    r"""(?<![\w.-])(?P<name>[A-Za-z_][\w.-]*)["']?[ \t]*[:=][ \t]*"""
-    r"""|(?<![\w-])--(?P<flag>[\w-]+)[ \t]+"""
+    r"""(?<![\w.-])(?:--?)?(?P<name>[A-Za-z_][\w.-]*)\\*["']?[ \t]*(?:=>|[:=])[ \t]*"""
+    r"""|(?<![\w-])--(?P<flag>[\w-]+)["']?,?[ \t]+"""
 )
-_VALUE = re.compile(r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|[^\s,;&'"]+)""")
+# Also as Python shows it, `b'…'` and `SecretStr('…')`, and as JSON within JSON, `\"…\"`.
+_VALUE = re.compile(
+    r"""(?:\w+\()?[bBfFrRuU]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
+    r"""|\\+"[^"\\\n]*\\+"|[^\s,;&'"]+"""
+)
 # Keys that are known by their form, wherever they stand.
 _FORMS = re.compile(
-    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|wandb_v\d_)[\w./+-]{12,}"
+    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|sk_live_|gsk_|nvapi-|npm_|pypi-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|wandb_v\d_)[\w./+-]{12,}"
+    r"|\b(?i:(?:proxy-)?authorization|(?:set-)?cookie)[\"']?[ \t]*[:=][^\n]*"
+    r"|\bmachine[ \t]+\S+[ \t]+login[ \t]+\S+[ \t]+password[ \t]+\S+"
+    r"|(?<=\s)-u[ \t]+[^\s:]+:\S+"
     r"|\b(?:Bearer|Basic)[ \t]+[\w./+=~-]{8,}"
     r"|\beyJ[\w-]{8,4096}\.[\w-]{8,4096}\.[\w-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",

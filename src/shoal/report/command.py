@@ -48,9 +48,12 @@ def report(
     verdict = judge(history)
     console = plain_console()
     if as_json:
+        from shoal.events import finite
+
         from .numbers import numbers
 
-        typer.echo(json.dumps(numbers(history, verdict), indent=2, allow_nan=False))
+        plain = finite(numbers(history, verdict))  # sums of what a file says may have no bounds
+        typer.echo(json.dumps(plain, indent=2, allow_nan=False))
     elif text:
         from .text import show
 

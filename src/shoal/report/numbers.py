@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.analysis import SHOWN, Attempt, History, Profile, Verdict
-from shoal.errors import LayoutError
 from shoal.events import Plain
-from shoal.layout import Layout
 
 from .story import ending, kept, number, saves
 
@@ -38,8 +36,9 @@ def rates(attempt: Attempt, found: Profile) -> Rates:
     counted = float(counts.mean()) / step if len(counts) and step > 0 else None
     said = attempt.said("flops")
     event: Mapping[str, Any] = said[0][1] if said else {}
-    per_sample, peak = number(event.get("per_sample")), number(event.get("peak"))
-    flops = per_sample * samples / _shares(attempt) if np.isfinite(per_sample) else None
+    per_sample, peak = _per_sample(attempt), number(event.get("peak"))
+    # Of a model that is divided among ranks each computes a part of it.
+    flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
     return Rates(
         step,
         samples,
@@ -51,13 +50,14 @@ def rates(attempt: Attempt, found: Profile) -> Rates:
     )
 
 
-def _shares(attempt: Attempt) -> int:
-    """Into how many shares the samples of a step are divided."""
-    said = next((start.get("layout") for start in attempt.starts.values()), None)
-    try:
-        return Layout.parse(str(said)).resolve(max(1, attempt.size)).data_size
-    except LayoutError:
-        return max(1, attempt.size)
+def _per_sample(attempt: Attempt) -> float:
+    """What all Steps compute for a sample; one that is not taken on every batch counts so much less."""
+    rank = min(attempt.ranks, default=0)
+    said = {event.get("name"): number(event.get("per_sample")) for _, event in attempt.said("flops")}
+    taken = {name: len(rows) for (owner, name), rows in attempt.steps.items() if owner == rank}
+    ticks = max(taken.values(), default=0)
+    each = [said.get(name, np.nan) * count / ticks for name, count in taken.items() if count]
+    return sum(each) or np.nan
 
 
 def numbers(history: History, verdict: Verdict) -> dict[str, Plain]:

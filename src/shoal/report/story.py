@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,22 +79,28 @@ def number(value: object) -> float:
 def kept(history: History) -> list[tuple[Attempt, int]]:
     """The attempts, each with the last of its steps that no later one has done again."""
     attempts = history.attempts
-    found = []
-    for place, attempt in enumerate(attempts):
-        later = [each.first - 1 for each in attempts[place + 1 :] if each.steps]
-        found.append((attempt, min([attempt.last, *later])))
-    return found
+    return [
+        (each, min(each.last, _until(attempts[place + 1 :], each.counting)))
+        for place, each in enumerate(attempts)
+    ]
+
+
+def _until(later: Sequence[Attempt], name: str | None) -> int:
+    """The last step of a Step's before those that later attempts have taken."""
+    begins = [begin for each in later if (begin := each.first_of(name)) is not None]
+    return min(begins, default=1 << 62) - 1
 
 
 def curves(history: History, column: str) -> dict[str, Curve]:
     """A column of the first rank's steps by name of the Step, without what was done again."""
     pieces: dict[str, list[tuple[Array, Array]]] = {}
-    for attempt, last in kept(history):
+    attempts = history.attempts
+    for place, attempt in enumerate(attempts):
         rank = min(attempt.ranks, default=0)
         for (owner, name), rows in attempt.steps.items():
             if owner == rank and len(rows):
                 steps = rows.all["step"]
-                chosen = steps <= last
+                chosen = steps <= _until(attempts[place + 1 :], name)
                 pieces.setdefault(name, []).append((steps[chosen], rows.all[column][chosen]))
     found = {name: _curve(each) for name, each in pieces.items()}
     return {name: curve for name, curve in found.items() if curve is not None}

@@ -298,7 +298,7 @@ def starts(history: History, verdict: Verdict) -> Table:
             [
                 _when(attempt.began),
                 str(attempt.size),
-                f"{attempt.first:,} to {attempt.last:,}",
+                f"{attempt.first:,} to {attempt.last:,}" if attempt.steps else "none",
                 f"{again:,}" if again else "",
                 f"{one.warm_up} ({duration(one.warm_up_seconds)})" if one is not None else "",
                 ending(attempt, last=attempt is history.latest, now=time.time()),

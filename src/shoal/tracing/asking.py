@@ -7,7 +7,7 @@ from pathlib import Path
 from shoal.errors import CheckpointError
 from shoal.tracing.coarse import coarse, newest, ranks_of
 from shoal.tracing.merging import merge
-from shoal.tracing.windows import FOLDER, Window, ask, file_of, window
+from shoal.tracing.windows import FOLDER, MOST, Window, ask, file_of, recordable, window
 
 
 def timeline(run: str, steps: str) -> str:
@@ -38,19 +38,29 @@ def _made(run: str, wanted: Window) -> str:
     if found:
         path = merge(run, *wanted)
         return f"{path}: the steps {wanted} of {len(found)} rank(s); open it in ui.perfetto.dev"
-    taken = newest(ranks_of(Path(run)))
+    ranks = ranks_of(Path(run))
+    taken, over = newest(ranks)
     if taken < wanted.first - 1:
+        if over:
+            raise CheckpointError(
+                given=f"shoal report {run} --trace {wanted}",
+                found=f"the run has ended, and its newest step is {taken:,}",
+                fix="steps that it has taken; or before it goes on "
+                f"shoal.Run(…, profile=({wanted.first}, {wanted.last}))",
+            )
         return _request(Path(run), wanted, taken)
     path = coarse(run, *wanted)
+    few = (wanted.first, min(wanted.last, wanted.first + MOST - 1))
+    so_far = f" as far as {taken:,}" if taken < wanted.last else ""
     return (
-        f"{path}: the steps {wanted}, coarse, from the events: nobody recorded them, "
-        f"for which there is shoal.Run(…, profile=({wanted.first}, {wanted.last})); "
+        f"{path}: the steps {wanted}{so_far}, coarse, from the events: there is no record of them, "
+        f"for which there is shoal.Run(…, profile={few}); "
         "open it in ui.perfetto.dev"
     )
 
 
 def _request(run: Path, wanted: Window, taken: int) -> str:
-    ask(run, wanted)
+    ask(run, recordable(wanted, f"shoal report {run} --trace {wanted}"))
     return (
         f"the run is at step {taken:,}; it was asked to record the steps {wanted} when it comes to "
         "them. Then give the same command again"

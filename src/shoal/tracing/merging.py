@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ def write(folder: Path, window: Window, events: Iterable[Event]) -> Path:
     """Write events as a trace; one after the other, since there may be millions."""
     folder.mkdir(exist_ok=True)
     path = folder / f"steps-{window.first}-{window.last}.json.gz"
-    part = path.with_name(f"part-{path.name}")
+    part = path.with_name(f"part-{os.getpid()}-{path.name}")  # two may ask at once
     with gzip.open(part, "wt", encoding="utf-8", compresslevel=5) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(events):

@@ -6,13 +6,15 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shoal.timeline import OTHER
 from shoal.tracing.clocks import Offset, compare
 from shoal.tracing.requests import Requests
 from shoal.tracing.windows import FOLDER, FORMAT, MARK, Window, file_of
@@ -90,7 +92,7 @@ class Recorder:
         devices = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             devices.append(ProfilerActivity.CUDA)
-        with self._world.preparing():  # the profiler takes seconds to come up
+        with self._aside():  # the profiler takes seconds to come up
             profiler = profile(activities=devices, acc_events=True)
             error = _started(profiler)
             failed = next(filter(None, self._world.gather(error)), None)
@@ -103,6 +105,12 @@ class Recorder:
             recording = self._under_way = _Recording(window, profiler, name)
             self._compare(recording, "begin")
         self._open(recording, step + 1)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What others may wait for, and no part of a step: a tick would count it as the optimizer's."""
+        with self._world.preparing(), self._world.timeline.during(OTHER):
+            yield
 
     def _mark(self, recording: _Recording, step: int) -> None:
         self._close(recording)
@@ -130,7 +138,7 @@ class Recorder:
 
     def _finish(self, recording: _Recording) -> None:
         self._under_way = None
-        with self._world.preparing():  # writing takes long where there is much
+        with self._aside():  # writing takes long where there is much
             self._compare(recording, "end")
             # Before it stops; what comes later torch leaves out.
             recording.profiler.add_metadata_json("shoal", json.dumps(self._described(recording)))
@@ -141,8 +149,16 @@ class Recorder:
                 self._folder.mkdir(exist_ok=True)
                 recording.profiler.export_chrome_trace(str(part))
                 part.replace(path)
+                self._forget_others(recording.window)
             except OSError as error:
                 self._world.say(f"shoal: steps {recording.window} are not kept: {error}")
+
+    def _forget_others(self, window: Window) -> None:
+        """Remove what an earlier start has recorded of these steps on ranks that there are no more."""
+        if self._world.first:
+            here = {file_of(self._folder, rank, window) for rank in range(self._world.size)}
+            for path in {*self._folder.glob(file_of(self._folder, "*", window).name)} - here:
+                path.unlink(missing_ok=True)
 
     def _described(self, recording: _Recording) -> dict[str, Any]:
         return {

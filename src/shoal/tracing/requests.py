@@ -38,14 +38,14 @@ class Requests:
         store = self._store
         if store is not None and self._rank and not store.check([f"{wish.name}/ready"]):
             return
-        self._seen = wish.name
         with self._lock:  # the main thread may not pass the beginning in between
             if self._wish is not None:
-                return
+                return  # one after the other
             late = self._done >= wish.window.first - 1
+            self._seen = wish.name
             self._wish = None if late else wish
         if late:
-            self._forget()
+            self._forget(wish)
             return
         if store is not None:
             store.add(f"{wish.name}/ready", 1)
@@ -58,12 +58,12 @@ class Requests:
                 return None
             self._wish = None
         ready = self._decide(wish, self._store)
-        self._forget()
+        self._forget(wish)
         return wish.window, ready
 
-    def _forget(self) -> None:
+    def _forget(self, wish: Request) -> None:
         if self._rank == 0:
-            forget(self._folder)
+            forget(self._folder, wish)
 
     def _decide(self, wish: Request, store: Store | None) -> bool:
         if store is None:

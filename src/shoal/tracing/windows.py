@@ -15,6 +15,8 @@ FOLDER = "traces"
 FORMAT = 1
 MARK = "shoal step "
 """How the profiler's record names a step; then comes its number."""
+MOST = 1000
+"""Steps that may be recorded at a time: each takes some hundred kB of memory until the last is over."""
 _REQUEST = "request.json"
 
 
@@ -53,6 +55,18 @@ def checked(steps: object, call: str) -> Window:
     )
 
 
+def recordable(window: Window, call: str) -> Window:
+    """A window that is not too long to be recorded, else StepError."""
+    if window.last - window.first < MOST:
+        return window
+    raise StepError(
+        given=call,
+        found=f"{window.last - window.first + 1:,} steps, and {MOST:,} are the most: what is recorded "
+        "stays in memory until the last is over",
+        fix=f"a few are enough: {window.first}:{window.first + 5}",
+    )
+
+
 def file_of(folder: Path, rank: int | str, window: Window) -> Path:
     """Where a rank's record of a window is."""
     return folder / f"rank-{rank}-{window.first}-{window.last}.json.gz"
@@ -83,11 +97,13 @@ def asked(folder: Path) -> Request | None:
     try:
         found = json.loads((folder / _REQUEST).read_bytes())
         name, steps = found["name"], (found["first"], found["last"])
-        return Request(name, checked(steps, _REQUEST)) if re.fullmatch("[0-9a-f]+", name) else None
+        wanted = recordable(checked(steps, _REQUEST), _REQUEST)
+        return Request(name, wanted) if re.fullmatch("[0-9a-f]+", name) else None
     except (OSError, ValueError, TypeError, KeyError, StepError):
         return None
 
 
-def forget(folder: Path) -> None:
-    """Remove the request."""
-    (folder / _REQUEST).unlink(missing_ok=True)
+def forget(folder: Path, done: Request) -> None:
+    """Remove a request, unless another one has taken its place."""
+    if asked(folder) in (None, done):
+        (folder / _REQUEST).unlink(missing_ok=True)

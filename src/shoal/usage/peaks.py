@@ -36,7 +36,8 @@ _SHEETS = (
     _Sheet(r"\bH100 NVL\b", "NVIDIA H100 data sheet", 835.5, 417.5, 60.0),
     _Sheet(r"\bH100 PCIe\b", "NVIDIA H100 PCIe product brief", 756.0, 378.0, 51.0),
     _Sheet(r"\bH100\b.*\bHBM3\b", "NVIDIA H100 data sheet", 989.5, 494.5, 67.0),
-    _Sheet(r"\bA100\b", "NVIDIA A100 data sheet", 312.0, 156.0, 19.5),
+    # CINECA's own A100, with 64 GB, has more cores and no data sheet of NVIDIA's.
+    _Sheet(r"\bA100\b(?!-SXM-64GB)", "NVIDIA A100 data sheet", 312.0, 156.0, 19.5),
     _Sheet(r"\bA30\b", "NVIDIA A30 data sheet", 165.0, 82.0, 10.3),
     _Sheet(r"\bA40\b", "NVIDIA A40 data sheet", 149.7, 74.8, 37.4),
     _Sheet(r"\bA10\b", "NVIDIA A10 data sheet", 125.0, 62.5, 31.2),
@@ -48,6 +49,11 @@ _SHEETS = (
     _Sheet(r"\bV100-SXM", "NVIDIA V100 data sheet", 125.0, None, 15.7, bf16=False),
     _Sheet(r"\bV100-PCIE\b", "NVIDIA V100 data sheet", 112.0, None, 14.0, bf16=False),
     _Sheet(r"\bT4\b", "NVIDIA T4 data sheet", 65.0, None, 8.1, bf16=False),
+    # Of tensor cores that add in float32, as torch has them do; in float16 they would be twice as fast.
+    _Sheet(r"\bRTX 4090$", "NVIDIA Ada GPU architecture white paper", 165.2, 82.6, 82.6),
+    _Sheet(r"\bRTX 3090$", "NVIDIA Ampere GA102 white paper", 71.0, 35.6, 35.6),
+    # torch has each of the two dies as a device: half of what the sheet says.
+    _Sheet(r"\bMI250X$", "AMD Instinct MI250X data sheet", 191.5, None, 47.9),
     _Sheet(r"\bMI300X\b", "AMD Instinct MI300X data sheet", 1307.4, 653.7, 163.4),
 )
 """The first that matches counts: special ones come before those that they resemble."""
@@ -76,8 +82,15 @@ def peak_here(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak of this rank's device. That of a CPU no data sheet gives as it can be reached."""
     if device.type != "cuda":
         return Peak(None, "a CPU, whose peak is known only where it has been measured")
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak_of(torch.cuda.get_device_name(device), dtype, tf32=tf32)
+    return peak_of(torch.cuda.get_device_name(device), dtype, tf32=tf32_allowed())
+
+
+def tf32_allowed() -> bool:
+    """Whether products of float32 may be computed in tf32 on CUDA, by whichever switch that was set.
+
+    torch.get_float32_matmul_precision knows the older switches alone, and raises after the newer.
+    """
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def _peak(sheet: _Sheet, teraflops: float, how: str) -> Peak:

@@ -86,13 +86,14 @@ class Observer:
                 rows.shorten(1)
         return self._of(history, attempt)
 
-    def _see(self, attempt: Attempt, rank: int, rows: Array) -> None:
-        """Take the steps of the lowest rank for the curves; of several Steps the first one's."""
+    def _see(self, attempt: Attempt, rank: int, name: str, rows: Array) -> None:
+        """Take the steps of the lowest rank for the curves; of several Steps those that count."""
         if self._leader is None or rank < self._leader:
             self._leader, self._tracks, self._taken = rank, Tracks(), {}
         if rank == self._leader:
             steps = rows[rows["wall"] > 0]
-            self._tracks.add(steps["step"], steps["loss"], steps["size"], steps["wall"])
+            if name == attempt.counting:  # numbers of others may go more slowly
+                self._tracks.add(steps["step"], steps["loss"], steps["size"], steps["wall"])
             taken = self._taken.get(attempt.began, 0) + int(steps["size"].sum(dtype=np.int64))
             self._taken = {attempt.began: taken}
 

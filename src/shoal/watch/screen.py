@@ -28,8 +28,9 @@ SECONDS = 1.0
 PLAIN_LINES = 30
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 """Between these a terminal that knows them shows nothing half drawn; others pass over them."""
-HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGWINCH)
-LEAVING = {int(each): 128 + each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+HEARD = (*LEFT, signal.SIGTSTP, signal.SIGWINCH)
+LEAVING = {int(each): 128 + each for each in LEFT}
 
 
 def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool = False) -> int:
