@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shoal.parallel.context import Context
     from shoal.parallel.pipeline import Pipeline
     from shoal.parallel.recompute import Recompute
+    from shoal.parallel.remote import Remote
     from shoal.parallel.replicate import DDP, DataParallel, Single
     from shoal.parallel.shard import FSDP
     from shoal.parallel.tensor import Tensor
@@ -76,6 +77,7 @@ _HOMES = {
     "parallel.context": ("Context",),
     "parallel.pipeline": ("Pipeline",),
     "parallel.recompute": ("Recompute",),
+    "parallel.remote": ("Remote",),
     "parallel.replicate": ("DDP", "DataParallel", "Single"),
     "parallel.shard": ("FSDP",),
     "parallel.tensor": ("Tensor",),
@@ -116,6 +118,7 @@ __all__ = [
     "Pipeline",
     "PowerSGD",
     "Recompute",
+    "Remote",
     "Rows",
     "Run",
     "Schedule",
