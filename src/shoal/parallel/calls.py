@@ -11,6 +11,7 @@ import contextlib
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,7 +55,8 @@ class Calls:
         )
         waits = self._store.timeout
         try:
-            with environ.set_defaults(_interface(world)):
+            with environ.set_defaults(_interface(world)), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch is
                 rpc.init_rpc(
                     name_of(world.rank),
                     rank=world.rank,
@@ -98,22 +100,27 @@ class Calls:
             ) from error
 
     def close(self) -> None:
-        """Leave, after the others have come to do so too, unless an error is on its way."""
+        """Leave, together with the others if they all come to do so, else alone.
+
+        Nobody is waited for where an error is on its way.
+        """
         if self._closed:
             return
         self._closed = True
-        try:
-            if sys.exc_info()[0] is None:
-                with contextlib.suppress(dist.DistError):  # rank 0 hosted the store, and has left
-                    self._await_others()
-        finally:
-            rpc.shutdown(graceful=False)  # the other way waits for the dead
+        together = sys.exc_info()[0] is None and self._others_leave()
+        with contextlib.suppress(RuntimeError):  # one of them has died just now
+            rpc.shutdown(graceful=together, timeout=FAREWELL_SECONDS)
 
-    def _await_others(self) -> None:
-        self._store.add("left", 1)
+    def _others_leave(self) -> bool:
+        """Whether all ranks have come to leave."""
         until = time.monotonic() + FAREWELL_SECONDS
-        while self._store.add("left", 0) < self._size and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(dist.DistError):  # rank 0 hosted the store, and has left
+            self._store.add("left", 1)
+            while time.monotonic() < until:
+                if self._store.add("left", 0) == self._size:
+                    return True
+                time.sleep(POLL_SECONDS)
+        return False
 
 
 def name_of(rank: int) -> str:
