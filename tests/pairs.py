@@ -29,6 +29,7 @@ SPREAD = {  # how it is spread: the axes of the layout, and what is written
     "Context": ("context",),
     "Pipeline": ("pipeline",),
     "zero bubble": ("pipeline",),
+    "Remote": ("pipeline",),
     "replicas": ("replicate",),
 }
 FEATURES = (
@@ -59,6 +60,8 @@ SAME = [  # a pair that is one thing, or two values of one argument
     {"bf16", "fp16"},
     {"inductor", "script"},
     {"Pipeline", "zero bubble"},
+    {"Remote", "Pipeline"},
+    {"Remote", "zero bubble"},
     {"Tensor", "sequence"},
     {"Tensor", "logits"},
     {"replicas", "DDP"},

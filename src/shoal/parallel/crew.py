@@ -95,7 +95,6 @@ def split_points(
     goes with the module before, if it is `bare` of parameters and buffers. Raises StepError for
     modules that are not called or in no stage, and for stages that don't follow each other.
     """
-    owners = {call: _owner(call, stages, bare, given) for call in calls}
     for name, modules in stages.items():
         for module in modules:
             if not any(_within(call, module) for call in calls):
@@ -105,6 +104,7 @@ def split_points(
                     + ", ".join(calls),
                     fix="names of modules as in named_modules(), each of which forward calls",
                 )
+    owners = {call: _owner(call, stages, bare, given) for call in calls}
     order, points = list(stages), []
     before = ("the model's inputs", -1)
     for call in calls:

@@ -88,6 +88,7 @@ class RemoteEngine(MeshEngine):
         self._calling = threading.Lock()
         self._key = world.broadcast(secrets.token_hex(16))
         _ENGINES[self._key] = self
+        world.barrier()  # a call that came sooner would find nothing
         module.forward = partial(_call_from_here, ref(self))
 
     def gradients(
@@ -172,8 +173,9 @@ class RemoteEngine(MeshEngine):
         while True:
             message = self._inbox.receive()
             if isinstance(message, Over):
-                if (error := self._error or message.error) is not None:
-                    raise error
+                failure = self._error or message.error
+                if failure is not None:
+                    raise failure
                 return
             if isinstance(message, Job):
                 self._compute_ready(work, line, message)
@@ -282,7 +284,7 @@ class RemoteEngine(MeshEngine):
         with dist_autograd.context() as context:
             loss, shown = self._asked(last, turn, micro)
             with self._calls.explained(self._others):
-                dist_autograd.backward(context, [loss])
+                dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             del loss
             # Always in the same order, so that sums are rounded alike.
             with carriers.turn_of(micro):
@@ -318,7 +320,8 @@ class RemoteEngine(MeshEngine):
     def collect(self, context: int) -> None:
         """Add what a micro-batch gave to the gradients of this rank's parameters."""
         with torch.no_grad():
-            for parameter, gradient in dist_autograd.get_gradients(context).items():
+            gradients = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
+            for parameter, gradient in gradients.items():
                 if id(parameter) not in self._own:  # of another model, which a loss ran through
                     continue
                 if parameter.grad is None:
