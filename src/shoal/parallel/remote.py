@@ -82,7 +82,7 @@ class Remote:
                 found="no axis for its stages",
                 fix="shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two of them",
             )
-        _refuse_others(model, given)
+        _refuse_others(model, world, given)
         check_learns(model)
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
         names = [module for modules in self.stages.values() for module in modules]
@@ -108,8 +108,15 @@ def _tensors(module: nn.Module) -> list[object]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _refuse_others(model: nn.Module, given: str) -> None:
+def _refuse_others(model: nn.Module, world: World, given: str) -> None:
     """Refuse what was done to the model before, and does not go with calls between ranks."""
+    if world.layout.degree("context") > 1:
+        raise LayoutError(
+            given=f"{given} with layout='{world.layout}'",
+            found="slices of sequences are cut before the first block and joined after the last, "
+            "which are on different ranks",
+            fix="layout='pipeline=2', or shoal.Context() with shoal.FSDP()",
+        )
     if division_of(model) is not None:
         raise StepError(
             given=f"[shoal.Tensor(…), {given}]",
