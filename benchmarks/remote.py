@@ -201,9 +201,8 @@ def main() -> None:
         command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *given]
         subprocess.run(command, check=True)
         figures = json.loads(Path(path).read_text())
-    print(
-        f"\n{LAYERS} layers of {WIDTH} x {WIDTH}, {MICRO_BATCHES} micro-batches of {ROWS}, one thread each"
-    )
+    what = f"{LAYERS} layers of {WIDTH} x {WIDTH}, {MICRO_BATCHES} micro-batches of {ROWS} rows"
+    print(f"\n{what}, one thread in each process")
     for name, own in figures.items():
         print(f"  {name:<22} {own['seconds'] * 1e3:8.1f} ms a step  {Spread(**own['speedup'])} x")
     reached = figures["shoal.Remote"]["speedup"]["median"]
