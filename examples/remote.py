@@ -4,9 +4,8 @@ python examples/remote.py
 shoal run -n 2 examples/remote.py
 shoal run -n 3 examples/remote.py -- --readers 2
 
-In strings of brackets, does each one that opens close again, in order? The stage "reader" is a
-recurrent network, which takes nearly all the time and may have several ranks; "judge" is the rest.
-Each micro-batch has the length of its own longest string. In the end rank 0 alone asks the model.
+Does each bracket of a string that opens close again, in order? The stage "reader" is a recurrent
+network, which takes nearly all the time, and may have several ranks. At last rank 0 alone asks it.
 """
 
 import argparse
@@ -87,7 +86,6 @@ def main(options: argparse.Namespace) -> None:
         if world.first:
             with torch.no_grad():
                 print("([])[] and ([)]:", model(encoded(["([])[]", "([)]"])).softmax(1)[:, 1].tolist())
-        world.barrier()
         result = shoal.evaluate(step, data, metrics={"right": shoal.Accuracy()}, collate_fn=collate)
         world.say(f"loss {result['loss']:.6f}, right {result['right']:.1%}")
 

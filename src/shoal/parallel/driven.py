@@ -63,6 +63,7 @@ class RemoteEngine(MeshEngine):
     """Runs this rank's stage when it is called, drives the others if it is the driver, which speaks."""
 
     parts = True
+    unseen = "backward runs in threads of distributed autograd"
 
     def __init__(
         self, module: nn.Module, world: World, outer: Outer, stages: Sequence[Stage], crew: Crew
