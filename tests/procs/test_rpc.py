@@ -71,8 +71,13 @@ def started() -> Iterator[Callable[[str], Ranks]]:
 
 
 def crews() -> list[Any]:
+    """All, of which CI tries those that start no further processes with several micro-batches."""
+
+    def mark(name: str, count: int) -> pytest.MarkDecorator:
+        return pytest.mark.full if count > 1 and CREWS[name][0] in SIZES else pytest.mark.long
+
     return [
-        pytest.param(name, count, marks=[] if (name, count) == QUICK else pytest.mark.full)
+        pytest.param(name, count, marks=[] if (name, count) == QUICK else mark(name, count))
         for name in sorted(CREWS, key=lambda name: CREWS[name][0])
         for count in (1, 4)
     ]
@@ -247,9 +252,15 @@ def until_killed(world: shoal.World, victim: int, where: str) -> str:
     return "it has gone on"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("where", ["forward", "backward", "between"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
+def kills() -> list[Any]:
+    few = {(0, "forward"), (1, "backward"), (2, "between")}
+    return [
+        pytest.param(*kill, marks=pytest.mark.full if kill in few else pytest.mark.long)
+        for kill in itertools.product(range(3), ("forward", "backward", "between"))
+    ]
+
+
+@pytest.mark.parametrize(("victim", "where"), kills())
 def test_a_killed_worker_is_named_on_all_others(victim: int, where: str) -> None:
     """Whether it drives or not; long before any time limit of torch's would be over."""
     with Ranks(3, layout="pipeline=3", timeout=600, prepare_timeout=600) as three:

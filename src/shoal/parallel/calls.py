@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import rpc
+from torch.distributed import PrefixStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal import environ, network
@@ -37,7 +37,7 @@ class Calls:
     """This rank's end of torch RPC in a world; making it is collective."""
 
     def __init__(self, world: World) -> None:
-        if rpc._is_current_rpc_agent_set():
+        if rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
             raise StepError(
                 given="a strategy that uses torch RPC, in a process that has called rpc.init_rpc",
                 found="torch has one RPC agent in a process",
@@ -151,8 +151,8 @@ def _interface(world: World) -> dict[str, str]:
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """How RPC finds the other ranks: by the store of the world."""
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-    yield dist.PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    yield PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()
 
 
 register_rendezvous_handler(_SCHEME, _meet)
