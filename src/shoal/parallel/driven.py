@@ -107,11 +107,12 @@ class RemoteEngine(MeshEngine):
         ]
         if not self._unused_checked:
             self._check_unused()
-        if self._group is not None:
-            with timeline.within(COMMUNICATION):
-                sum_over(self._group, self.parameters)
-        timeline.enter(UPDATE)
-        return self.totals()
+        with self._calls.explained(self._others):
+            if self._group is not None:
+                with timeline.within(COMMUNICATION):
+                    sum_over(self._group, self.parameters)
+            timeline.enter(UPDATE)
+            return self.totals()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output on the driver, None elsewhere. Collective."""
