@@ -46,7 +46,6 @@ CREWS: dict[str, tuple[str, shoal.Remote]] = {
         shoal.Remote(stages={"all": ("embedding", "blocks", "head")}, workers={"all": (0, 1)}),
     ),
 }
-QUICK = ("1 + 2", 4)
 SIZES = {"pipeline=2": 2, "pipeline=3": 3, "pipeline=4": 4, "replicate=2,pipeline=2": 4}
 
 
@@ -77,7 +76,7 @@ def crews() -> list[Any]:
         return pytest.mark.full if count > 1 and CREWS[name][0] in SIZES else pytest.mark.long
 
     return [
-        pytest.param(name, count, marks=[] if (name, count) == QUICK else mark(name, count))
+        pytest.param(name, count, marks=mark(name, count))
         for name in sorted(CREWS, key=lambda name: CREWS[name][0])
         for count in (1, 4)
     ]
