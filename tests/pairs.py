@@ -29,6 +29,7 @@ SPREAD = {  # how it is spread: the axes of the layout, and what is written
     "Context": ("context",),
     "Pipeline": ("pipeline",),
     "zero bubble": ("pipeline",),
+    "Placed": (),
     "Remote": ("pipeline",),
     "replicas": ("replicate",),
 }

@@ -286,6 +286,8 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
         some.append(shoal.Recompute())
     if "Recompute, keep" in names:
         some.append(shoal.Recompute(keep=("products", "attention")))
+    if "Placed" in names:
+        some.append(shoal.Placed((0, 0)))
     if "Context" in names:
         some.append(shoal.Context())
     if {"Tensor", "sequence", "logits"} & {*names}:
@@ -300,7 +302,7 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
         some.append(shoal.Pipeline(split=("blocks.0", "blocks.1", "norm"), schedule="zbv"))
     elif {"FSDP", "HSDP"} & {*names}:
         some.append(shoal.FSDP())
-    if "DDP" in names:
+    if "DDP" in names or [type(each) for each in some[-1:]] == [shoal.Placed]:
         some.append(
             shoal.DDP(
                 bucket_mb=0.001,

@@ -205,6 +205,11 @@ WAYS = {
     "Recompute some, FSDP": Way(
         lambda model: [KEEPING[model], shoal.FSDP(units=UNITS[model])], ("shard=4",)
     ),
+    "Placed, DDP": Way(
+        # The rank's device, taken for two: hooks and order are tried, and moves elsewhere.
+        lambda model: [shoal.Placed((0, 0), in_flight=2), shoal.DDP(bucket_mb=0.001)],
+        ("replicate=2", "replicate=3"),
+    ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
     "ZeRO-3": Way(
         lambda model: shoal.FSDP(units=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shoal.parallel.compression import PowerSGD, TopK
     from shoal.parallel.context import Context
     from shoal.parallel.pipeline import Pipeline
+    from shoal.parallel.placed import Placed
     from shoal.parallel.recompute import Recompute
     from shoal.parallel.remote import Remote
     from shoal.parallel.replicate import DDP, DataParallel, Single
@@ -76,6 +77,7 @@ _HOMES = {
     "parallel.compression": ("PowerSGD", "TopK"),
     "parallel.context": ("Context",),
     "parallel.pipeline": ("Pipeline",),
+    "parallel.placed": ("Placed",),
     "parallel.recompute": ("Recompute",),
     "parallel.remote": ("Remote",),
     "parallel.replicate": ("DDP", "DataParallel", "Single"),
@@ -114,6 +116,7 @@ __all__ = [
     "Moment",
     "Noise",
     "Order",
+    "Placed",
     "Placement",
     "Pipeline",
     "PowerSGD",

@@ -172,6 +172,10 @@ class Engine(ABC):
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The model's output on one micro-batch, without gradients; see `speaks`. Collective."""
 
+    def beside(self, output: Any, micro: Micro) -> Micro:
+        """The micro-batch as the loss wants it: on the device of the output."""
+        return micro
+
     @abstractmethod
     def compile(self, how: str) -> None:
         """Run the forward compiled: "inductor" or "script"."""

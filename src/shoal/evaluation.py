@@ -13,6 +13,7 @@ from shoal.data import Loader
 from shoal.data.mapped import Collate
 from shoal.errors import DataError, StepError
 from shoal.modes import evaluation
+from shoal.moves import move
 from shoal.step import Step
 from shoal.task import Count
 from shoal.timeline import EVALUATION
@@ -102,13 +103,14 @@ def evaluate(
                     # A stand-in goes through everything too, and so does what peers repeat: what can't
                     # work fails on all ranks, and a loss that runs another model is collective.
                     weight = micro.weight if step.engine.speaks else 0.0
-                    sums.add("loss", step.task.reduce(output, micro, batch.seed), weight)
-                    target = (targets or default_targets)(micro.value) if metrics else None
+                    beside = step.engine.beside(output, micro)
+                    sums.add("loss", step.task.reduce(output, beside, batch.seed), weight)
+                    target = (targets or default_targets)(beside.value) if metrics else None
                     for name, metric in metrics.items():
                         if name not in foreign:
                             sums.add(name, metric(output, target), weight)
                         elif weight:
-                            foreign[name].update(output, target)
+                            foreign[name].update(*move((output, target), world.device))
         result: dict[str, Any] = sums.means(world)
         visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
         # Ranks of one data rank share samples.

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from shoal.checkpoint import Agreement
 from shoal.errors import CheckpointError
 from shoal.modes import evaluation
+from shoal.moves import move
 from shoal.names import check_model, shapes
 from shoal.parallel import engine_of, known_engine
+from shoal.parallel.spanning import span_of
 from shoal.run import Run
 from shoal.shares import divided, shared_like, whole
 from shoal.step import Step
@@ -122,7 +124,7 @@ def _model(source: Run | Step | nn.Module) -> nn.Module:
 
 def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
     _refuse_divided(model, path)
-    model = copy.deepcopy(model)  # without what needs other ranks, as slices of sequences do
+    model, example = _alone(model, example)
     made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
     _write(made, torch.jit.save, path)
 
@@ -135,7 +137,17 @@ def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> N
             found="torch.export traces the model",
             fix="shoal.export(model, 'model.pt2', example=(inputs,))",
         )
-    _write(torch.export.export(copy.deepcopy(model), example), torch.export.save, path)
+    _write(torch.export.export(*_alone(model, example)), torch.export.save, path)
+
+
+def _alone(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """A copy without what needs other ranks, as slices of sequences do, or moves between devices."""
+    span, model = span_of(model), copy.deepcopy(model)
+    if span is None or not span.hooked:
+        return model, example
+    from shoal.parallel.arrivals import without_arrivals
+
+    return without_arrivals(model), move(example, torch.device("cpu"))
 
 
 def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> None:

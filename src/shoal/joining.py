@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from shoal import cores, environ, meeting, mpi, network
 from shoal.alike import spans
 from shoal.choice import GIVEN, Choice
-from shoal.device import choose_device
+from shoal.device import choose_device, neighbours
 from shoal.errors import LaunchError, LayoutError
 from shoal.launchers import Placement
 from shoal.layout import Layout
@@ -44,6 +44,7 @@ class Joined:
     placement: Placement
     layout: Layout
     device: torch.device
+    devices: tuple[torch.device, ...]
     group: dist.ProcessGroup | None
     choices: tuple[Choice[object], ...]
     told: str
@@ -56,6 +57,7 @@ def join(
     layout: str | Layout,
     backend: str | None,
     device: str | torch.device | None,
+    devices_per_rank: int,
     timeout: float,
     prepare_timeout: float,
 ) -> Joined:
@@ -63,7 +65,7 @@ def join(
     placement = environ.placement()
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
-    place = choose_device(device, placement)
+    place = choose_device(device, placement, devices_per_rank)
     if place.value.type == "cuda":
         torch.cuda.set_device(place.value)
     store = None if placement.size == 1 else _meet(placement, prepare_timeout)
@@ -96,6 +98,7 @@ def join(
         placement=placement,
         layout=division.value,
         device=place.value,
+        devices=neighbours(place.value, devices_per_rank),
         group=group,
         choices=(
             *placement.choices,

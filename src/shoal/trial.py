@@ -149,7 +149,8 @@ class _Trial:
         return self._engine.infer(self._task, part, self._seed, autocast=self._autocast)
 
     def _reduce(self, part: Micro, output: Any) -> Sum:
-        loss, count = self._task.reduce(output, part, self._seed)
+        beside = self._engine.beside(output, part)
+        loss, count = self._task.reduce(output, beside, self._seed)
         return float(loss), float(count)
 
 

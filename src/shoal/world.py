@@ -60,6 +60,7 @@ def init(
     layout: str | Layout = LAYOUT,
     backend: str | None = None,
     device: str | torch.device | None = None,
+    devices_per_rank: int = 1,
     seed: int = 0,
     timeout: float = TIMEOUT,
     prepare_timeout: float = PREPARE_TIMEOUT,
@@ -69,8 +70,9 @@ def init(
 
     `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
     CPU unless given; "mpi" under MPI's launchers), `device` where this rank computes (by local rank
-    unless given). `seed` is the root of every random stream. `timeout` is how long a rank may wait for
-    others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
+    unless given): the first of `devices_per_rank` neighbours, `World.devices`, for a model that is
+    placed on several. `seed` is the root of every random stream. `timeout` is how long a rank may wait
+    for others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
     `prepare_timeout` holds. Then the rank that did not arrive is named, and all ranks end.
     `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that
     nothing is left behind.
@@ -88,6 +90,7 @@ def init(
         layout=layout,
         backend=backend,
         device=device,
+        devices_per_rank=devices_per_rank,
         timeout=timeout,
         prepare_timeout=prepare_timeout,
     )
@@ -113,6 +116,7 @@ class World:
         self.placement = placement
         self.layout = layout
         self.device = joined.device
+        self.devices = joined.devices
         self.group = joined.group
         self.seed = seed
         self.limits = limits

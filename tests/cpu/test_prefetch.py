@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.data.prefetch import move, on_device, tensors_in
+from shoal.data.prefetch import on_device
+from shoal.moves import move, tensors_in
 from shoal.timeline import Timeline
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

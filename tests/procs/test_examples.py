@@ -24,13 +24,14 @@ SMALL = {
     "emulator": ("--flows 8 --size 16 --width 4 --epochs 1", ""),
     "pipeline": ("--blocks 3 --epochs 2", "--epochs 1"),
     "remote": ("--strings 100 --epochs 2", "--epochs 1"),
+    "placed": ("--epochs 2", "--epochs 1"),
     "bytes_lm": (
         "--bytes 40000 --context 16 --width 32 --layers 1 --steps 6 --batch-size 8 --ema 0.5",
         "",
     ),
 }
 EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.full if name == "mnist" else pytest.mark.long)
+    pytest.param(name, marks=pytest.mark.full if name in ("mnist", "placed") else pytest.mark.long)
     for name in SMALL
 ]
 LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")

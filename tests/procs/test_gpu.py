@@ -210,6 +210,54 @@ def test_what_is_saved_aside_is_the_state_of_its_step(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "checkpoints" / f"step-{number}")
 
 
+SEVERAL = [
+    pytest.param(("cpu", "cuda:0")),
+    pytest.param(
+        ("cuda:0", "cuda:1"),
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ),
+]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("model", ["convolutional", "transformer"])
+@pytest.mark.parametrize("devices", SEVERAL)
+def test_placed_on_several_devices_it_trains_like_one_process(
+    devices: tuple[str, str], model: str, micro_batches: int
+) -> None:
+    row = Row(model, 101, model == "transformer", micro_batches, False, 0.5)
+    with shoal.init(seed=SEED) as world:
+        found = train(world, row, "", shoal.Placed(devices), STEPS)
+    assert distance(found, specification(row, STEPS)) < TOLERANCE
+
+
+class ByHand(nn.Module):
+    def __init__(self, devices: tuple[str, str]) -> None:
+        super().__init__()
+        self.devices = devices
+        self.first = nn.Linear(WIDTH, 8).to(devices[0])
+        self.second = nn.Linear(8, 4).to(devices[1])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs.to(self.devices[0])).tanh()
+        output: Tensor = self.second(hidden.to(self.devices[1]))
+        return output
+
+
+@pytest.mark.parametrize("devices", SEVERAL)
+def test_a_model_placed_by_hand_stays_where_it_is(devices: tuple[str, str]) -> None:
+    found = []
+    for places in (("cuda:0", "cuda:0"), devices):
+        with shoal.init(seed=SEED) as world:
+            model = shoal.parallelize(ByHand(places), world)
+            assert [str(p.device) for p in model.parameters()] == [places[0]] * 2 + [places[1]] * 2
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+            batches = shoal.Loader(problem()[1], world, batch_size=40, micro_batches=2).epochs(2)
+            found.append([step(batch).loss for batch in batches])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.parametrize("layout", ["shard=1", "shard=2"])
 def test_parameters_on_the_cpu_between_steps(started: Callable[[str], Ranks], layout: str) -> None:
     row = Row("transformer", 101, True, 2, False, 0.5)

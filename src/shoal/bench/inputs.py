@@ -20,7 +20,7 @@ from shoal.batch import Batch
 from shoal.data import Loader
 from shoal.data.feed import Placed
 from shoal.data.mapped import Sampled
-from shoal.data.prefetch import move
+from shoal.moves import move
 
 _LEAST_BATCHES = 2
 _ENDLESS = 10**9

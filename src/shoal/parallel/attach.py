@@ -17,6 +17,7 @@ from shoal.errors import LayoutError, StepError
 from shoal.layout import AXES
 from shoal.parallel.replicate import DDP
 from shoal.parallel.shard import FSDP
+from shoal.parallel.spanning import check_strategies
 from shoal.world import World
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -65,8 +66,10 @@ def parallelize(
         module = model() if deferred is None else deferred.module
     _check_model(module, world)
     _check_same(module, world)
+    check_strategies(module, [*before, chosen])
     for each in before:
         each.spread(module, world)
+    check_strategies(module, [*before, chosen])
     engine = chosen.apply(module, world)
     engine.strategy = repr([*before, chosen] if before else chosen)
     if deferred is not None:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
+from shoal.parallel.spanning import span_of
 from shoal.task import Count
 from shoal.world import World
 
@@ -48,6 +49,7 @@ class HoldingEngine(Engine):
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module = module
         self.world = world
+        self._span = span_of(module)
         _check_kinds(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         if not self.parts:
@@ -77,9 +79,9 @@ class HoldingEngine(Engine):
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients by `factor`; by 1 is free."""
-        gradients = [] if factor == 1.0 else self._gradients()
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        if factor != 1.0:
+            for gradients in filter(None, self._by_device(self._gradients())):
+                torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply, step, clear; see the contract."""
@@ -97,8 +99,20 @@ class HoldingEngine(Engine):
         """What this rank holds of the gradients, as plain tensors."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
+    def _by_device(self, gradients: list[Tensor]) -> list[list[Tensor]]:
+        """The gradients in lists of one device each, which torch's fused primitives want."""
+        if self._span is None:
+            return [gradients]
+        parts: dict[torch.device, list[Tensor]] = {}
+        for gradient in gradients:
+            parts.setdefault(gradient.device, []).append(gradient)
+        return list(parts.values()) or [[]]
+
     def _norm(self) -> Tensor:
-        return global_norm(self._gradients())
+        norm, *others = [global_norm(gradients) for gradients in self._by_device(self._gradients())]
+        for other in others:
+            norm = torch.hypot(norm, other.to(norm.device))
+        return norm
 
     def _sums(self, norm: Tensor) -> tuple[float, float, float]:
         shown = self._shown

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from shoal.batch import Batch
 from shoal.engine import OpenEngine, Totals
 from shoal.errors import StepError
+from shoal.moves import device_in, move
 from shoal.parallel.holding import HoldingEngine
 from shoal.parallel.recompute import runs_again
+from shoal.parallel.spanning import Span
 from shoal.task import Count, Micro, Task
 from shoal.timeline import BACKWARD, FORWARD, UPDATE
 from shoal.world import World
@@ -32,6 +35,13 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def compile(self, how: str) -> None:
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
+        if self._span is not None and self._span.hooked:
+            raise StepError(
+                given=f"compile={how!r} with shoal.Placed(…)",
+                found="compiled code would have what moves tensors between devices in its middle",
+                fix="leave compile out; or compile parts that are on one device beforehand: "
+                "model.blocks[0].compile()",
+            )
         if runs_again(self.module):
             raise StepError(
                 given=f"compile={how!r} with shoal.Recompute()",
@@ -69,17 +79,28 @@ class LocalEngine(HoldingEngine, OpenEngine):
     ) -> Totals:
         """Run the micro-batches one after the other; see the contract."""
         self._check_converted()
-        last = len(batch.micros) - 1
+        micros = batch.micros
         enter = self.world.timeline.enter
-        for index, micro in enumerate(batch.micros):
-            with mixed(self.world.device, autocast):
-                output = task.forward(self.call, micro, batch.seed)
-                loss, count = task.reduce(output, micro, batch.seed)
-            del output  # the graph keeps what backward needs; the rest is memory
+        ahead = 1 if self._span is None else self._span.in_flight or len(micros)
+        for first in range(0, len(micros), ahead):
+            losses = deque(
+                self._forward(task, micro, batch.seed, autocast)
+                for micro in micros[first : first + ahead]
+            )
             enter(BACKWARD)
-            self.backward(loss, count, micro, batch.size, scale=scale, last=index == last)
-            enter(UPDATE if index == last else FORWARD)
+            for index in range(first, first + len(losses)):
+                loss, count = losses.popleft()
+                last = index == len(micros) - 1
+                self.backward(loss, count, micros[index], batch.size, scale=scale, last=last)
+            enter(UPDATE if last else FORWARD)
         return self.totals()
+
+    def _forward(
+        self, task: Task, micro: Micro, seed: int, autocast: torch.dtype | None
+    ) -> tuple[Tensor, Count]:
+        with self._running(autocast):
+            output = task.forward(self.call, micro, seed)
+            return task.reduce(output, self.beside(output, micro), seed)
 
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
@@ -113,8 +134,36 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output of the module as it stands; the caller has chosen mode and no_grad."""
-        with mixed(self.world.device, autocast):
+        with self._running(autocast):
             return task.forward(self.call, micro, seed)
+
+    def beside(self, output: Any, micro: Micro) -> Micro:
+        """Moved where the model is on several devices; see the contract."""
+        device = None if self._span is None else device_in(output)
+        return micro if device is None else micro._replace(value=move(micro.value, device))
+
+    @contextlib.contextmanager
+    def _several(self, span: Span, autocast: torch.dtype | None) -> Iterator[None]:
+        """Autocast on devices of all types that the model is on; StepError for what they can't do."""
+        with contextlib.ExitStack() as stack:
+            for kind in {self.world.device.type, *(device.type for device in span.devices)}:
+                stack.enter_context(mixed(torch.device(kind), autocast))
+            try:
+                yield
+            except RuntimeError as error:
+                if "same device" not in str(error):
+                    raise
+                raise StepError(
+                    given=f"the forward of a {type(self.module).__name__} on "
+                    + ", ".join(map(str, span.devices)),
+                    found=f"between its modules it computes with tensors of several: {error}",
+                    fix="place what it adds up on one device, or, in the forward, x.to(y.device)",
+                ) from error
+
+    def _running(self, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+        if self._span is None:
+            return mixed(self.world.device, autocast)
+        return self._several(self._span, autocast)
 
     def _differentiate(self, loss: Tensor, seed: Tensor, *, last: bool) -> None:
         torch.autograd.backward([loss], [seed], inputs=self._inputs())

@@ -41,6 +41,7 @@ class Recompute:
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
+    several: ClassVar[bool] = True
 
     units: Sequence[str] | None = None
     keep: Collection[str] = ()
@@ -75,10 +76,14 @@ class Recompute:
 
 def runs_again(model: nn.Module) -> bool:
     """Whether a part of `model` runs again in backward."""
+    return bool(units_that_run_again(model))
+
+
+def units_that_run_again(model: nn.Module) -> list[nn.Module]:
+    """The parts of `model` that run again in backward."""
     from torch.distributed._composable.contract import _get_registry
 
-    registries = (_get_registry(part) for part in model.modules())
-    return any("checkpoint" in registry for registry in registries if registry)
+    return [part for part in model.modules() if "checkpoint" in (_get_registry(part) or {})]
 
 
 def _decide(

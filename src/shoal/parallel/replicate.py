@@ -25,6 +25,7 @@ from shoal.parallel import compression, worth
 from shoal.parallel.compression import Compress
 from shoal.parallel.holding import as_scalar, first
 from shoal.parallel.local import LocalEngine
+from shoal.parallel.spanning import bring, check_replicas
 from shoal.parallel.wire import Wire
 from shoal.shares import is_divided
 from shoal.task import Count, Micro
@@ -38,6 +39,7 @@ class Single:
 
     axes: ClassVar[tuple[str, ...]] = AXES
     defers: ClassVar[bool] = False
+    several: ClassVar[bool] = True
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Move the model to the device and return the engine of one process."""
@@ -47,7 +49,8 @@ class Single:
                 found="every process would train a copy of its own",
                 fix="shoal.DDP(), or leave the strategy out",
             )
-        return LocalEngine(model.to(world.device), world)
+        bring(model, world)
+        return LocalEngine(model, world)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class DDP:
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
     defers: ClassVar[bool] = False
+    several: ClassVar[bool] = True
 
     bucket_mb: float = 25.0
     bucket_views: bool = True
@@ -105,7 +109,8 @@ class DDP:
                 fix="shoal.Tensor(plan=…) alone, which sums over replicas too, or followed by "
                 "shoal.FSDP()",
             )
-        model.to(world.device)
+        bring(model, world)
+        check_replicas(model, world)
         return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
 
 
@@ -124,9 +129,9 @@ class DDPEngine(LocalEngine):
         """What compression sends."""
         self._primed = False
         self.speaks = world.layout.coordinate(world.rank, "context") == 0
-        self._tally = nn.Parameter(
-            torch.zeros(2, dtype=tally_dtype(self.parameters), device=world.device)
-        )
+        # On the device of the last parameters, whose bucket is the first: on all ranks the same.
+        place = self.parameters[-1].device
+        self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(self.parameters), device=place))
         with warnings.catch_warnings():
             # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
             warnings.simplefilter("ignore", FutureWarning)

@@ -29,7 +29,7 @@ def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
     Raises StepError, with `given` for what was asked, where there is none.
     """
     wanted = pattern.split(".")
-    names = [name for name, _ in model.named_modules() if _alike(name.split("."), wanted)]
+    names = [name for name, _ in model.named_modules() if alike(name.split("."), wanted)]
     if not names:
         raise StepError(
             given=given,
@@ -40,7 +40,8 @@ def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
     return names
 
 
-def _alike(name: Sequence[str], wanted: Sequence[str]) -> bool:
+def alike(name: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether a name, in its parts, is like a pattern, in which `*` stands for one of them."""
     return len(name) == len(wanted) and all(map(fnmatchcase, name, wanted))
 
 

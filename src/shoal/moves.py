@@ -1,0 +1,77 @@
+"""Tensors in nested values: found, and moved to a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` on `device`; itself if it is there. A copy is waited for only where the CPU reads it."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def move(
+    value: Any, device: torch.device, each: Callable[[Tensor, torch.device], Tensor] = send
+) -> Any:
+    """`value` with every tensor in it on `device`: tuples, lists, mappings, objects with `.to`.
+
+    `each` moves one tensor. What holds nothing that moves stays the same object.
+    """
+    if isinstance(value, Tensor):
+        return each(value, device)
+    if isinstance(value, nn.Module | type):
+        return value
+    if hasattr(value, "to"):
+        return value.to(device)
+    if isinstance(value, tuple | list):
+        items = [move(item, device, each) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        return _move_mapping(value, device, each)
+    return value
+
+
+def _move_mapping(
+    value: Mapping[Any, Any], device: torch.device, each: Callable[[Tensor, torch.device], Tensor]
+) -> Mapping[Any, Any]:
+    items = {key: move(item, device, each) for key, item in value.items()}
+    if all(items[key] is item for key, item in value.items()):
+        return value
+    if not isinstance(value, MutableMapping):
+        return items
+    moved = copy.copy(value)  # a mapping of another library may have attributes too
+    for key, item in items.items():
+        moved[key] = item
+    return moved
+
+
+def device_in(value: Any) -> torch.device | None:
+    """The device of the first tensor in `value`; None if there is none."""
+    return next((tensor.device for tensor in tensors_in(value)), None)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value: through tuples, lists, mappings and the attributes of objects that
+    move themselves (a graph batch of another library keeps stores within stores)."""
+    waiting, met = [value], set()
+    while waiting:
+        item = waiting.pop(0)
+        if id(item) in met:
+            continue
+        met.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, tuple | list):
+            waiting += item
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        if not isinstance(item, Tensor | type | ModuleType) and hasattr(item, "__dict__"):
+            waiting += vars(item).values()
