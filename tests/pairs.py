@@ -30,6 +30,7 @@ SPREAD = {  # how it is spread: the axes of the layout, and what is written
     "Pipeline": ("pipeline",),
     "zero bubble": ("pipeline",),
     "Placed": (),
+    "Remote": ("pipeline",),
     "replicas": ("replicate",),
 }
 FEATURES = (
@@ -60,6 +61,8 @@ SAME = [  # a pair that is one thing, or two values of one argument
     {"bf16", "fp16"},
     {"inductor", "script"},
     {"Pipeline", "zero bubble"},
+    {"Remote", "Pipeline"},
+    {"Remote", "zero bubble"},
     {"Tensor", "sequence"},
     {"Tensor", "logits"},
     {"replicas", "DDP"},

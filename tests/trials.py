@@ -294,6 +294,10 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
         some.append(shoal.Tensor(plan=plan(names, model)))
     if "Pipeline" in names:
         some.append(shoal.Pipeline(split=("blocks.1",)))
+    elif "Remote" in names:
+        some.append(
+            shoal.Remote(stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "norm", "head")})
+        )
     elif "zero bubble" in names:
         some.append(shoal.Pipeline(split=("blocks.0", "blocks.1", "norm"), schedule="zbv"))
     elif {"FSDP", "HSDP"} & {*names}:

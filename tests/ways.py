@@ -89,6 +89,34 @@ WAYS = {
     "ZBV": Way(folded("zbv"), ("pipeline=2", "replicate=2,pipeline=2")),
     "ZBV, FSDP": Way(folded("zbv"), ("shard=2,pipeline=2",), ("convolutional",)),
     "DualPipeV": Way(folded("dualpipev"), ("pipeline=2", "replicate=2,pipeline=2"), micro_batches=(4,)),
+    "Remote": Way(
+        lambda model: shoal.Remote(stages={"front": ("features",), "back": ("head",)}),
+        ("pipeline=2", "replicate=2,pipeline=2"),
+        ("convolutional",),
+    ),
+    "Remote, 3 stages": Way(
+        lambda model: shoal.Remote(
+            stages={"a": ("features.0",), "b": ("features.1", "features.2"), "c": ("head",)}
+        ),
+        ("pipeline=3",),
+        ("convolutional",),
+    ),
+    "Remote, a stage on two ranks": Way(
+        lambda model: shoal.Remote(
+            stages={"front": ("features",), "back": ("head",)},
+            workers={"front": (0, 2), "back": (1,)},
+        ),
+        ("pipeline=3",),
+        ("convolutional",),
+    ),
+    "Remote, both on two ranks": Way(
+        lambda model: shoal.Remote(
+            stages={"front": ("features",), "back": ("head",)},
+            workers={"front": (0, 1), "back": (2, 3)},
+        ),
+        ("pipeline=4",),
+        ("convolutional",),
+    ),
     "Tensor, ZBV": Way(
         lambda model: [
             shoal.Tensor(plan={"block.linear1": "column", "block.linear2": "row"}),

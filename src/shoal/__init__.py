@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.parallel.pipeline import Pipeline
     from shoal.parallel.placed import Placed
     from shoal.parallel.recompute import Recompute
+    from shoal.parallel.remote import Remote
     from shoal.parallel.replicate import DDP, DataParallel, Single
     from shoal.parallel.shard import FSDP
     from shoal.parallel.tensor import Tensor
@@ -78,6 +79,7 @@ _HOMES = {
     "parallel.pipeline": ("Pipeline",),
     "parallel.placed": ("Placed",),
     "parallel.recompute": ("Recompute",),
+    "parallel.remote": ("Remote",),
     "parallel.replicate": ("DDP", "DataParallel", "Single"),
     "parallel.shard": ("FSDP",),
     "parallel.tensor": ("Tensor",),
@@ -119,6 +121,7 @@ __all__ = [
     "Pipeline",
     "PowerSGD",
     "Recompute",
+    "Remote",
     "Rows",
     "Run",
     "Schedule",

@@ -140,6 +140,10 @@ class Engine(ABC):
     speaks: bool = True
     """Whether this rank's output, and the loss of it, count: of the ranks that share samples exactly
     one speaks, or each for its slice of them. Elsewhere `infer` may return None."""
+    unseen: str = ""
+    """Why what it computes can't be counted from where the step is taken; empty where it can."""
+    noise: str = "noise"
+    """The stream of random numbers that this rank's forward draws from; see `World.reseed`."""
 
     @abstractmethod
     def gradients(

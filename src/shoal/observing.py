@@ -100,7 +100,7 @@ class Observer:
         if self._ticks == _COUNTED_TICK:
             for name, step in self._steps.items():
                 self._counted[name] = step.number, Counting()
-                if not step.compiled:
+                if not step.compiled and not step.engine.unseen:
                     step.counting = self._counted[name][1]
         elif self._counted:
             self._conclude()
@@ -147,4 +147,4 @@ class Observer:
     def _why_not(self, step: Step, counting: Counting) -> str:
         if step.compiled:
             return "compiled code runs no operations that could be seen"
-        return counting.failed or "a loop of one's own does not compute in a Step"
+        return step.engine.unseen or counting.failed or "a loop of one's own does not compute in a Step"

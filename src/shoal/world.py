@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,17 @@ MARGIN_SECONDS = 60.0
 """How much later than the watch torch itself gives up: by then every rank has been asked."""
 CHECKED_STEPS = 3
 """For so many steps ranks compare each collective before they begin it."""
+
+
+class Service(Protocol):
+    """What a world has once for all that use it, such as torch's RPC."""
+
+    def close(self) -> None:
+        """Leave other ranks."""
+        ...
+
+
+S = TypeVar("S", bound=Service)
 
 
 def init(
@@ -122,6 +133,7 @@ class World:
         self.recorder: Callable[[Mapping[str, Any]], None] | None = None
         self.directory: Path | None = None
         """Where a report of a hang is kept: that of the Run which is open."""
+        self._services: dict[Callable[[World], Service], Service] = {}
         self._sections = 0
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._steps = self._preparing = 0
@@ -395,17 +407,27 @@ class World:
         """Call this method of an object, if that is still alive, before the group is left."""
         self._before_closing.append(weakref.WeakMethod(method))
 
+    def service(self, kind: Callable[[World], S]) -> S:
+        """The one object of this kind that the world has, made when first asked for. Collective, once.
+
+        It is closed before the group is left.
+        """
+        if kind not in self._services:
+            self._services[kind] = kind(self)
+        return cast(S, self._services[kind])
+
     def close(self) -> None:
         """Leave the group and restore what `init` changed; closing twice is fine."""
         if self._closed:
             return
         self._closed = True
-        try:
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(self._leave)
+            for service in self._services.values():
+                leaving.callback(service.close)
             for reference in self._before_closing:
                 if (method := reference()) is not None:
                     method()
-        finally:
-            self._leave()
 
     def _leave(self) -> None:
         atexit.unregister(self.close)

@@ -23,6 +23,7 @@ SMALL = {
     "gan": ("--steps 20", "--steps 8"),
     "emulator": ("--flows 8 --size 16 --width 4 --epochs 1", ""),
     "pipeline": ("--blocks 3 --epochs 2", "--epochs 1"),
+    "remote": ("--strings 100 --epochs 2", "--epochs 1"),
     "placed": ("--epochs 2", "--epochs 1"),
     "bytes_lm": (
         "--bytes 40000 --context 16 --width 32 --layers 1 --steps 6 --batch-size 8 --ema 0.5",

@@ -18,6 +18,8 @@ _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/bdb.py", "/pydevd.py", "/pydevd_bundle/")
 _COMMUNICATION = "torch/distributed/"
 _STORAGE = "torch/distributed/checkpoint/"
+_INBOX = "shoal/parallel/inbox.py"
+"""Where the main thread waits for what comes by RPC, which other threads receive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,14 @@ def busy(lines: Sequence[Line]) -> str:
 def communication(lines: Sequence[Line]) -> str:
     """The function of torch.distributed that a thread has called into C from; empty if none.
 
-    What comes from there is sending, receiving or waiting; files of checkpoints aside.
+    What comes from there is sending, receiving or waiting; files of checkpoints aside. So is what
+    Shoal's own strategies wait in for messages.
     """
     last = lines[-1] if lines else None
-    if last is None or _COMMUNICATION not in last.file or _STORAGE in last.file:
+    if last is None:
         return ""
-    return last.function
+    torchs = _COMMUNICATION in last.file and _STORAGE not in last.file
+    return last.function if torchs or last.file.endswith(_INBOX) else ""
 
 
 def all_stacks() -> str:

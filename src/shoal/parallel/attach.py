@@ -76,7 +76,7 @@ def parallelize(
         deferred.fill()
     world.attach(engine)
     object.__setattr__(module, ATTRIBUTE, Attachment(engine))
-    world.reseed("noise")
+    world.reseed(engine.noise)
     return cast(Model, module)
 
 

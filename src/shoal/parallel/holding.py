@@ -43,18 +43,17 @@ class Kept(NamedTuple):
 class HoldingEngine(Engine):
     """Sums of a batch, the norm of its gradients, and what is done to them."""
 
+    parts = False
+    """Whether it holds a part of a model, of which nothing need be trainable."""
+
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module = module
         self.world = world
         self._span = span_of(module)
         _check_kinds(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise StepError(
-                given=f"parallelize({type(module).__name__}, world)",
-                found="a model without trainable parameters",
-                fix="parameter.requires_grad_(True) for what should learn, before parallelize",
-            )
+        if not self.parts:
+            check_learns(module)
         self._kept = [
             Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, part._parameters, key)
             for prefix, part in module.named_modules()
@@ -81,7 +80,7 @@ class HoldingEngine(Engine):
     def multiply(self, factor: float) -> None:
         """Multiply the gradients by `factor`; by 1 is free."""
         if factor != 1.0:
-            for gradients in self._by_device(self._gradients()):
+            for gradients in filter(None, self._by_device(self._gradients())):
                 torch._foreach_mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -181,6 +180,16 @@ def first(names: Sequence[str], shown: int = 3) -> str:
     """The first few of `names`, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def check_learns(module: nn.Module) -> None:
+    """Raise StepError for a model without trainable parameters."""
+    if not any(p.requires_grad for p in module.parameters()):
+        raise StepError(
+            given=f"parallelize({type(module).__name__}, world)",
+            found="a model without trainable parameters",
+            fix="parameter.requires_grad_(True) for what should learn, before parallelize",
+        )
 
 
 def _check_kinds(module: nn.Module) -> None:

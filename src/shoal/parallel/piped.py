@@ -18,8 +18,8 @@ from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import ShoalError, StepError
 from shoal.layout import AXES
-from shoal.parallel.deferred import give_memory
 from shoal.parallel.divided import Division, divide_alike, division_of
+from shoal.parallel.held import Inputs, bring, by_name, hold
 from shoal.parallel.local import mixed
 from shoal.parallel.marked import MarkedStage, schedule_marked
 from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
@@ -34,8 +34,6 @@ from shoal.world import World
 if TYPE_CHECKING:
     from shoal.parallel.pipeline import Pipeline
 
-Inputs = dict[str, Any]
-"""What the model is called with, by the names of its arguments."""
 Form = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of tensors."""
 _TENSOR = object()
@@ -176,7 +174,6 @@ class PipelineEngine(MeshEngine):
         units: Sequence[nn.Module],
     ) -> None:
         """Give stages memory on the device, divide them if asked; stages and module share tensors."""
-        meta = any(p.is_meta for p in module.parameters())
         if self._sharded:
             from shoal.parallel.sharded import divide
 
@@ -186,36 +183,22 @@ class PipelineEngine(MeshEngine):
                     found="a parameter of two stages on one rank can't be divided twice",
                     fix="layout='replicate=…,pipeline=…', or copies of their own",
                 )
+            meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
                 inside = {id(one) for one in part.modules()}
                 divide(part, [unit for unit in units if id(unit) in inside], options.stage, world)
                 if meta:
                     part.to_empty(device=world.device)
-        elif meta:
-            give_memory(module, world.device)
-            for stage in kept:
-                _share(module, stage.body, stage.names)
-        for stage in kept:
-            stage.body.to(world.device)
-            _share(stage.body, module, stage.names)
-        module.to(world.device)
+            bring(module, kept, world.device)
+        else:
+            hold(module, kept, world.device)
 
     def _compute_in(self, autocast: torch.dtype | None) -> None:
         for part in self._parts.values():
             part.autocast = autocast
 
     def _inputs(self, task: Task, micro: Micro, seed: int) -> Inputs:
-        """What the model would be called with, by name."""
-        positional, named = task.arguments(micro, seed)
-        try:
-            return dict(self._signature.bind(*positional, **named).arguments)
-        except TypeError as error:
-            raise StepError(
-                given=f"the inputs of a {type(self.module).__name__} in a pipeline: "
-                f"{len(positional)} by place, {sorted(named)} by name",
-                found=f"{error}; arguments with defaults keep them",
-                fix=f"shoal.Task(loss, inputs=…) with {', '.join(self._signature.parameters)}",
-            ) from None
+        return by_name(self._signature, *task.arguments(micro, seed), type(self.module).__name__)
 
     def _schedule(
         self, inputs: Sequence[Inputs], autocast: torch.dtype | None
@@ -472,16 +455,6 @@ def _real(leaf: Any, samples: int, rows: int) -> Any:
 
 def _is_sum(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad
-
-
-def _share(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
-    """Let `target` have the very tensors that `source` has under these names."""
-    for name in names:
-        owner, _, attribute = name.rpartition(".")
-        ours, theirs = source.get_submodule(owner), target.get_submodule(owner)
-        for kind in ("_parameters", "_buffers"):
-            if attribute in getattr(ours, kind) and attribute in getattr(theirs, kind):
-                getattr(theirs, kind)[attribute] = getattr(ours, kind)[attribute]
 
 
 def _refuse_calls(module: nn.Module) -> None:

@@ -62,6 +62,13 @@ class Outer:
     graph: fx.Graph
     signature: inspect.Signature
     """Of the inputs that the model is called with."""
+    asked: str = "shoal.Pipeline(…)"
+    """What the user has written to have it cut."""
+
+    @property
+    def given(self) -> str:
+        """The same, with the model."""
+        return f"{self.asked} around {type(self.model).__name__}"
 
     def calls(self) -> list[str]:
         """The names of the modules that are called, in their order."""
@@ -102,7 +109,7 @@ class Outer:
             changed = self.changes(node)
             if changed in local or (changed is not None and changed.op == "get_attr"):
                 raise StepError(
-                    given=f"shoal.Pipeline(…) around {type(self.model).__name__}",
+                    given=self.given,
                     found=f"its own forward changes {changed} in place ({node.target})",
                     fix="x = x * 2 in place of x *= 2 or x.mul_(2); what counts calls, into a module "
                     "of its own",
@@ -121,31 +128,32 @@ class Outer:
         )
 
 
-def trace(model: nn.Module, opened: Iterable[str]) -> Outer:
+def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> Outer:
     """The forward of `model` and of the modules `opened`, as a graph; nothing is run.
 
-    Raises StepError for what can't be traced: decisions that depend on tensors, and code that differs
-    between training and evaluation.
+    `asked` is what the user has written to have it cut. Raises StepError for what can't be traced:
+    decisions that depend on tensors, and code that differs between training and evaluation.
     """
     inner = set(opened)
+    given = f"{asked} around {type(model).__name__}"
     parameters = list(inspect.signature(model.forward).parameters.values())
     several = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if several:
         raise StepError(
-            given=f"shoal.Pipeline(…) around {type(model).__name__}",
+            given=given,
             found=f"its forward takes any number of inputs, as {several[0]}",
             fix="def forward(self, x): …, with the inputs by name",
         )
     optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    graphs = [_traced(model, inner, optional, training) for training in (False, True)]
+    graphs = [_traced(model, inner, optional, training, given) for training in (False, True)]
     if len({str(graph) for graph in graphs}) > 1:
         raise StepError(
-            given=f"shoal.Pipeline(…) around {type(model).__name__}",
+            given=given,
             found="its own forward does not the same in training as in evaluation",
             fix="put what differs into modules of its own: nn.Dropout in place of F.dropout",
         )
     required = [p for p in parameters if p.name not in optional]
-    return Outer(model, graphs[1], inspect.Signature(required))
+    return Outer(model, graphs[1], inspect.Signature(required), asked)
 
 
 class _Value(fx.Proxy):
@@ -164,7 +172,7 @@ for _name in _IN_PLACE:
 
 
 def _traced(
-    model: nn.Module, opened: set[str], optional: Mapping[str, Any], training: bool
+    model: nn.Module, opened: set[str], optional: Mapping[str, Any], training: bool, given: str
 ) -> fx.Graph:
     class Tracer(fx.Tracer):
         proxy_buffer_attributes = True  # else what is computed of buffers now would be for ever
@@ -192,7 +200,7 @@ def _traced(
                 now.update(was)
     except Exception as error:
         raise StepError(
-            given=f"shoal.Pipeline(…) around {type(model).__name__}",
+            given=given,
             found="its forward can't be cut, because it decides by what tensors hold or how many "
             f"there are: {error}",
             fix="put that into a module of its own, which is then one part, or name split points "
@@ -203,7 +211,7 @@ def _traced(
             part.training = mode
     if kept:
         raise StepError(
-            given=f"shoal.Pipeline(…) around {type(model).__name__}",
+            given=given,
             found="its own forward makes tensors of nothing (torch.arange, torch.randn), or keeps what "
             f"it computes on the model: {', '.join(sorted(kept))}",
             fix="put that into a module of its own, or make such a tensor a buffer",

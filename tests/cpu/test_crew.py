@@ -1,0 +1,202 @@
+"""Who runs what of a model in stages, and in which order: decided from plain values."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from shoal.errors import LayoutError, StepError
+from shoal.hangs.stacks import communication, stack
+from shoal.parallel.carriers import Carriers
+from shoal.parallel.crew import crew_of, split_points
+from shoal.parallel.inbox import Inbox, Job, Line, Over
+
+CALLS = ("first", "blocks.0", "drop", "blocks.1", "head")
+WAIT = 30.0
+
+
+def cut(stages: Mapping[str, Sequence[str]], calls: Sequence[str] = CALLS) -> list[str]:
+    return split_points(calls, stages, frozenset({"drop"}), "given")
+
+
+def test_stages_begin_at_their_first_module() -> None:
+    assert cut({"front": ("first", "blocks.0"), "back": ("blocks.1", "head")}) == ["blocks.1"]
+    assert cut({"a": ("first",), "b": ("blocks",), "c": ("head",)}) == ["blocks.0", "head"]
+    assert cut({"whole": ("first", "blocks", "head")}) == []
+
+
+def test_what_has_no_parameters_goes_with_the_module_before_unless_it_is_named() -> None:
+    assert cut({"front": ("first", "blocks.0"), "back": ("drop", "blocks.1", "head")}) == ["drop"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "found"),
+    [
+        ({"a": ("first", "blocks"), "b": ("tail", "head")}, "'tail', which the model does not call"),
+        ({"a": ("first", "blocks.0"), "b": ("head",)}, "blocks.1 has parameters or buffers"),
+        ({"a": ("first", "blocks"), "b": ("blocks.1", "head")}, "in the stages 'a' and 'b'"),
+        (
+            {"a": ("first", "blocks.1"), "b": ("blocks.0", "head")},
+            "after blocks.0 of 'b' the model calls blocks.1 of 'a'",
+        ),
+        (
+            {"b": ("blocks", "head"), "a": ("first",)},
+            "after the model's inputs the model calls first of 'a'",
+        ),
+        (
+            {"a": ("first",), "c": ("head",), "b": ("blocks",)},
+            "after first of 'a' the model calls blocks.0 of 'b'",
+        ),
+    ],
+)
+def test_stages_that_do_not_chain_are_refused_by_name(
+    stages: Mapping[str, Sequence[str]], found: str
+) -> None:
+    with pytest.raises(StepError) as caught:
+        cut(stages)
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("workers", "ranks", "found"),
+    [
+        (None, 3, "nothing to run for rank 2 among 3"),
+        (None, 1, "no rank 1 among 1"),
+        ({"front": (0,), "back": (1, 3)}, 3, "no rank 3 among 3"),
+        ({"front": (0,), "back": (2,)}, 4, "nothing to run for rank 1, 3 among 4"),
+    ],
+)
+def test_each_rank_runs_one_stage(workers: Any, ranks: int, found: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        crew_of(("front", "back"), workers, range(ranks), "given")
+    assert found in str(caught.value)
+
+
+def test_every_micro_batch_has_one_worker_of_each_stage() -> None:
+    workers = {"a": (3, 1), "b": (0,), "c": (4, 2, 5)}
+    crew = crew_of((*workers,), workers, [10, 11, 12, 13, 14, 15], "given")
+    assert crew.driver == 14
+    for stage, ranks in enumerate(crew.ranks):
+        taken = sorted(micro for rank in ranks for micro in crew.micros(rank, 7))
+        assert taken == list(range(7))
+        for rank in ranks:
+            assert crew.stage(rank) == stage
+            assert {crew.worker(stage, micro) for micro in crew.micros(rank, 7)} <= {rank}
+    assert crew.workers(1) == (11, 10, 12)
+    assert crew.title(15) == "rank 15 (stage 'c')"
+
+
+def job(micro: int) -> Job:
+    return Job(micro, (), Future())
+
+
+def test_jobs_are_done_in_the_order_of_their_micro_batches() -> None:
+    line = Line(range(1, 8, 2))
+    done = [[each.micro for each in line.ready(job(micro))] for micro in (5, 1, 7, 3)]
+    assert done == [[], [1], [], [3, 5, 7]]
+    assert line.over
+
+
+def test_jobs_that_are_never_done_are_left() -> None:
+    line = Line(range(4))
+    assert [each.micro for number in (0, 2, 3) for each in line.ready(job(number))] == [0]
+    assert [each.micro for each in line.left()] == [2, 3]
+    assert not line.over
+    assert Line(range(0)).over
+
+
+def test_messages_wait_for_their_turn_and_none_comes_after_it() -> None:
+    looked: list[None] = []
+    inbox = Inbox(lambda: looked.append(None))
+    assert inbox.post(2, Over(None))
+    assert inbox.begin() == 1
+    first, late = job(0), job(1)
+    assert inbox.post(1, first)
+    assert inbox.receive() is first
+    assert inbox.post(1, late)
+    assert inbox.end() == [late]
+    assert not inbox.post(1, job(2))
+    assert inbox.begin() == 2
+    assert inbox.receive() == Over(None)
+    assert looked == []
+
+
+def test_a_rank_without_messages_looks_whether_others_live_and_counts_as_waiting() -> None:
+    """Else one that hangs would keep the others for ever: the watch asks what they wait in."""
+    inbox = Inbox(lambda: None)
+    inbox.begin()
+    waiting = threading.Thread(target=inbox.receive)
+    waiting.start()
+    found = ""
+    until = threading.Event()
+    for _ in range(int(WAIT / 0.01)):
+        found = communication(stack(sys._current_frames().get(waiting.ident or 0)))
+        if found or until.wait(0.01):
+            break
+    inbox.post(1, Over(None))
+    waiting.join(WAIT)
+    assert found == "receive"
+
+    class GoneError(Exception):
+        pass
+
+    def look() -> None:
+        raise GoneError
+
+    with pytest.raises(GoneError):
+        Inbox(look).receive()
+
+
+def test_carriers_take_turns_in_order_however_long_each_one_takes() -> None:
+    order: list[int] = []
+    done: list[tuple[int, Any, Any]] = []
+    over = threading.Event()
+    first = threading.Event()
+
+    def carry(number: int) -> int:
+        if number == 0:
+            assert first.wait(WAIT)
+        else:
+            first.set()
+        with carriers.turn_of(number):
+            order.append(number)
+        return number * 10
+
+    def told(*what: Any) -> None:
+        done.append(what)
+        if len(done) == 6:
+            over.set()
+
+    carriers = Carriers(6, carry, told)
+    carriers.start(3)
+    assert over.wait(WAIT)
+    assert order == list(range(6))
+    assert sorted(done) == [(number, number * 10, None) for number in range(6)]
+
+
+def test_a_carrier_that_fails_says_so_and_stopping_lets_the_others_go() -> None:
+    done: list[tuple[int, Any, Any]] = []
+    both = threading.Semaphore(0)
+
+    def carry(number: int) -> None:
+        if number == 0:
+            raise ValueError("no")
+        with carriers.turn_of(number):
+            raise AssertionError("its turn never comes")
+
+    def told(*what: Any) -> None:
+        done.append(what)
+        both.release()
+
+    carriers = Carriers(2, carry, told)
+    carriers.start(2)
+    assert both.acquire(timeout=WAIT)
+    carriers.stop()
+    assert both.acquire(timeout=WAIT)
+    errors = {number: str(error) for number, _, error in done}
+    assert errors == {0: "no", 1: "stopped"}
