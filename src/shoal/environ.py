@@ -19,6 +19,9 @@ THREADS = "OMP_NUM_THREADS"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """The network interfaces that Gloo, and NCCL or RCCL, take."""
 
+TENSORPIPE = "TP_SOCKET_IFNAME"
+"""The network interface that torch RPC takes."""
+
 SITE = "SHOAL_SITE"
 """The site that `shoal submit` takes where none is named."""
 

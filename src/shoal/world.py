@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -22,15 +22,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal import environ, mpi
+from shoal.alike import spans
 from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
+from shoal.hangs.end import may_die_alone
 from shoal.hangs.matching import Matching
 from shoal.hangs.trace import Recording
 from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
 from shoal.streams import derive_seed
+from shoal.survivors import Survivors
 from shoal.timeline import timeline_of
 
 POLL_SECONDS = 0.05
@@ -136,6 +139,7 @@ class World:
         self.reseed("weights", by_rank=False)
         self._matching: Matching | None = None
         self._watch: Watch | None = None
+        self._survivors: Survivors | None = None
         if self.group is not None:
             self._matching = Matching(self.rank)
             if isinstance(self.group, Recording):
@@ -203,6 +207,7 @@ class World:
                 fix="op='sum', divided by world.size for a mean",
             )
         if not self._alone:
+            self._meet()
             dist.all_reduce(tensor, operations[op], group=self.group)
         return tensor
 
@@ -210,6 +215,7 @@ class World:
         """Everyone's value, in rank order, on every rank."""
         if self._alone:
             return [value]
+        self._meet()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -218,8 +224,9 @@ class World:
         """The value of rank `source` on every rank."""
         if self._alone:
             return value
+        self._meet()
         values = [value]
-        dist.broadcast_object_list(values, src=source, group=self.group)
+        dist.broadcast_object_list(values, group_src=source, group=self.group)
         return values[0]
 
     def barrier(self) -> None:
@@ -287,6 +294,47 @@ class World:
         store, until = self.store("shoal/first"), time.monotonic() + HEAR_SECONDS
         while store.add(f"{self._sections}/heard", 0) < self.size - 1 and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
+
+    def survive(self, *, essential: bool = False) -> None:
+        """From now on ranks that have ended are left out of what this world does together. Collective.
+
+        For strategies whose steps need no other rank. The ranks are renumbered when they meet next,
+        and `shoal run` lets the others go on where one is killed that is not `essential`.
+        """
+        if self._watch is None or self._survivors is not None:
+            return
+        if self._matching is not None:
+            self._matching.stop()  # it waits for all ranks
+        store = self.store("shoal/survivors")
+        self._survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
+        self._meet()
+        if not essential:
+            may_die_alone()
+
+    @property
+    def members(self) -> list[int]:
+        """Which ranks these are, by the numbers that they began with."""
+        return list(range(self.size)) if self._survivors is None else list(self._survivors.members)
+
+    def gone(self, ranks: Sequence[int]) -> set[int]:
+        """Those of some ranks, by their first numbers, that have ended and are done without."""
+        return set() if self._survivors is None or self._watch is None else self._watch.gone(ranks)
+
+    def _meet(self) -> None:
+        """Wait for all that live; where some have ended, the others are the world from here on."""
+        if self._survivors is None or self._watch is None:
+            return
+        lost = self._survivors.meet(self._watch.limit)
+        if not lost:
+            return
+        mine = self.members.index(self._survivors.rank)
+        self.group = dist.new_group(self.members, use_local_synchronization=True)
+        self.rank = self.data_rank = mine
+        self.size = self.data_size = len(self.members)
+        self.layout = Layout.parse(LAYOUT).resolve(self.size)
+        self._mesh = self._data_group = None
+        self._let_torch_wait()
+        self.say(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
 
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
         """A generator of its own for `purpose`; see `seed_for`."""

@@ -1,0 +1,66 @@
+"""Remote calls between the ranks of a world, by torch RPC.
+
+What a call carries is pickled, and whoever reaches a rank's port could send one: the ports are on the
+interface by which the ranks talk anyway, of one machine on its loopback, as with torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+from torch.distributed import PrefixStore, Store, distributed_c10d, register_rendezvous_handler, rpc  # type: ignore[attr-defined]  # type: ignore[attr-defined]
+
+from shoal import environ
+from shoal.errors import LaunchError
+from shoal.world import World
+
+_SCHEME = "shoal"
+
+
+def name_of(rank: int) -> str:
+    """What a rank is called."""
+    return f"rank-{rank}"
+
+
+def start(world: World) -> bool:
+    """Have all ranks of a world call each other; False where they do already. Collective.
+
+    A call that is not answered fails after the world's time limit, one to a rank that has ended at
+    once. Raises LaunchError where this torch has no RPC.
+    """
+    if not rpc.is_available():
+        raise LaunchError(
+            given="a strategy over torch RPC",
+            found="this torch is built without it (USE_TENSORPIPE)",
+            fix="the wheels of pytorch.org have it; or a strategy without a server",
+        )
+    if rpc._is_current_rpc_agent_set():
+        return False
+    with suppress(RuntimeError):  # in an earlier world of this process
+        register_rendezvous_handler(_SCHEME, _meet)
+    alone = world.placement.nodes == 1
+    interface = "lo" if alone else environ.interface_variable()
+    variables = {environ.TENSORPIPE: interface} if interface else {}
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_SCHEME}://world", rpc_timeout=world.limits.step
+    )
+    with environ.set_defaults(variables):
+        rpc.init_rpc(
+            name_of(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options
+        )
+    return True
+
+
+def stop() -> None:
+    """Answer no calls any more, and wait for nobody."""
+    rpc.shutdown(graceful=False)
+
+
+def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """By the store of the world; by a connection of its own, whose time limit torch sets."""
+    asked = parse_qs(urlparse(url).query)
+    store = PrefixStore("shoal/rpc", distributed_c10d._get_default_store()).clone()
+    yield store, int(asked["rank"][0]), int(asked["world_size"][0])

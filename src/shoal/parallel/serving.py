@@ -1,0 +1,150 @@
+"""A parameter server: the parameters are in rank 0, beside its own training, and others call it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+from shoal.errors import StepError
+from shoal.parallel import rpc as calls
+from shoal.parallel.commons import Commons, Memory, private
+from shoal.survivors import LOOK_SECONDS
+from shoal.world import World
+
+SERVER = 0
+_PAUSE = 0.01
+
+_SERVERS: WeakValueDictionary[str, Server] = WeakValueDictionary()
+"""Those in this process, by name: a call names the one that it is for, since objects can't travel."""
+
+
+class Server(Commons):
+    """The parameters in rank 0, for its own worker and, by `answer`, for all others."""
+
+    def __init__(self, like: Sequence[Tensor], world: World, name: str) -> None:
+        self._memory = private(like, world)
+        self._world = world
+        self._left = {world.rank}
+        self._workers = world.members
+        self._started = calls.start(world)
+        _SERVERS[name] = self
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        """As in any memory."""
+        self._memory.put(values)
+
+    def read(self, into: Sequence[Tensor]) -> list[int]:
+        """As in any memory."""
+        return self._memory.read(into)
+
+    def add(self, changes: Sequence[Tensor]) -> list[int]:
+        """As in any memory."""
+        return self._memory.add(changes)
+
+    def tick(self) -> None:
+        """As in any memory."""
+        self._memory.tick()
+
+    def clocks(self) -> list[int]:
+        """As in any memory."""
+        return self._memory.clocks()
+
+    def close(self) -> None:
+        """Answer until all that live have left; after an error of its own, no more."""
+        if sys.exception() is None:
+            self._serve_the_rest()
+        if self._started:
+            calls.stop()
+
+    def _serve_the_rest(self) -> None:
+        looked = time.monotonic()
+        while missing := [worker for worker in self._workers if worker not in self._left]:
+            if time.monotonic() >= looked + LOOK_SECONDS:
+                looked = time.monotonic()
+                self._left |= self._world.gone(missing)
+            time.sleep(_PAUSE)
+
+    def answer(self, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
+        """What another worker asks for."""
+        memory: Memory = self._memory
+        match question:
+            case "read":
+                before = memory.updates()
+                return before, memory.values()
+            case "add":
+                return memory.add_for(worker, changes)
+            case "tick":
+                memory.tick_for(worker)
+            case "leave":
+                self._left.add(worker)
+        return memory.clocks()
+
+
+class Client(Commons):
+    """The same for any other rank."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._name = name
+        self._worker = world.rank
+        self._started = calls.start(world)
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        """Nothing: rank 0 has put its own there, which all ranks have."""
+
+    def read(self, into: Sequence[Tensor]) -> list[int]:
+        """Ask for all of them."""
+        before, values = self._ask("read")
+        torch._foreach_copy_(list(into), values)
+        return list(before)
+
+    def add(self, changes: Sequence[Tensor]) -> list[int]:
+        """Send them."""
+        return list(self._ask("add", [change.cpu() for change in changes]))
+
+    def tick(self) -> None:
+        """Tell."""
+        self._ask("tick")
+
+    def clocks(self) -> list[int]:
+        """Ask."""
+        return list(self._ask("clocks"))
+
+    def close(self) -> None:
+        """Tell the server, which may have gone."""
+        with suppress(StepError):
+            self._ask("leave")
+        if self._started:
+            calls.stop()
+
+    def _ask(self, question: str, changes: Sequence[Tensor] = ()) -> Any:
+        try:
+            return rpc.rpc_sync(
+                calls.name_of(SERVER), _answer, (self._name, question, self._worker, list(changes))
+            )
+        except RuntimeError as error:
+            raise StepError(
+                given="shoal.Hogwild(…) with a parameter server in rank 0",
+                found=f"it does not answer any more: {str(error).splitlines()[0]}",
+                fix="see rank 0's own error; the same command goes on from the newest checkpoint",
+            ) from None
+
+
+def serve(like: Sequence[Tensor], world: World) -> Commons:
+    """The parameters as this rank has them, by a server in rank 0. Collective."""
+    name = world.broadcast(f"{world.seed}/{len(world.engines)}")
+    place: Commons = Server(like, world, name) if world.rank == SERVER else Client(world, name)
+    world.barrier()
+    return place
+
+
+def _answer(name: str, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
+    """In the server's process."""
+    return _SERVERS[name].answer(question, worker, changes)
