@@ -21,7 +21,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
 class Survivors:
-    """The `members` of a world: the ranks, by their first numbers, that had not ended when they met last.
+    """The `members` of a world: the ranks, by their first numbers, that lived when they met last.
 
     `gone` gives those of some ranks that have ended; one that is only silent is waited for.
     """

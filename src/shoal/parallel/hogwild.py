@@ -105,8 +105,8 @@ class HogwildEngine(Engine):
         world.before_closing(self.close)
         bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
         world.say(
-            f"shoal: Hogwild, whose results are not those of one process: parameters in {choice.value}, "
-            f"since {choice.reason}; {bound} ahead of the slowest"
+            "shoal: Hogwild, whose results are not those of one process: parameters in "
+            f"{choice.value}, since {choice.reason}; {bound} ahead of the slowest"
         )
 
     @property
@@ -182,7 +182,7 @@ class HogwildEngine(Engine):
         self._commons.close()
 
     def _part(self) -> None:
-        """From a meeting on, all begin with rank 0's parameters, whoever may have changed them there."""
+        """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""
         self.world.barrier()
         if self.world.first:
             self._commons.put(self._parameters)
@@ -231,10 +231,8 @@ def _commons(
     """Where the parameters are, and why there. Raises StepError where they can't be. Collective."""
     found = "a server was asked for" if server else shared(like, world)
     if not isinstance(found, str):
-        machine = f"all {world.size} ranks are on one machine" if world.size > 1 else "it is alone"
-        return found, Choice(
-            what="parameters", value=SHARED, reason=GIVEN if server is False else machine
-        )
+        reason = f"all {world.size} ranks are on one machine" if server is None else GIVEN
+        return found, Choice(what="parameters", value=SHARED, reason=reason)
     if server is False:
         raise StepError(
             given="shoal.Hogwild(server=False)",

@@ -6,18 +6,22 @@ interface by which the ranks talk anyway, of one machine on its loopback, as wit
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-from torch.distributed import PrefixStore, Store, distributed_c10d, register_rendezvous_handler, rpc  # type: ignore[attr-defined]  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal import environ
 from shoal.errors import LaunchError
 from shoal.world import World
 
 _SCHEME = "shoal"
+_TOGETHER_SECONDS = 5
 
 
 def name_of(rank: int) -> str:
@@ -37,7 +41,7 @@ def start(world: World) -> bool:
             found="this torch is built without it (USE_TENSORPIPE)",
             fix="the wheels of pytorch.org have it; or a strategy without a server",
         )
-    if rpc._is_current_rpc_agent_set():
+    if rpc.api._is_current_rpc_agent_set():
         return False
     with suppress(RuntimeError):  # in an earlier world of this process
         register_rendezvous_handler(_SCHEME, _meet)
@@ -47,20 +51,26 @@ def start(world: World) -> bool:
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://world", rpc_timeout=world.limits.step
     )
-    with environ.set_defaults(variables):
+    with environ.set_defaults(variables), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of torch about its own use of a group
         rpc.init_rpc(
             name_of(world.rank), rank=world.rank, world_size=world.size, rpc_backend_options=options
         )
     return True
 
 
-def stop() -> None:
-    """Answer no calls any more, and wait for nobody."""
-    rpc.shutdown(graceful=False)
+def stop(*, together: bool) -> None:
+    """Answer no calls any more; `together`, when the others stop too, or after some seconds."""
+    if not together:
+        rpc.shutdown(graceful=False)
+        return
+    with suppress(RuntimeError):  # one may have ended just now
+        rpc.shutdown(timeout=_TOGETHER_SECONDS)
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """By the store of the world; by a connection of its own, whose time limit torch sets."""
     asked = parse_qs(urlparse(url).query)
-    store = PrefixStore("shoal/rpc", distributed_c10d._get_default_store()).clone()
+    shared: Any = PrefixStore("shoal/rpc", _get_default_store())
+    store = shared.clone()
     yield store, int(asked["rank"][0]), int(asked["world_size"][0])

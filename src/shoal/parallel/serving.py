@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -59,17 +58,19 @@ class Server(Commons):
 
     def close(self) -> None:
         """Answer until all that live have left; after an error of its own, no more."""
-        if sys.exception() is None:
+        orderly = sys.exception() is None
+        if orderly:
             self._serve_the_rest()
         if self._started:
-            calls.stop()
+            calls.stop(together=orderly and self._left.issuperset(self._workers))
 
     def _serve_the_rest(self) -> None:
         looked = time.monotonic()
         while missing := [worker for worker in self._workers if worker not in self._left]:
             if time.monotonic() >= looked + LOOK_SECONDS:
                 looked = time.monotonic()
-                self._left |= self._world.gone(missing)
+                if self._world.gone(missing).issuperset(missing):
+                    return
             time.sleep(_PAUSE)
 
     def answer(self, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
@@ -119,10 +120,13 @@ class Client(Commons):
 
     def close(self) -> None:
         """Tell the server, which may have gone."""
-        with suppress(StepError):
+        orderly = sys.exception() is None
+        try:
             self._ask("leave")
+        except StepError:
+            orderly = False
         if self._started:
-            calls.stop()
+            calls.stop(together=orderly)
 
     def _ask(self, question: str, changes: Sequence[Tensor] = ()) -> Any:
         try:
