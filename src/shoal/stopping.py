@@ -259,8 +259,9 @@ class Stopping:
 
     def _pass_over(self, store: Store) -> None:
         """Conclude without the ranks that have ended, where all others have answered."""
-        missing = self._missing(store)
-        if missing and self._world.gone(missing).issuperset(missing):
+        survivors = self._world.survivors
+        missing = self._missing(store) if survivors is not None else []
+        if survivors is not None and missing and survivors.gone(missing).issuperset(missing):
             self._conclude(store, [rank for rank in range(self._size) if rank not in missing])
 
     def _conclude(self, store: Store, ranks: Sequence[int]) -> None:

@@ -23,7 +23,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 class Survivors:
     """The `members` of a world: the ranks, by their first numbers, that lived when they met last.
 
-    `gone` gives those of some ranks that have ended; one that is only silent is waited for.
+    `gone` gives those of some ranks that have ended; one that is only silent is waited for. `rank` is
+    this one's first number.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Survivors:
         self.members = list(range(size))
         self.rank = rank
         self._store = store
-        self._gone = gone
+        self.gone = gone
         self._meetings = 0
 
     def meet(self, limit: float) -> list[int]:
@@ -66,7 +67,7 @@ class Survivors:
             # The last one to come decides at once; the others only where it may never come.
             if last or time.monotonic() >= looked + LOOK_SECONDS:
                 # Also those that have come: they may have ended while they waited.
-                ended = self._gone([member for member in keys if member != self.rank])
+                ended = self.gone([member for member in keys if member != self.rank])
                 living = [member for member in keys if member not in ended]
                 if self._store.check([keys[member] for member in living]):
                     self._store.compare_set(decided, "", json.dumps(living))

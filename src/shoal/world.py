@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -139,7 +139,7 @@ class World:
         self.reseed("weights", by_rank=False)
         self._matching: Matching | None = None
         self._watch: Watch | None = None
-        self._survivors: Survivors | None = None
+        self.survivors: Survivors | None = None
         if self.group is not None:
             self._matching = Matching(self.rank)
             if isinstance(self.group, Recording):
@@ -301,36 +301,27 @@ class World:
         For strategies whose steps need no other rank. The ranks are renumbered when they meet next,
         and `shoal run` lets the others go on where one is killed that is not `essential`.
         """
-        if self._watch is None or self._survivors is not None:
+        if self._watch is None or self.survivors is not None:
             return
         if self._matching is not None:
             self._matching.stop()  # it waits for all ranks
         store = self.store("shoal/survivors")
-        self._survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
+        self.survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
         self._meet()
         if not essential:
             may_die_alone()
 
-    @property
-    def members(self) -> list[int]:
-        """Which ranks these are, by the numbers that they began with."""
-        return list(range(self.size)) if self._survivors is None else list(self._survivors.members)
-
-    def gone(self, ranks: Sequence[int]) -> set[int]:
-        """Those of some ranks, by their first numbers, that have ended and are done without."""
-        return set() if self._survivors is None or self._watch is None else self._watch.gone(ranks)
-
     def _meet(self) -> None:
         """Wait for all that live; where some have ended, the others are the world from here on."""
-        if self._survivors is None or self._watch is None:
+        if self.survivors is None or self._watch is None:
             return
-        lost = self._survivors.meet(self._watch.limit)
+        lost = self.survivors.meet(self._watch.limit)
         if not lost:
             return
-        mine = self.members.index(self._survivors.rank)
-        self.group = dist.new_group(self.members, use_local_synchronization=True)
-        self.rank = self.data_rank = mine
-        self.size = self.data_size = len(self.members)
+        members = self.survivors.members
+        self.group = dist.new_group(members, use_local_synchronization=True)
+        self.rank = self.data_rank = members.index(self.survivors.rank)
+        self.size = self.data_size = len(members)
         self.layout = Layout.parse(LAYOUT).resolve(self.size)
         self._mesh = self._data_group = None
         self._let_torch_wait()

@@ -9,10 +9,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
 from shoal.hangs.matching import ASIDE
+from shoal.launching import crossing
+from shoal.survivors import LOOK_SECONDS, Survivors
 
 if TYPE_CHECKING:
     from shoal.checkpoint.tensors import Plan
@@ -21,6 +24,7 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(hours=1)
 """How long a rank that has written its part waits for the others."""
+_PAUSE = 0.02
 
 
 class Job(Generic[T]):
@@ -64,6 +68,56 @@ class Job(Generic[T]):
         return self._outcome
 
 
+class Mail:
+    """What ranks tell each other through their store, where any of them may end at any moment.
+
+    A collective of Gloo's would keep those waiting that don't talk to the one that has ended.
+    """
+
+    def __init__(self, store: Store, survivors: Survivors) -> None:
+        self.members = list(survivors.members)
+        self._rank = survivors.rank
+        self._gone = survivors.gone
+        self._store: Any = store
+        self._prefix = "-".join(map(str, self.members))
+        self._number = 0
+
+    def collect(self, value: Any) -> list[Any]:
+        """As `Aside.collect`; RuntimeError where one has ended."""
+        self._number += 1
+        if self._rank != self.members[0]:
+            self._store.set(self._key(self._rank), crossing.pickle_value(value))
+            return []
+        return [value, *(self._take(member, last=True) for member in self.members[1:])]
+
+    def tell(self, value: Any) -> Any:
+        """As `Aside.tell`."""
+        self._number += 1
+        if self._rank != self.members[0]:
+            return self._take(self.members[0], last=False)
+        self._store.set(self._key(self._rank), crossing.pickle_value(value))
+        return value
+
+    def _take(self, member: int, *, last: bool) -> Any:
+        """What a member has put there, once it has; gone with the `last` that reads it."""
+        key = self._key(member)
+        looked = time.monotonic()
+        while not self._store.check([key]):
+            time.sleep(_PAUSE)
+            if time.monotonic() < looked + LOOK_SECONDS:
+                continue
+            looked = time.monotonic()
+            if self._gone([member]) and not self._store.check([key]):
+                raise RuntimeError(f"rank {member} has ended before its part was written")
+        found = crossing.unpickle(self._store.get(key))
+        if last:
+            self._store.delete_key(key)
+        return found
+
+    def _key(self, member: int) -> str:
+        return f"{self._prefix}/{self._number}/{member}"
+
+
 class Aside:
     """Where jobs run, with a buffer to take state over into and a process group of their own.
 
@@ -76,13 +130,26 @@ class Aside:
         """Who writes what, of the save before."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
+        self._mail: Mail | None = None
         self._job: Job[Any] | None = None
 
     def prepare(self) -> None:
-        """Make the group, once. Collective."""
-        if self._group is None and self._world.group is not None:
+        """Make the group, once, or what stands for it where ranks may end. Collective."""
+        survivors = self._world.survivors
+        if survivors is not None:
+            if not self.fits:
+                self._mail, self.plan = Mail(self._world.store("shoal/saves"), survivors), None
+        elif self._group is None and self._world.group is not None:
             ranks = dist.get_process_group_ranks(self._world.group)
             self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the ranks are still those for which it was prepared."""
+        survivors = self._world.survivors
+        if survivors is None:
+            return True
+        return self._mail is not None and self._mail.members == survivors.members
 
     def start(self, action: Callable[[], T]) -> Job[T]:
         """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""
@@ -96,6 +163,8 @@ class Aside:
 
     def collect(self, value: Any) -> list[Any]:
         """Everyone's value on rank 0, nothing elsewhere. Collective, from a job."""
+        if self._mail is not None:
+            return self._mail.collect(value)
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
@@ -104,6 +173,8 @@ class Aside:
 
     def tell(self, value: Any) -> Any:
         """Rank 0's value on every rank. Collective, from a job."""
+        if self._mail is not None:
+            return self._mail.tell(value)
         if self._group is None:
             return value
         values = [value]

@@ -199,7 +199,7 @@ class HogwildEngine(Engine):
             now = time.monotonic()
             if now >= looked + LOOK_SECONDS:
                 looked = now
-                self._gone |= self.world.gone(late)
+                self._gone |= set() if self.world.survivors is None else self.world.survivors.gone(late)
             if now >= begun + self.world.limits.step:
                 raise StepError(
                     given=f"a wait of more than {self.world.limits.step:g} s in "

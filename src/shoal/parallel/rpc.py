@@ -41,7 +41,7 @@ def start(world: World) -> bool:
             found="this torch is built without it (USE_TENSORPIPE)",
             fix="the wheels of pytorch.org have it; or a strategy without a server",
         )
-    if rpc.api._is_current_rpc_agent_set():
+    if rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
         return False
     with suppress(RuntimeError):  # in an earlier world of this process
         register_rendezvous_handler(_SCHEME, _meet)

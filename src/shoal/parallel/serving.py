@@ -32,7 +32,7 @@ class Server(Commons):
         self._memory = private(like, world)
         self._world = world
         self._left = {world.rank}
-        self._workers = world.members
+        self._workers = range(world.size)
         self._started = calls.start(world)
         _SERVERS[name] = self
 
@@ -69,7 +69,8 @@ class Server(Commons):
         while missing := [worker for worker in self._workers if worker not in self._left]:
             if time.monotonic() >= looked + LOOK_SECONDS:
                 looked = time.monotonic()
-                if self._world.gone(missing).issuperset(missing):
+                survivors = self._world.survivors
+                if survivors is None or survivors.gone(missing).issuperset(missing):
                     return
             time.sleep(_PAUSE)
 
