@@ -48,9 +48,6 @@ class Commons(ABC):
     def clocks(self) -> list[int]:
         """How many steps each worker has taken."""
 
-    def close(self) -> None:  # noqa: B027 - memory goes by itself
-        """This worker needs the parameters no more."""
-
 
 class Memory(Commons):
     """Parameters in memory of this machine, for one `worker` of several.

@@ -102,7 +102,6 @@ class HogwildEngine(Engine):
         self._staleness: Counter[int] = Counter()
         self._logged: Counter[int] = Counter()
         world.survive(essential=choice.value == SERVED and world.first)
-        world.before_closing(self.close)
         bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
         world.say(
             "shoal: Hogwild, whose results are not those of one process: parameters in "
@@ -176,10 +175,6 @@ class HogwildEngine(Engine):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The parameters have been loaded; the next step lets all begin from them."""
         self._apart = False
-
-    def close(self) -> None:
-        """Leave the parameters, before the world is left."""
-        self._commons.close()
 
     def _part(self) -> None:
         """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""

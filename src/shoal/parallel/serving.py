@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from shoal.world import World
 SERVER = 0
 _PAUSE = 0.01
 
-_SERVERS: WeakValueDictionary[str, Server] = WeakValueDictionary()
-"""Those in this process, by name: a call names the one that it is for, since objects can't travel."""
+_OPEN: dict[str, Server | Client] = {}
+"""This rank's ends by name, until its world is closed: a call can only name the server that it is for,
+and others may still call one whose model is done with here."""
 
 
 class Server(Commons):
@@ -33,8 +34,8 @@ class Server(Commons):
         self._world = world
         self._left = {world.rank}
         self._workers = range(world.size)
+        self._name = name
         self._started = calls.start(world)
-        _SERVERS[name] = self
 
     def put(self, values: Sequence[Tensor]) -> None:
         """As in any memory."""
@@ -61,6 +62,7 @@ class Server(Commons):
         orderly = sys.exception() is None
         if orderly:
             self._serve_the_rest()
+        del _OPEN[self._name]
         if self._started:
             calls.stop(together=orderly and self._left.issuperset(self._workers))
 
@@ -122,6 +124,7 @@ class Client(Commons):
     def close(self) -> None:
         """Tell the server, which may have gone."""
         orderly = sys.exception() is None
+        del _OPEN[self._name]
         try:
             self._ask("leave")
         except StepError:
@@ -144,12 +147,17 @@ class Client(Commons):
 
 def serve(like: Sequence[Tensor], world: World) -> Commons:
     """The parameters as this rank has them, by a server in rank 0. Collective."""
-    name = world.broadcast(f"{world.seed}/{len(world.engines)}")
-    place: Commons = Server(like, world, name) if world.rank == SERVER else Client(world, name)
+    name = world.broadcast(uuid.uuid4().hex)
+    end = Server(like, world, name) if world.rank == SERVER else Client(world, name)
+    _OPEN[name] = end
+    world.before_closing(end.close)
     world.barrier()
-    return place
+    return end
 
 
 def _answer(name: str, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
     """In the server's process."""
-    return _SERVERS[name].answer(question, worker, changes)
+    server = _OPEN[name]
+    if not isinstance(server, Server):
+        raise TypeError(f"{name} is no server")
+    return server.answer(question, worker, changes)
