@@ -207,7 +207,7 @@ class World:
                 fix="op='sum', divided by world.size for a mean",
             )
         if not self._alone:
-            self._meet()
+            self.meet()
             dist.all_reduce(tensor, operations[op], group=self.group)
         return tensor
 
@@ -215,7 +215,7 @@ class World:
         """Everyone's value, in rank order, on every rank."""
         if self._alone:
             return [value]
-        self._meet()
+        self.meet()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -224,7 +224,7 @@ class World:
         """The value of rank `source` on every rank."""
         if self._alone:
             return value
-        self._meet()
+        self.meet()
         values = [value]
         dist.broadcast_object_list(values, group_src=source, group=self.group)
         return values[0]
@@ -307,12 +307,12 @@ class World:
             self._matching.stop()  # it waits for all ranks
         store = self.store("shoal/survivors")
         self.survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
-        self._meet()
+        self.meet()
         if not essential:
             may_die_alone()
 
-    def _meet(self) -> None:
-        """Wait for all that live; where some have ended, the others are the world from here on."""
+    def meet(self) -> None:
+        """Where ranks may die, wait for those that live; they are the world from here on. Collective."""
         if self.survivors is None or self._watch is None:
             return
         lost = self.survivors.meet(self._watch.limit)

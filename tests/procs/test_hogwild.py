@@ -273,10 +273,13 @@ def test_it_learns_and_goes_on_with_another_number_of_workers(
 
 @pytest.mark.full
 @pytest.mark.parametrize("server", PLACES)
-def test_who_is_killed_does_not_stop_the_others(server: bool, mortals: Ranks, tmp_path: Path) -> None:
-    """Between two saves, beside a bound that would let the others wait for it."""
+@pytest.mark.parametrize("after", [11, 31, 32])
+def test_who_is_killed_does_not_stop_the_others(
+    after: int, server: bool, mortals: Ranks, tmp_path: Path
+) -> None:
+    """Beside a bound that would let the others wait for it; after its last step, too."""
     strategy = shoal.Hogwild(server=server, staleness=3)
-    found = mortals.attempt(train, strategy, tmp_path, 4, {1: 11})
+    found = mortals.attempt(train, strategy, tmp_path, 4, {1: after})
     assert isinstance(found[1], RankError)
     living = [each for each in found if isinstance(each, Trained)]
     assert [each.ranks for each in living] == [(0, 2), (1, 2)], found

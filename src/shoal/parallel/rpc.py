@@ -6,6 +6,7 @@ interface by which the ranks talk anyway, of one machine on its loopback, as wit
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,7 +22,7 @@ from shoal.errors import LaunchError
 from shoal.world import World
 
 _SCHEME = "shoal"
-_TOGETHER_SECONDS = 5
+_TOGETHER_SECONDS = 10.0
 
 
 def name_of(rank: int) -> str:
@@ -60,12 +61,16 @@ def start(world: World) -> bool:
 
 
 def stop(*, together: bool) -> None:
-    """Answer no calls any more; `together`, when the others stop too, or after some seconds."""
+    """Answer no calls any more; `together` with all others, which torch does without warnings.
+
+    It would wait for ever for one that ends in that very moment, so it is waited for aside.
+    """
     if not together:
         rpc.shutdown(graceful=False)
         return
-    with suppress(RuntimeError):  # one may have ended just now
-        rpc.shutdown(timeout=_TOGETHER_SECONDS)
+    ending = threading.Thread(target=rpc.shutdown, daemon=True)
+    ending.start()
+    ending.join(_TOGETHER_SECONDS)
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:

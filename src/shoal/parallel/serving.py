@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -12,30 +11,46 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from shoal.errors import StepError
+from shoal.errors import LaunchError, StepError
 from shoal.parallel import rpc as calls
 from shoal.parallel.commons import Commons, Memory, private
-from shoal.survivors import LOOK_SECONDS
 from shoal.world import World
 
 SERVER = 0
-_PAUSE = 0.01
 
 _OPEN: dict[str, Server | Client] = {}
 """This rank's ends by name, until its world is closed: a call can only name the server that it is for,
 and others may still call one whose model is done with here."""
 
 
-class Server(Commons):
+class End:
+    """This rank's end of a server: others may call it until all that live have come to close it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        self._workers = world.size
+        self._name = name
+        self._started = calls.start(world)
+
+    def close(self) -> None:
+        """Wait for all that live, unless this rank has failed, and answer no more."""
+        together = sys.exception() is None
+        try:
+            if together:
+                self._world.meet()
+        except LaunchError:  # rank 0 has taken their store with it
+            together = False
+        del _OPEN[self._name]
+        if self._started:
+            calls.stop(together=together and self._world.size == self._workers)
+
+
+class Server(End, Commons):
     """The parameters in rank 0, for its own worker and, by `answer`, for all others."""
 
     def __init__(self, like: Sequence[Tensor], world: World, name: str) -> None:
+        super().__init__(world, name)
         self._memory = private(like, world)
-        self._world = world
-        self._left = {world.rank}
-        self._workers = range(world.size)
-        self._name = name
-        self._started = calls.start(world)
 
     def put(self, values: Sequence[Tensor]) -> None:
         """As in any memory."""
@@ -57,25 +72,6 @@ class Server(Commons):
         """As in any memory."""
         return self._memory.clocks()
 
-    def close(self) -> None:
-        """Answer until all that live have left; after an error of its own, no more."""
-        orderly = sys.exception() is None
-        if orderly:
-            self._serve_the_rest()
-        del _OPEN[self._name]
-        if self._started:
-            calls.stop(together=orderly and self._left.issuperset(self._workers))
-
-    def _serve_the_rest(self) -> None:
-        looked = time.monotonic()
-        while missing := [worker for worker in self._workers if worker not in self._left]:
-            if time.monotonic() >= looked + LOOK_SECONDS:
-                looked = time.monotonic()
-                survivors = self._world.survivors
-                if survivors is None or survivors.gone(missing).issuperset(missing):
-                    return
-            time.sleep(_PAUSE)
-
     def answer(self, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
         """What another worker asks for."""
         memory: Memory = self._memory
@@ -87,18 +83,15 @@ class Server(Commons):
                 return memory.add_for(worker, changes)
             case "tick":
                 memory.tick_for(worker)
-            case "leave":
-                self._left.add(worker)
         return memory.clocks()
 
 
-class Client(Commons):
+class Client(End, Commons):
     """The same for any other rank."""
 
     def __init__(self, world: World, name: str) -> None:
-        self._name = name
+        super().__init__(world, name)
         self._worker = world.rank
-        self._started = calls.start(world)
 
     def put(self, values: Sequence[Tensor]) -> None:
         """Nothing: rank 0 has put its own there, which all ranks have."""
@@ -120,17 +113,6 @@ class Client(Commons):
     def clocks(self) -> list[int]:
         """Ask."""
         return list(self._ask("clocks"))
-
-    def close(self) -> None:
-        """Tell the server, which may have gone."""
-        orderly = sys.exception() is None
-        del _OPEN[self._name]
-        try:
-            self._ask("leave")
-        except StepError:
-            orderly = False
-        if self._started:
-            calls.stop(together=orderly)
 
     def _ask(self, question: str, changes: Sequence[Tensor] = ()) -> Any:
         try:
