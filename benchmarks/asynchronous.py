@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import statistics
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -144,12 +145,14 @@ def sent(engine: Engine, steps: int) -> float:
 def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, Any] | None:
     """What each rank does; rank 0 has the figures."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's names of collectives
     found = {name: Found() for name in names}
     with shoal.init(seed=0) as world:
         for seed in range(seeds):
             for name in names:  # in turns, so that a machine that drifts drifts for all
                 value, stale = accuracy(world, WAYS[name], seed, epochs)
                 found[name].accuracy.append(value)
+                world.say(f"seed {seed}, {name}: {value:.2%}")
                 both = sum(world.gather(stale), Counter(found[name].staleness))
                 found[name].staleness = dict(sorted(both.items()))
         for name in names:

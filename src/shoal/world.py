@@ -312,7 +312,7 @@ class World:
             may_die_alone()
 
     def meet(self) -> None:
-        """Where ranks may die, wait for those that live; they are the world from here on. Collective."""
+        """Where ranks may die, wait for those that live, the world from here on. Collective."""
         if self.survivors is None or self._watch is None:
             return
         lost = self.survivors.meet(self._watch.limit)

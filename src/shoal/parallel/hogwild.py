@@ -102,6 +102,7 @@ class HogwildEngine(Engine):
         self._staleness: Counter[int] = Counter()
         self._logged: Counter[int] = Counter()
         world.survive(essential=choice.value == SERVED and world.first)
+        self._ranks = [0] if world.survivors is None else list(world.survivors.members)
         bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
         world.say(
             "shoal: Hogwild, whose results are not those of one process: parameters in "
@@ -194,7 +195,7 @@ class HogwildEngine(Engine):
             now = time.monotonic()
             if now >= looked + LOOK_SECONDS:
                 looked = now
-                self._gone |= set() if self.world.survivors is None else self.world.survivors.gone(late)
+                self._look(late)
             if now >= begun + self.world.limits.step:
                 raise StepError(
                     given=f"a wait of more than {self.world.limits.step:g} s in "
@@ -204,6 +205,13 @@ class HogwildEngine(Engine):
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look(self, workers: list[int]) -> None:
+        """Which of some workers have ended."""
+        survivors = self.world.survivors
+        if survivors is not None:
+            ended = survivors.gone([self._ranks[worker] for worker in workers])
+            self._gone |= {worker for worker in workers if self._ranks[worker] in ended}
 
     def _late(self, bound: int) -> list[int]:
         clocks = self._commons.clocks()
