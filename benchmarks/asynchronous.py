@@ -1,10 +1,11 @@
 """What asynchronous and lossy ways cost in accuracy: each beside exact DDP, over several seeds.
 
-    python benchmarks/asynchronous.py [--seeds 5] [--epochs 12] [--steps 80] [--json]
+    python benchmarks/asynchronous.py [--seeds 5] [--epochs 20] [--steps 80] [--json]
 
 Scanned digits with the network of `examples/digits.py` in float32: the accuracy on held-out digits
-after some epochs, with one learning rate for all. Then the model of `examples/bytes_lm.py`: its loss
-over the last ten steps, mean over the ranks' own shares. Two processes, and four for one more Hogwild.
+after some epochs, with one schedule of learning rates for all. Then the model of
+`examples/bytes_lm.py`: its loss over the last ten steps, mean over the ranks' own shares. Two
+processes, and four for one more Hogwild.
 Bytes are those that rank 0 puts on the wire in a step by the usual algorithms; Hogwild in shared
 memory sends none. Writes `build/asynchronous.json` and a figure of the losses. Needs the extra
 `examples`.
@@ -47,9 +48,9 @@ WAYS: dict[str, Any] = {
     "bf16": shoal.DDP(compress="bf16"),
     "int8": shoal.DDP(compress="int8"),
     "PowerSGD": shoal.DDP(compress=shoal.PowerSGD(rank=4, whole=20)),
-    "TopK": shoal.DDP(compress=shoal.TopK(share=0.1)),
-    "LocalSGD": shoal.LocalSGD(every=8),
-    "DiLoCo": shoal.DiLoCo(every=16),
+    "TopK": shoal.DDP(compress=shoal.TopK(share=0.2)),
+    "LocalSGD": shoal.LocalSGD(every=8, together=40),
+    "DiLoCo": shoal.DiLoCo(every=10),
     "Hogwild": shoal.Hogwild(),
     "Hogwild, at most 4": shoal.Hogwild(staleness=4),
 }
@@ -95,8 +96,10 @@ def accuracy(world: shoal.World, strategy: Any, seed: int, epochs: int) -> tuple
     training, held_out = digits()
     model = shoal.parallelize(network(seed), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
-    for batch in shoal.Loader(training, world, batch_size=BATCH, seed=seed).epochs(epochs):
+    loader = shoal.Loader(training, world, batch_size=BATCH, seed=seed)
+    rates = shoal.Schedule(warmup=20, floor=0.02)(optimizer, epochs * len(loader))
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0, schedule=rates)
+    for batch in loader.epochs(epochs):
         step(batch)
     result = shoal.evaluate(step, held_out, metrics={"accuracy": shoal.Accuracy()})
     engine = engine_of(model)
@@ -209,7 +212,7 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()

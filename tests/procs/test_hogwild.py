@@ -255,7 +255,10 @@ def same(found: list[Trained]) -> bool:
 
 @pytest.mark.parametrize(
     "strategy",
-    [shoal.Hogwild(), pytest.param(shoal.Hogwild(server=True, staleness=1), marks=pytest.mark.full)],
+    [
+        pytest.param(shoal.Hogwild(), marks=pytest.mark.full),
+        pytest.param(shoal.Hogwild(server=True, staleness=1), marks=pytest.mark.full),
+    ],
 )
 def test_it_learns_and_goes_on_with_another_number_of_workers(
     strategy: shoal.Hogwild, ranks: Ranks, tmp_path: Path
@@ -271,9 +274,15 @@ def test_it_learns_and_goes_on_with_another_number_of_workers(
     assert alone.after < found[0].before
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("server", PLACES)
-@pytest.mark.parametrize("after", [11, 31, 32])
+@pytest.mark.parametrize(
+    ("after", "server"),
+    [
+        pytest.param(11, False, marks=pytest.mark.full),
+        pytest.param(11, True, marks=pytest.mark.long),
+        pytest.param(31, False, marks=pytest.mark.long),
+        pytest.param(32, True, marks=pytest.mark.full),
+    ],
+)
 def test_who_is_killed_does_not_stop_the_others(
     after: int, server: bool, mortals: Ranks, tmp_path: Path
 ) -> None:

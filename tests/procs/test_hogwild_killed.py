@@ -11,7 +11,7 @@ import pytest
 from commands import Command, wait_for
 from shoal.launchers import REQUEUE
 
-pytestmark = pytest.mark.full
+PATIENCE = 400.0
 
 TRAINING = """
 import os, signal, sys
@@ -68,27 +68,32 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run/checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize("victim", ["0", "2"])
+@pytest.mark.parametrize(
+    "victim",
+    [pytest.param("0", marks=pytest.mark.full), pytest.param("2", marks=pytest.mark.long)],
+)
 def test_the_others_go_on_without_one_that_is_killed(victim: str, start: Start) -> None:
-    ended = start(victim, "dies", "8").end(120)
+    ended = start(victim, "dies", "8").end(PATIENCE)
     assert ended.code == 0, ended.err
     assert ended.out.count("60 samples on 2") == 2
     assert f"rank {victim} of 3: killed by SIGKILL" in ended.err
     assert "the others go on" in ended.err
 
 
+@pytest.mark.long
 def test_a_worker_that_raises_ends_the_run(start: Start) -> None:
     """That is a mistake in the script, and to be seen."""
-    ended = start("1", "raises", "1000000").end(120)
+    ended = start("1", "raises", "1000000").end(PATIENCE)
     assert ended.code == 1
     assert "ValueError: a mistake" in ended.err
     assert "where: rank 1 of 3" in ended.err
 
 
+@pytest.mark.full
 def test_after_a_death_a_signal_saves_and_stops(start: Start, tmp_path: Path) -> None:
     command = start("1", "dies", "1000000")
-    wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 2)), 120)
+    wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 2)), PATIENCE)
     command.process.terminate()
-    ended = command.end(120)
+    ended = command.end(PATIENCE)
     assert ended.code == REQUEUE, ended.err
     assert len(checkpoints(tmp_path)) == 1
