@@ -86,6 +86,6 @@ def run_script(
         capture_output=True,
         text=True,
         errors="surrogateescape",
-        timeout=30,
+        timeout=100,
         check=False,
     )

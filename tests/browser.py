@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 

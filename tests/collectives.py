@@ -29,7 +29,7 @@ def values(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (4, 3)) -> Te
 def check_all(backend: str) -> list[str]:
     """On each rank what did not come as it should; empty where all did."""
     wrong: list[str] = []
-    with shoal.init(backend=backend, timeout=30, prepare_timeout=30) as world:
+    with shoal.init(backend=backend, timeout=100, prepare_timeout=100) as world:
         ranks = list(range(world.size))
         halves = [dist.new_group(ranks[:2]), dist.new_group(ranks[-2:])]
         for name, check in CHECKS.items():

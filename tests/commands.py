@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psutil
 
-GONE_WITHIN = 5.0
+GONE_WITHIN = 30.0
+"""Seconds, of which a machine with nothing else to do takes one or two. Processes that nobody ends stay
+for longer: other graces and time limits are set beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Command:
             start_new_session=True,
         )
 
-    def end(self, timeout: float = 60) -> Ended:
+    def end(self, timeout: float = 120) -> Ended:
         out, err = self.process.communicate(timeout=timeout)
         return Ended(code=self.process.returncode, out=out, err=err)
 
@@ -67,10 +69,10 @@ class Command:
         for pid in self.members():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], timeout: float = 120) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

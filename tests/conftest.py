@@ -8,10 +8,18 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
 MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
+
+
+# The same examples each time, however long one takes: a test fails for what has changed.
+settings.register_profile(
+    "same", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same")
 
 
 def pytest_configure() -> None:

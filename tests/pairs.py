@@ -137,7 +137,7 @@ def starting() -> Iterator[Callable[[str], Ranks]]:
                 stack.close()
                 running.clear()
                 size = math.prod(int(part.partition("=")[2]) for part in layout.split(","))
-                started = Ranks(size, layout=layout, seed=SEED, timeout=20.0, prepare_timeout=20.0)
+                started = Ranks(size, layout=layout, seed=SEED, timeout=60.0, prepare_timeout=60.0)
                 running[layout] = stack.enter_context(started)
             return running[layout]
 

@@ -72,7 +72,7 @@ def _child(world: tuple[int, int, Path], pipe: Connection, task: Task, *args: An
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=120),
     )
     try:
         pipe.send((True, task(OverGloo(rank, size, dist.group.WORLD), *args)))
@@ -111,14 +111,14 @@ class Processes:
             process.join()
         self._directory.cleanup()
 
-    def wait_for_exit(self, rank: int, timeout: float = 60) -> int:
+    def wait_for_exit(self, rank: int, timeout: float = 120) -> int:
         """The exit code of one of them."""
         self.processes[rank].join(timeout)
         code = self.processes[rank].exitcode
         assert code is not None, f"rank {rank} is still running after {timeout} s"
         return code
 
-    def results(self, timeout: float = 60) -> list[Any]:
+    def results(self, timeout: float = 180) -> list[Any]:
         """What the task returned on each rank; fails with a rank's traceback."""
         deadline = time.monotonic() + timeout
         values = []

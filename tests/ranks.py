@@ -19,13 +19,21 @@ import torch
 import shoal
 from processes import PRELOADED
 
-CALL_SECONDS = 120.0
+CALL_SECONDS = 180.0
+
+_HELD: list[socket.socket] = []
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """A port that nobody else is given while these tests run; what sets SO_REUSEADDR can listen there.
+
+    So do torch's stores and all of Shoal. A port that is let go may be somebody's a moment later.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
 
 
 class Ranks:
@@ -37,8 +45,8 @@ class Ranks:
         *,
         layout: str = "replicate=-1",
         seed: int = 0,
-        timeout: float = 60.0,
-        prepare_timeout: float = 60.0,
+        timeout: float = 120.0,
+        prepare_timeout: float = 120.0,
     ) -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pyte
 
 LINES = 50
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,6 @@ def train_all(backend: str, ways: Sequence[tuple[str, Row, Any]], steps: int) ->
     torch.set_num_threads(1)
     trained = []
     for layout, row, strategy in ways:
-        with shoal.init(layout=layout, backend=backend, seed=SEED, timeout=60) as world:
+        with shoal.init(layout=layout, backend=backend, seed=SEED, timeout=100) as world:
             trained.append(train(world, row, "", strategy, steps))
     return trained

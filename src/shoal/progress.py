@@ -97,13 +97,13 @@ class Progress:
         self._line: Live | None = None
         self._terminal = live and stream.isatty()
         self._begun = time.time()
-        self._due = 0.0
+        self._shown = self._due = 0.0
         self._marks: deque[tuple[float, int]] = deque()
         self._first: tuple[float, int] | None = None
 
     def due(self, now: float) -> bool:
         """Whether the line would be shown at `now`; cheap enough for every step."""
-        return now >= self._due
+        return not self._shown <= now < self._due  # nor for long where the clock was set back
 
     def show(self, step: int, loader: Loader, losses: Mapping[str, float], now: float) -> None:
         """Show step, epoch, losses, throughput and, where the loader has a goal, the time left."""
@@ -112,7 +112,7 @@ class Progress:
         standing = Standing(step, loader.position, loader.goal, loader.epoch_size, losses, rate)
         self._draw(standing)
         rarer = max(LOG_SECONDS, LOG_GROWTH * (now - self._begun))
-        self._due = now + (TERMINAL_SECONDS if self._terminal else rarer)
+        self._shown, self._due = now, now + (TERMINAL_SECONDS if self._terminal else rarer)
 
     def close(self, step: int, loader: Loader, losses: Mapping[str, float], now: float) -> None:
         """The last line, with the time of the whole and its throughput; what follows comes after it.

@@ -50,8 +50,8 @@ def is_secret(name: object) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """For people: 0:07, 12:34, 3:25:45, 4d 03:25."""
-    minutes, second = divmod(round(seconds), 60)
+    """For people: 0:07, 12:34, 3:25:45, 4d 03:25. Nothing where a clock was set back meanwhile."""
+    minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     if days:

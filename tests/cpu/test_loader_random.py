@@ -213,6 +213,6 @@ with shoal.init() as world:
 
 def test_of_several_workers_one_tells_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stderr.count("the dataset draws random numbers") == 1

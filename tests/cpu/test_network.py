@@ -78,11 +78,11 @@ def together(size: int, given: Sequence[str] = ("",) * 4) -> list[Any]:
     store = HashStore()
 
     def join(rank: int) -> Way:
-        return agree(store, rank=rank, size=size, given=given[rank], timeout=30)
+        return agree(store, rank=rank, size=size, given=given[rank], timeout=100)
 
     with ThreadPoolExecutor(size) as pool:
         calls = [pool.submit(join, rank) for rank in range(size)]
-        return [call.exception(timeout=60) or call.result() for call in calls]
+        return [call.exception(timeout=120) or call.result() for call in calls]
 
 
 def loopback() -> Interface:

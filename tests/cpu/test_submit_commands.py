@@ -425,7 +425,7 @@ def test_a_login_node_needs_no_torch(fakes: Fakes) -> None:
         env=dict(os.environ),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

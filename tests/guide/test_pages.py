@@ -17,6 +17,8 @@ from guide import pages
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(FOLDER.glob("*.md"))
 PROGRAMS = [page for page in PAGES if pages.blocks(page.read_text())]
+TWICE = {"index", "data", "loop", "parallel", "evaluation", "preemption"}
+"""The pages that CI runs on two processes too; all in `make test-all`."""
 
 
 def run_page(page: Path, capture: pytest.CaptureFixture[str]) -> None:
@@ -49,8 +51,14 @@ def test_a_page_runs(
         run_page(page, capsys)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.full if page.stem in TWICE else pytest.mark.long)
+        for page in PROGRAMS
+    ],
+    ids=lambda page: page.stem,
+)
 def test_a_page_runs_on_two_processes(page: Path, tmp_path: Path) -> None:
     """The asserts of a page hold there as well, and rank 0 says the same."""
     (tmp_path / "page.py").write_text(pages.program(page))

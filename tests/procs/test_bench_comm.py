@@ -36,7 +36,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_all_operations_over_gloo(start: Start, tmp_path: Path) -> None:
-    asked = "-n 2 --sizes 1KiB,16KiB,256KiB --repeats 3 --pairs -o m.json --csv m.csv --json"
+    asked = (
+        "-n 2 --sizes 1KiB,16KiB,256KiB --repeats 3 --seconds 600 --pairs -o m.json --csv m.csv --json"
+    )
     ended = start(*asked.split()).end()
     assert ended.code == 0, ended.err
     found = machine.read(tmp_path / "m.json")
@@ -76,14 +78,14 @@ def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
     assert not found.complete
     assert found.series
     assert "It was ended early" in ended.out
-    wait_for(lambda: not running.members(), 10)
+    wait_for(lambda: not running.members())
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("program", mpirun.PROGRAMS)
 def test_mpi_beside_gloo(program: str, tmp_path: Path) -> None:
     sizes = "1KiB,16KiB,256KiB"
-    asked = f"--backend gloo,mpi --sizes {sizes} --repeats 3 -o m.json".split()
+    asked = f"--backend gloo,mpi --sizes {sizes} --repeats 3 --seconds 600 -o m.json".split()
     script = (
         f"import sys; sys.argv[1:] = {['bench', 'comm', *asked]}\nfrom shoal.cli import main; main()"
     )

@@ -54,8 +54,6 @@ def test_a_way_that_fails_is_a_row_with_its_reason(
             assert mode["low"] <= mode["seconds"] <= mode["high"]
             assert mode["difference"] < 1e-4
             assert mode["samples"] >= 3
-    many = {way: modes_of[toys[1], way]["seconds"] for way in WAYS[:3]}
-    assert many["Python loop"] > 3 * many["torch operations"]
     with table.open() as file:
         assert len(list(csv.DictReader(file))) == len(modes_of)
 

@@ -169,11 +169,12 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
     ("code", "text", "fix"),
     [
         (errno.ENOSPC, "No space left", "free space"),
-        pytest.param(errno.EACCES, "Permission denied", "writable", marks=pytest.mark.full),
-        pytest.param(errno.EDQUOT, "quota exceeded", "quota shows", marks=pytest.mark.full),
-        pytest.param(errno.EIO, "Input/output error", "in order", marks=pytest.mark.full),
+        (errno.EACCES, "Permission denied", "writable"),
+        (errno.EDQUOT, "quota exceeded", "quota shows"),
+        (errno.EIO, "Input/output error", "in order"),
     ],
 )
+@pytest.mark.full
 def test_refused_at_every_operation(code: int, text: str, fix: str, tmp_path: Path) -> None:
     Checkpoints(tmp_path, Alone()).save(0, state(0), own(0), {})
     run(3, save, Save(directory=tmp_path, step=1, version=1))

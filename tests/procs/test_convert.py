@@ -88,8 +88,8 @@ def same_order(plain: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[fl
     ("converted", "command"),
     [
         pytest.param("with_shoal.py", TWO, marks=pytest.mark.full),
-        pytest.param("with_own_loop.py", TWO, marks=pytest.mark.full),
-        pytest.param("with_shoal.py", ALONE, marks=pytest.mark.full),
+        pytest.param("with_own_loop.py", TWO, marks=pytest.mark.long),
+        pytest.param("with_shoal.py", ALONE, marks=pytest.mark.long),
         pytest.param("with_own_loop.py", ALONE, marks=pytest.mark.full),
     ],
 )

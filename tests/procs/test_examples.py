@@ -29,7 +29,7 @@ SMALL = {
     ),
 }
 EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.full if name in ("mnist", "gan") else pytest.mark.long)
+    pytest.param(name, marks=pytest.mark.full if name == "mnist" else pytest.mark.long)
     for name in SMALL
 ]
 LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")
@@ -137,6 +137,27 @@ def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Pat
         command = [sys.executable, "-m", "shoal", "run", "-n", str(size), script, "--", *given]
         line = last_line(command, "--layout", layout, "--run", str(tmp_path / layout))
         assert final_number(line) == pytest.approx(expected, abs=1.5e-4), layout
+
+
+@pytest.mark.full
+def test_each_compression_learns(repository: Path) -> None:
+    command = [*TWO, str(repository / "examples/compression.py"), "--", "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"^(\w+) .* MB a step, accuracy ([\d.]+)%$", done.stdout, re.MULTILINE))
+    assert list(found) == ["none", "bf16", "int8", "PowerSGD", "TopK", "auto"]
+    assert all(float(accuracy) > 50 for accuracy in found.values()), found  # chance is 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["DiLoCo", pytest.param("LocalSGD", marks=pytest.mark.long)])
+def test_ranks_that_meet_seldom_learn_and_go_on(way: str, repository: Path, tmp_path: Path) -> None:
+    given = [str(repository / "examples/diloco.py"), "--", "--way", way, "--run", str(tmp_path)]
+    last_line([*TWO, *given], "--epochs", "2")
+    line = last_line([*TWO, *given], "--epochs", "4")
+    found = re.search(r"92 steps, averaged 4 times, accuracy ([\d.]+)%", line)
+    assert found is not None, line
+    assert float(found[1]) > 50
 
 
 @pytest.mark.parametrize(

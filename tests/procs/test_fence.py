@@ -105,7 +105,7 @@ def taken_over(worlds: list[Ranks], folder: Path, size: int, stopper: int, momen
     assert steps_there(folder) == ["step-5"]
     assert pid is not None
     os.kill(pid, signal.SIGCONT)
-    thread.join(60)
+    thread.join(120)
     assert len(outcomes) == size
     assert steps_there(folder) == ["step-5"]
     # What the old one may have left behind disturbs nothing.

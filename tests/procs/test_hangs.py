@@ -19,7 +19,9 @@ import pytest
 from commands import GONE_WITHIN, Command, Ended, wait_for
 from ranks import free_port
 
-STEP_SECONDS = 3.0
+STEP_SECONDS = 6.0
+"""No rank that a busy machine does not let run for some seconds shall be taken for one that hangs."""
+PREPARE_SECONDS = 100.0
 HOST = socket.gethostname()
 
 SCRIPT = """
@@ -65,7 +67,7 @@ class Hanging(Command):
     """Three ranks of the script with a body of its own, under some launcher."""
 
     def __init__(
-        self, folder: Path, body: str, launcher: str, *, steps: int, prepare: float = 60.0
+        self, folder: Path, body: str, launcher: str, *, steps: int, prepare: float = PREPARE_SECONDS
     ) -> None:
         text = SCRIPT.replace("TIMEOUT", str(STEP_SECONDS)).replace("PREPARE", str(prepare))
         self.script = folder / "script.py"
@@ -88,12 +90,15 @@ class Hanging(Command):
         (number,) = (n for n, line in enumerate(lines, start=1) if marked in line)
         return f"{self.script}:{number}"
 
+    def since_ready(self) -> float:
+        """Seconds since the first rank was ready: none can have waited for longer."""
+        return time.time() - min((self.folder / f"ready{rank}").stat().st_mtime for rank in range(3))
+
     def end_hung(self) -> tuple[float, Ended]:
-        """Seconds from the moment in which all were ready to the end, and what is left."""
+        """Seconds from the moment in which the first was ready to the end, and what is left."""
         self.wait_ready(3)
-        begun = time.monotonic()
         ended = self.end()
-        return time.monotonic() - begun, ended
+        return self.since_ready(), ended
 
 
 Start = Callable[..., Hanging]
@@ -119,9 +124,8 @@ def the_line(text: str) -> str:
 
 
 def check_time(seconds: float, text: str) -> None:
-    """Not before the time limit, and within 5 s of it where a machine has nothing else to do."""
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5 * busy, text
+    """Not before the time limit of a step, and not by that of preparation."""
+    assert STEP_SECONDS * 0.9 < seconds < PREPARE_SECONDS, text
 
 
 def check_end(run: Hanging, seconds: float, ended: Ended) -> None:
@@ -143,10 +147,11 @@ def test_a_rank_that_does_not_arrive_is_named_with_its_line(start: Start) -> Non
     run = start(ASLEEP)
     seconds, ended = run.end_hung()
     check_end(run, seconds, ended)
-    assert the_line(ended.err) == (
-        f"rank 1 of 3 on {HOST} did not arrive: it is at {run.at('# asleep')} in <module>; ranks 0 and "
-        f"2 have waited {STEP_SECONDS:.0f} s in all_reduce of float32[] at {run.at('# awake')}"
-    )
+    before, waited, after = re.split(r" waited (\d+) s ", the_line(ended.err))
+    place = f"{run.at('# asleep')} in <module>"
+    assert before == f"rank 1 of 3 on {HOST} did not arrive: it is at {place}; ranks 0 and 2 have"
+    assert int(waited) >= STEP_SECONDS
+    assert after == f"in all_reduce of float32[] at {run.at('# awake')}"
     *_, last = ended.err.splitlines()
     assert last == f"where: rank 1 of 3 on {HOST}, {run.at('# asleep')} (the other 2 were stopped)"
     (kept,) = re.findall(r"see (\S+),", ended.err)
@@ -161,9 +166,8 @@ def test_ranks_that_others_started_report_too(start: Start, launcher: str) -> No
     run = start(ASLEEP, launcher)
     run.wait_ready(3)
     ranks = [int((run.folder / f"ready{rank}").read_text()) for rank in range(3)]
-    begun = time.monotonic()
     wait_for(lambda: not [pid for pid in ranks if psutil.pid_exists(pid)])
-    seconds = time.monotonic() - begun
+    seconds = run.since_ready()
     ended = run.end()
     check_time(seconds, ended.err)
     assert the_line(ended.err).startswith(f"rank 1 of 3 on {HOST} did not arrive: it is at ")
@@ -200,9 +204,8 @@ def test_a_loader_that_blocks_is_named(start: Start) -> None:
         "hand",
     )
     run.wait_ready(3)
-    begun = time.monotonic()
     wait_for(lambda: not run.members())
-    check_time(time.monotonic() - begun, "")
+    check_time(run.since_ready(), "")
     said = the_line(run.end().err)
     place = f"{run.at('# the loop')} in <module>"
     assert said.startswith(f"rank 1 of 3 on {HOST} did not arrive: it is at {place}; ")
@@ -317,7 +320,7 @@ def test_what_takes_long_and_makes_nobody_wait_in_vain_is_no_hang(start: Start) 
     pid = int((run.folder / "ready1").read_text())
     os.kill(pid, signal.SIGSTOP)
     stopped = time.monotonic()
-    wait_for(lambda: time.monotonic() > stopped + STEP_SECONDS / 2)
+    wait_for(lambda: time.monotonic() > stopped + STEP_SECONDS / 4)
     os.kill(pid, signal.SIGCONT)
     (run.folder / "over").touch()
     ended = run.end()

@@ -8,7 +8,6 @@ import signal
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 
 import shoal
 from commands import GONE_WITHIN, Command, wait_for
-from shoal.launching.processes import GRACE
 
 Start = Callable[[str], Command]
 
@@ -175,10 +173,17 @@ def test_the_launcher_itself_is_killed(start: Start) -> None:
     wait_for(lambda: command.members() == [], timeout=GONE_WITHIN)
 
 
+# The launcher gives ranks longer to end than anybody here waits: what is gone sooner was killed sooner.
 STUCK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 import shoal
+from shoal.launching import caller
+
+import_main = "from shoal.launching.background import main"
+long_grace = "from shoal.launching import processes; processes.GRACE = GRACE"
+assert import_main in caller._PROGRAM
+caller._PROGRAM = caller._PROGRAM.replace(import_main, f"{long_grace}; {import_main}")
 
 def work():
     here, rank = Path.cwd(), int(os.environ["RANK"])
@@ -199,21 +204,20 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_is_passed_on_and_a_second_one_kills(start: Start) -> None:
-    command = start(STUCK)
+    command = start(STUCK.replace("= GRACE", "= 600.0"))
     command.wait_ready(2)
-    began = time.monotonic()
     # As a terminal does: to all processes of the session.
     os.killpg(command.process.pid, signal.SIGINT)
     wait_for(lambda: all((command.folder / f"asked{rank}-2").exists() for rank in range(2)))
     os.killpg(command.process.pid, signal.SIGINT)
     ended = command.end(timeout=GONE_WITHIN)
-    assert time.monotonic() - began < GRACE
     assert (ended.code, ended.out) == (-signal.SIGINT, "interrupted\n")
     assert "where: rank" not in ended.err
     assert command.members() == []
     assert list(command.temporary.iterdir()) == []
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_ranks_that_do_nothing_about_it_at_once(start: Start) -> None:
     command = start(FAIL.replace("LINE", "pass"))
     command.wait_ready(3)
@@ -236,7 +240,7 @@ def test_ctrl_c_while_it_starts(start: Start) -> None:
 
 @pytest.mark.full
 def test_a_caller_that_is_killed_leaves_nothing(start: Start) -> None:
-    command = start(STUCK)
+    command = start(STUCK.replace("= GRACE", "= 8.0"))
     command.wait_ready(2)
     assert len(command.members()) >= 6
     command.process.kill()
@@ -290,6 +294,7 @@ def leave() -> None:
     sys.exit(0)
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_returns_none() -> None:
     assert shoal.launch(leave, processes=1) == [None]
 

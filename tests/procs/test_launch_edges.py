@@ -109,7 +109,6 @@ def say_nothing() -> None:
     raise NoMessageError
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("function", "told"),
     [

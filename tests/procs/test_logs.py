@@ -37,7 +37,7 @@ def shoal_run(folder: Path, script: str, *options: str) -> tuple[int, list[str],
     """The exit code, the lines on stdout and what stderr says of a run of two."""
     (folder / "speak.py").write_text(script)
     command = [sys.executable, "-m", "shoal", "run", "-n", "2", *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=200, check=False)
     return done.returncode, lines(done.stdout), done.stderr.decode()
 
 

@@ -62,7 +62,7 @@ HANG = """
 import threading
 import torch, torch.distributed as dist, shoal
 
-with shoal.init(backend="mpi", timeout=2, prepare_timeout=20) as world:
+with shoal.init(backend="mpi", timeout=6, prepare_timeout=100) as world:
     try:
         world.all_reduce(torch.ones(2 + world.rank))
     except shoal.AgreementError as error:

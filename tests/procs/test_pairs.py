@@ -13,7 +13,7 @@ from ranks import Ranks
 
 QUICK = {"EMA", "factory", "own loop", "tied"}
 """The features that `make test` tries, with FSDP."""
-WIDER = {"FSDP", "Tensor", "Pipeline"}
+WIDER = {"FSDP"}
 """What CI tries with all else, uncompiled; all pairs in `make test-all`."""
 
 

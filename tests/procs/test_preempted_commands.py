@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -87,8 +88,11 @@ def shoal_run(*options: str) -> list[str]:
 
 def rank_one(run: Command) -> int:
     """The process of rank 1."""
-    names = {pid: psutil.Process(pid).name() for pid in run.members()}
-    (pid,) = (pid for pid, name in names.items() if name == "train.py 1")
+    found = []
+    for pid in run.members():
+        with suppress(psutil.NoSuchProcess):
+            found += [pid] if psutil.Process(pid).name() == "train.py 1" else []
+    (pid,) = found
     return pid
 
 
@@ -302,6 +306,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_a_signal_as_the_launcher_ends_does_not_change_its_code(start: Start, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"raise SystemExit({REQUEUE})")
     run = start("-c", LATE, "run", "-n", "1", "train.py")

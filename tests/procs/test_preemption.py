@@ -223,6 +223,7 @@ def test_all_ranks_are_told_again_and_again(
     assert_all_stopped_and_go_on(ranks, ended, undisturbed, tmp_path)
 
 
+@pytest.mark.full
 def test_three_times_in_one_training(ranks: Ranks, undisturbed: list[Ended], tmp_path: Path) -> None:
     """FAILURES 4: each attempt is told, and so stopped, in the first step it takes."""
     for attempt in range(3):
@@ -306,6 +307,7 @@ def group_told(world: shoal.World, directory: Path) -> Ended:
     return ended
 
 
+@pytest.mark.full
 def test_the_loop_given_stops_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     straight = ranks.call(loop, tmp_path / "straight", None)
     assert ranks.call(loop, tmp_path / "told", 1) == [REQUEUE] * RANKS

@@ -458,8 +458,10 @@ def test_a_line_cut_in_two_is_passed_over(world: shoal.World, tmp_path: Path) ->
     lines = path.read_bytes().splitlines()
     assert lines[: whole.count(b"\n")] == whole[:-10].splitlines()
     kinds = [event["event"] for event in events.read(path)]
-    ends = ["restore", "start", "step", "usage", "end"]
-    assert kinds == ["start", "step", "step", "step", "save", "usage", *ends]
+    assert kinds[-2:] == ["usage", "end"]
+    # What the process uses is noted every few seconds, however far it has come.
+    kinds = [kind for kind in kinds if kind != "usage"]
+    assert kinds == ["start", "step", "step", "step", "save", "restore", "start", "step", "end"]
     assert sum(not parses(line) for line in lines) == 1
 
 

@@ -101,6 +101,7 @@ def goes_on(world: shoal.World, directory: Path) -> dict[str, Any]:
         world.barrier()
         during = list((directory / "checkpoints").glob("step-*"))
         now = weights(run)
+        world.barrier()  # all have looked
         barrier.mkdir(exist_ok=True)
     after = begin(world, directory)
     restored = after.restore()
@@ -135,7 +136,7 @@ def test_the_next_save_waits_for_the_one_under_way(world: shoal.World, tmp_path:
         blocked.join(0.2)
         assert blocked.is_alive()
         barrier.mkdir()
-        blocked.join(60)
+        blocked.join(120)
         assert saved(tmp_path) == [2, 3]
 
 
@@ -220,18 +221,18 @@ def test_one_that_is_waited_for_raises_and_is_not_told_again(
 
 
 def long_save(world: shoal.World, directory: Path) -> list[int]:
-    """The save of rank 1 takes three times as long as a step may wait, first aside, then waited for."""
+    """The save of rank 1 takes longer than a step may wait, first aside, then waited for."""
     barrier = directory / "open"
     with begin(world, directory) as run:
         gate(run, Gated(barrier if world.rank else directory))
         batches = run.loader.epochs(10**6)
         run.steps["step"](next(batches))
         run.tick(every=1)
-        until = time.monotonic() + 2 * world.limits.step
+        until = time.monotonic() + 1.3 * world.limits.step
         while not world.broadcast(time.monotonic() > until):
             run.steps["step"](next(batches))
             run.tick()
-        opener = threading.Timer(2 * world.limits.step, barrier.mkdir)
+        opener = threading.Timer(1.3 * world.limits.step, barrier.mkdir)
         opener.start()
         run.save()
         opener.join()
@@ -240,7 +241,7 @@ def long_save(world: shoal.World, directory: Path) -> list[int]:
 
 @pytest.mark.full
 def test_a_long_save_is_no_hang(tmp_path: Path) -> None:
-    with Ranks(2, timeout=2.0) as ranks:
+    with Ranks(2, timeout=6.0) as ranks:
         first, second = ranks.call(long_save, tmp_path)
     assert first == second
     assert len(first) == 2
@@ -340,7 +341,7 @@ def test_a_checkpoint_says_what_it_is_of(world: shoal.World, tmp_path: Path) -> 
     info = json.loads(manifest.read_text())["manifest"]["info"]["dict"]
     assert info["config"] == {"dict": {"rate": 0.05, "data": "none"}}
     assert info["versions"]["dict"]["torch"] == torch.__version__
-    assert abs(info["time"] - time.time()) < 60
+    assert abs(info["time"] - time.time()) < 600
 
 
 def replanned(world: shoal.World, directory: Path) -> int:

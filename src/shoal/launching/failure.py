@@ -47,6 +47,11 @@ class Failure:
         """Whether it was killed from outside; libraries abort themselves over others' errors."""
         return self.signal not in (0, signal.SIGABRT)
 
+    @property
+    def doubtful(self) -> bool:
+        """Whether another rank's death may be what is behind it, which has to show yet."""
+        return self.by_peer or self.signal == signal.SIGABRT
+
 
 def encode(failure: Failure) -> bytes:
     """Write a failure as JSON, to cross from a rank to its launcher."""

@@ -33,6 +33,10 @@ _PRELOAD = ["torch", "torch.distributed", "shoal.launching.worker", "shoal.launc
 # Ranks notice the death of a peer within 50 ms, and their records may overtake its exit status.
 _SETTLE = 0.2
 
+_UNEXPLAINED = 3.0
+"""The same while there are only errors that read as the death of a peer: on a busy machine its end may
+be seen seconds after theirs."""
+
 
 def start_server() -> None:
     """Start the fork server, the only process of a run that imports torch."""
@@ -96,22 +100,24 @@ class Workers:
         """
         deadline: float | None = None
         until = None if limit is None else time.monotonic() + limit
-        failed = False
+        first: float | None = None
         while True:
             self._spare()
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
             if any(failure.killed for failure in failures):
                 return failures
-            if failures and not failed and not preempted(failures):
-                failed, deadline = True, time.monotonic() + _SETTLE
+            if failures and not preempted(failures):
+                first = time.monotonic() if first is None else first
+                explained = not all(failure.doubtful for failure in failures)
+                deadline = first + (_SETTLE if explained else _UNEXPLAINED)
             elif failures and deadline is None:
                 deadline = time.monotonic() + (SAVING_GRACE if grace is None else grace)
             running = [rank for rank in self._ranks if not rank.ended]
             if not running or (deadline is not None and time.monotonic() >= deadline):
                 return failures
-            if until is not None and not failed and time.monotonic() >= until:
+            if until is not None and first is None and time.monotonic() >= until:
                 return None
-            _poll(running, deadline if failed or until is None else until)
+            _poll(running, until if first is None and until is not None else deadline)
 
     def _spare(self) -> None:
         """Ranks that were killed and may die alone have not failed, while there are others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -79,8 +78,8 @@ def judge(seen: Seen, *, patience: float) -> Verdict | None:
     if lost:
         return Verdict(kind="left", nodes=tuple(seen.labels.get(node, node) for node in lost))
     if failure is not None:
-        doubtful = failure.by_peer or failure.signal == signal.SIGABRT
-        return _failed(seen, failure) if seen.since >= (patience if doubtful else SETTLE) else None
+        settle = patience if failure.doubtful else SETTLE
+        return _failed(seen, failure) if seen.since >= settle else None
     if seen.done == len(seen.nodes):
         return Verdict(kind="done")
     if seen.waiting and not seen.done:

@@ -262,13 +262,15 @@ class LowRank(Feedback):
         super().__init__()
         self._rank = options.rank
         self._whole = options.whole
+        self._before = 0
+        """The steps that other attempts of the run have taken."""
         self._steps: dict[str, int] = {}
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
         """See the protocol."""
         first = bucket.names[0]
-        taken = self._steps[first] = self._steps.get(first, 0) + 1
+        taken = self._steps[first] = self._steps.get(first, self._before) + 1
         matrices = [
             (name, gradient)
             for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
@@ -308,14 +310,14 @@ class LowRank(Feedback):
         return {
             **super().state(),
             "bases": dict(self._bases),
-            "steps": max(self._steps.values(), default=0),
+            "steps": max(self._steps.values(), default=self._before),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there; other ranks may cut other buckets."""
         super().load_state(state)
         self._bases = {name: value.clone() for name, value in state.get("bases", {}).items()}
-        self._whole = max(0, self._whole - state.get("steps", 0))
+        self._before = state.get("steps", 0)
         self._steps = {}
 
     def _pays(self, gradient: Tensor) -> bool:

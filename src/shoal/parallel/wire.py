@@ -36,10 +36,10 @@ class Wire:
         """Those of all ranks, which have one shape and dtype. Collective."""
         if self.size == 1:
             return [tensor]
-        everyone = tensor.new_empty(self.size * tensor.numel())
-        dist.all_gather_into_tensor(everyone, tensor.reshape(-1), group=self._group)
+        everyone = list(tensor.new_empty(self.size, *tensor.shape).unbind())
+        dist.all_gather(everyone, tensor.contiguous(), group=self._group)
         self.sent += tensor.nbytes * (self.size - 1)
-        return list(everyone.view(self.size, *tensor.shape).unbind())
+        return everyone
 
     def swap(self, rows: Tensor) -> Tensor:
         """Row i goes to rank i; back come the rows that the ranks have for this one. Collective."""

@@ -15,7 +15,7 @@ from shoal.parallel.wire import Wire
 
 CANDIDATES: Sequence[Compress] = ("bf16", "int8", PowerSGD())
 """What "auto" tries, the mildest first."""
-GAIN = 0.9
+GAIN = 0.95
 """Of the time of what is milder: taking more than this, it is not worth its loss."""
 _TRIALS = 3
 
