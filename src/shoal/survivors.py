@@ -24,7 +24,7 @@ class Survivors:
     """The `members` of a world: the ranks, by their first numbers, that lived when they met last.
 
     `gone` gives those of some ranks that have ended; one that is only silent is waited for. `rank` is
-    this one's first number.
+    this one's first number; they meet in `store`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Survivors:
     ) -> None:
         self.members = list(range(size))
         self.rank = rank
-        self._store = store
+        self.store = store
         self.gone = gone
         self._meetings = 0
 
@@ -60,21 +60,21 @@ class Survivors:
         self._meetings += 1
         keys = {member: f"{self._meetings}/{member}" for member in self.members}
         decided = f"{self._meetings}/here"
-        self._store.set(keys[self.rank], "")
-        last = self._store.add(f"{self._meetings}/came", 1) == len(keys)
+        self.store.set(keys[self.rank], "")
+        last = self.store.add(f"{self._meetings}/came", 1) == len(keys)
         pause, looked, until = _FIRST_PAUSE, time.monotonic(), time.monotonic() + limit
-        while not self._store.check([decided]):
+        while not self.store.check([decided]):
             # The last one to come decides at once; the others only where it may never come.
             if last or time.monotonic() >= looked + LOOK_SECONDS:
                 # Also those that have come: they may have ended while they waited.
                 ended = self.gone([member for member in keys if member != self.rank])
                 living = [member for member in keys if member not in ended]
-                if self._store.check([keys[member] for member in living]):
-                    self._store.compare_set(decided, "", json.dumps(living))
+                if self.store.check([keys[member] for member in living]):
+                    self.store.compare_set(decided, "", json.dumps(living))
                     break
                 last, looked = False, time.monotonic()
             if time.monotonic() >= until:
-                missing = [member for member, key in keys.items() if not self._store.check([key])]
+                missing = [member for member, key in keys.items() if not self.store.check([key])]
                 raise LaunchError(
                     given=f"a wait of more than {limit:g} s for ranks to meet",
                     found=f"rank {spans(missing)} lives and did not come",
@@ -82,5 +82,5 @@ class Survivors:
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        here: list[int] = json.loads(self._store.get(decided))
+        here: list[int] = json.loads(self.store.get(decided))
         return here

@@ -403,3 +403,31 @@ def test_complex_parameters_are_shared_too() -> None:
         step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
         losses = [step(batch).loss for batch in shoal.Loader((inputs,), world, batch_size=4).epochs(3)]
         assert losses[2] < losses[0]
+
+
+def averaged(world: shoal.World) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Averages of parameters before they are evaluated and after, and the parameters then."""
+    model = shoal.parallelize(network(), world, shoal.Hogwild())
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(squares))
+    ema = shoal.EMA(model, decay=0.9)
+    for batch in shoal.Loader(curve(), world, batch_size=12).epochs(1):
+        step(batch)
+        ema.update()
+    mean = [average.clone() for average in ema.state_dict()["averages"].values()]
+    for average in mean:
+        world.all_reduce(average).div_(world.size)
+    with ema.applied():
+        shoal.evaluate(step, curve())
+    shoal.evaluate(step, curve())
+    after = [average.clone() for average in ema.state_dict()["averages"].values()]
+    return mean, after, [p.detach().clone() for p in model.parameters()]
+
+
+def test_averaged_parameters_are_evaluated_and_kept(ranks: Ranks) -> None:
+    """Each worker has averages of its own, of which the mean is evaluated, and gone on from."""
+    found = ranks.call(averaged)
+    for mean, after, parameters in found:
+        pairs = zip(mean, after, found[0][1], strict=True)
+        assert all(torch.allclose(a, b) and torch.equal(b, c) for a, b, c in pairs)
+        assert all(torch.equal(a, b) for a, b in zip(parameters, found[0][2], strict=True))
+        assert not any(torch.allclose(a, b) for a, b in zip(parameters, after, strict=True))

@@ -11,7 +11,7 @@ import pytest
 from commands import Command, wait_for
 from shoal.launchers import REQUEUE
 
-PATIENCE = 400.0
+PATIENCE = 200.0
 
 TRAINING = """
 import os, signal, sys

@@ -48,9 +48,6 @@ class Ranks(Protocol):
     def survivors(self) -> Survivors | None:
         """Those that live, where others may have ended; None where none may."""
 
-    def store(self, prefix: str, /) -> Any:
-        """The store that all ranks share."""
-
     def gather(self, value: Any, /) -> list[Any]:
         """Each rank's value, on all ranks."""
 

@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
@@ -74,13 +73,19 @@ class Mail:
     A collective of Gloo's would keep those waiting that don't talk to the one that has ended.
     """
 
-    def __init__(self, store: Store, survivors: Survivors) -> None:
+    def __init__(self, survivors: Survivors) -> None:
+        self._survivors = survivors
         self.members = list(survivors.members)
         self._rank = survivors.rank
         self._gone = survivors.gone
-        self._store: Any = store
-        self._prefix = "-".join(map(str, self.members))
+        self._store: Any = survivors.store
+        self._prefix = "-".join(["saves", *map(str, self.members)])
         self._number = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether those that live are still the same."""
+        return self.members == self._survivors.members
 
     def collect(self, value: Any) -> list[Any]:
         """As `Aside.collect`; RuntimeError where one has ended."""
@@ -135,21 +140,20 @@ class Aside:
 
     def prepare(self) -> None:
         """Make the group, once, or what stands for it where ranks may end. Collective."""
+        if self._world.group is None:
+            return
         survivors = self._world.survivors
         if survivors is not None:
-            if not self.fits:
-                self._mail, self.plan = Mail(self._world.store("shoal/saves"), survivors), None
-        elif self._group is None and self._world.group is not None:
+            if self._mail is None or not self.fits:
+                self._mail, self.plan = Mail(survivors), None
+        elif self._group is None:
             ranks = dist.get_process_group_ranks(self._world.group)
             self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
 
     @property
     def fits(self) -> bool:
         """Whether the ranks are still those for which it was prepared."""
-        survivors = self._world.survivors
-        if survivors is None:
-            return True
-        return self._mail is not None and self._mail.members == survivors.members
+        return self._mail is None or self._mail.fits
 
     def start(self, action: Callable[[], T]) -> Job[T]:
         """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""

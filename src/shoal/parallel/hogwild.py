@@ -97,6 +97,7 @@ class HogwildEngine(Engine):
         self._bound = options.staleness
         self._commons, choice = _commons(options.server, self._parameters, world)
         self._read: list[int] = []
+        self._versions: list[int] = []
         self._apart = False
         self._gone: set[int] = set()
         self._staleness: Counter[int] = Counter()
@@ -130,6 +131,7 @@ class HogwildEngine(Engine):
                 self._part()
             self._wait()
             self._read = self._commons.read(self._parameters)
+            self._versions = self._now()
         totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
         return totals._replace(local=True)
 
@@ -145,6 +147,7 @@ class HogwildEngine(Engine):
         with self.world.timeline.within(COMMUNICATION):
             found = self._commons.add(before)
             self._commons.tick()
+        self._versions = self._now()
         passed = sum(found) - sum(self._read)
         self._staleness[passed] += 1
 
@@ -163,19 +166,28 @@ class HogwildEngine(Engine):
         self._local.compile(how)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for all, read the parameters while nobody changes them, average all else."""
+        """Wait for all, read the parameters while nobody changes them, average all else.
+
+        Where others stand in their place, as those of an EMA do, these are averaged.
+        """
         self.world.barrier()
-        if self._apart:
+        rest = others(self.module, optimizer, self.world)
+        if self._apart and self._versions != self._now():
+            rest += self._parameters
+        elif self._apart:
             self._commons.read(self._parameters)
             self.world.barrier()
             self._apart = False
-        rest = others(self.module, optimizer, self.world)
         average(rest, Wire(self.world), self.world.device)
         self._log()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The parameters have been loaded; the next step lets all begin from them."""
         self._apart = False
+
+    def _now(self) -> list[int]:
+        """Numbers that change with the values that the module has for its parameters."""
+        return [p._version for p in self._parameters]
 
     def _part(self) -> None:
         """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""
