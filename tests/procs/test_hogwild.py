@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -330,6 +331,27 @@ def test_the_memory_goes_with_those_that_use_it(ranks: Ranks) -> None:
         assert during
         assert not after
         assert not [name for name in named if "shoal" in name]
+
+
+def listening(world: shoal.World) -> set[str]:
+    """At which addresses others can reach this rank since there is a server."""
+    process = psutil.Process()
+
+    def found() -> set[tuple[str, int]]:
+        sockets = process.net_connections("tcp")
+        return {one.laddr for one in sockets if one.status == psutil.CONN_LISTEN}
+
+    before = found()
+    model = shoal.parallelize(linear(), world, shoal.Hogwild(server=True))
+    del model
+    return {address for address, _ in found() - before}
+
+
+@pytest.mark.full
+def test_on_one_machine_nobody_else_can_call() -> None:
+    with Ranks(2) as started:
+        for addresses in started.call(listening):
+            assert addresses == {"127.0.0.1"}
 
 
 def lie(world: shoal.World, server: bool | None) -> str:

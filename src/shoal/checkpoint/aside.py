@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
+from shoal.errors import CheckpointError
 from shoal.hangs.matching import ASIDE
 from shoal.launching import crossing
 from shoal.survivors import LOOK_SECONDS, Survivors
@@ -88,7 +89,7 @@ class Mail:
         return self.members == self._survivors.members
 
     def collect(self, value: Any) -> list[Any]:
-        """As `Aside.collect`; RuntimeError where one has ended."""
+        """As `Aside.collect`; CheckpointError where one has ended."""
         self._number += 1
         if self._rank != self.members[0]:
             self._store.set(self._key(self._rank), crossing.pickle_value(value))
@@ -113,7 +114,11 @@ class Mail:
                 continue
             looked = time.monotonic()
             if self._gone([member]) and not self._store.check([key]):
-                raise RuntimeError(f"rank {member} has ended before its part was written")
+                raise CheckpointError(
+                    given="a checkpoint under way",
+                    found=f"rank {member} has ended, and its part is missing",
+                    fix="nothing: the next one is saved without it",
+                )
         found = crossing.unpickle(self._store.get(key))
         if last:
             self._store.delete_key(key)
