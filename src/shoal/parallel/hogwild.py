@@ -170,9 +170,9 @@ class HogwildEngine(Engine):
 
         Where others stand in their place, as those of an EMA do, these are averaged.
         """
-        self.world.barrier()
+        replaced = any(self.world.gather(self._apart and self._versions != self._now()))
         rest = others(self.module, optimizer, self.world)
-        if self._apart and self._versions != self._now():
+        if replaced:
             rest += self._parameters
         elif self._apart:
             self._commons.read(self._parameters)
