@@ -309,12 +309,14 @@ def test_curves_are_called_by_what_tells_them_apart() -> None:
 def test_a_command_starts_what_the_backend_needs(tmp_path: Path) -> None:
     study = folder.begin(tmp_path, FULL)
     configurations = {each.backend: each for each in grid.configurations(FULL)}
-    (tmp_path / "job").mkdir()
     found = {
         backend: jobs.command_of(study, each, tmp_path / "job", "mpirun --bind-to none")
         for backend, each in configurations.items()
     }
     assert found["mpi"][:5] == ["mpirun", "--bind-to", "none", "-n", "4"]
     assert found["gloo"][1:6] == ["-m", "shoal", "run", "-n", "4"]
-    given = json.loads((tmp_path / "job" / jobs.ORDER).read_text())
-    assert Configuration(**given["configuration"]) in configurations.values()
+    made = jobs.prepare(study, configurations["gloo"], 1)
+    assert found["gloo"][-1] == str(tmp_path / "job" / jobs.ORDER)
+    given = json.loads((made / jobs.ORDER).read_text())
+    assert Configuration(**given["configuration"]) == configurations["gloo"]
+    assert given["run"] == str(made / jobs.RUN)

@@ -18,6 +18,12 @@ from shoal.tables import plain_console
 
 pytestmark = pytest.mark.system
 
+CUT_OFF = """[...document.querySelectorAll('.drawing svg text')].filter(text => {
+    const own = text.getBoundingClientRect(), all = text.closest('svg').getBoundingClientRect();
+    return own.width && (own.right > all.right + 1 || own.left < all.left - 1);
+}).map(text => text.textContent)"""
+"""What of a drawing's words is outside of it."""
+WHITE = "rgb(255, 255, 255)"
 HOSTILE = "<script>alert(1)</script> $x$ </svg>"
 
 
@@ -49,7 +55,7 @@ def made_up(path: Path, *, faster: float = 1.0) -> Study:
             "communication": exposed + slow.max() - slow,
             "update": np.full_like(slow, 0.002),
         }
-        walls = np.sum(list(parts.values()), axis=0)
+        walls = np.sum(list(parts.values()), axis=0) + 0.001
         hosts = tuple(f"node{rank // 4}" for rank in range(each.processes))
         devices = tuple(f"cuda:{rank % 4}" for rank in range(each.processes))
         found = summarize(walls, parts, samples=[each.batch] * 3, hosts=hosts, loss=1.0)
@@ -68,6 +74,11 @@ def test_the_pages_of_studies_are_whole_in_every_window(tmp_path: Path) -> None:
                 for dark in (False, True):
                     seen = window.open(page, width=width, dark=dark)
                     assert (seen.errors, seen.requests, seen.scrolls) == ([], [], False), page
+                    assert window.evaluate(CUT_OFF) == []
+            window.call("Emulation.setEmulatedMedia", media="print")
+            assert window.evaluate("document.documentElement.scrollWidth") == 390
+            assert window.evaluate("getComputedStyle(document.body).backgroundColor") == WHITE
+            window.call("Emulation.setEmulatedMedia", media="")
             drawings = window.evaluate("[...document.querySelectorAll('svg')].length")
             assert drawings >= 3
         assert "octo gives" in seen.text

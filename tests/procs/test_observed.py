@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def sends(world: shoal.World, least: int) -> dict[str, Any]:
     looks = 0
     for number in range(7):
         if world.rank:
-            wait_for(lambda key=str(number): store.check([key]))
+            wait_for(partial(store.check, [str(number)]))
         work = dist.all_reduce(one, async_op=True)
         assert work is not None
         seen = 0

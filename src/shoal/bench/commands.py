@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from shoal.errors import LaunchError
 from . import machine_commands
 
 if TYPE_CHECKING:
+    from .allocations import Asked
     from .grid import Options
 
 benches = typer.Typer(
@@ -70,6 +72,38 @@ _Study = Annotated[
 _Mpirun = Annotated[
     str | None, typer.Option(metavar="COMMAND", help="What starts ranks of MPI, with its options.")
 ]
+_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of Slurm's; all below need it.")]
+_Site = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of `shoal sites ls`; else found by this host.")
+]
+_Partition = Annotated[
+    str | None, typer.Option("-p", "--partition", metavar="NAME", help="One of the site's.")
+]
+_Qos = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Quality of service; else the first that fits.")
+]
+_Account = Annotated[
+    str | None, typer.Option("-A", "--account", metavar="NAME", help="Whose hours these are.")
+]
+_Time = Annotated[
+    str | None, typer.Option(metavar="HH:MM:SS", help="Of each job; else as its limits add up.")
+]
+_Gpus = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="GPUs of a node, else the site's; 0 for none.")
+]
+_Tasks = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Processes of a node; else its GPUs or cores."),
+]
+_Cpus = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Cores of each process; else the site's.")
+]
+_Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OPTION", help="One more for sbatch, as in --sbatch=--exclusive."),
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts, no more.")]
+_Force = Annotated[bool, typer.Option("--force", help="Submit although something speaks against.")]
 
 
 @benches.command(context_settings={"allow_interspersed_args": True})
@@ -91,23 +125,30 @@ def scaling(
     limit: _Limit = 600.0,
     study: _Study = None,
     mpirun: _Mpirun = None,
+    submit: _Submit = False,
+    site: _Site = None,
+    partition: _Partition = None,
+    qos: _Qos = None,
+    account: _Account = None,
+    time: _Time = None,
+    gpus_per_node: _Gpus = None,
+    tasks_per_node: _Tasks = None,
+    cpus_per_task: _Cpus = None,
+    sbatch: _Sbatch = None,
+    dry_run: _DryRun = False,
+    force: _Force = False,
 ) -> None:
     """Train a model on 1, 2, 4 … processes and say what more of them give, and why not more.
 
     Each configuration is a job of its own, several times, in an order that changes. What has a result
     in the study's directory is not run again.
     """
-    from shoal.tables import plain_console, print_line
+    from . import allocations, grid
 
-    from . import scaling as studies
-    from .grid import Options, threads_for
-
-    counts = _numbers(processes, "-n")
-    cores = len(os.sched_getaffinity(0))
-    options = Options(
+    options = grid.Options(
         model=model,
         args=tuple(args or ()),
-        processes=counts,
+        processes=_numbers(processes, "-n"),
         scalings=_words(scaling),
         backends=_words(backends),
         strategies=_words(strategies),
@@ -117,14 +158,88 @@ def scaling(
         steps=steps,
         warmup=warmup,
         rounds=rounds,
-        threads=threads_for(counts, cores) if threads is None else threads,
         limit=limit,
     )
-    console = plain_console()
+    asked = allocations.Asked(
+        site=site,
+        partition=partition,
+        account=account,
+        qos=qos,
+        time=_seconds(time),
+        gpus=gpus_per_node,
+        tasks=tasks_per_node,
+        cpus=cpus_per_task,
+        options=tuple(sbatch or ()),
+    )
     folder = study or Path("studies") / _folder(options)
+    if submit:
+        _submit(folder, options, threads, asked, dry=dry_run, force=force)
+    else:
+        _refuse(model, asked, dry=dry_run, force=force)
+        _run(folder, options, threads, mpirun)
+
+
+def _run(folder: Path, options: Options, threads: int | None, mpirun: str | None) -> None:
+    from shoal.tables import plain_console, print_line
+
+    from . import scaling as studies
+    from .grid import threads_for
+
+    if threads is None:
+        threads = threads_for(options.processes, len(os.sched_getaffinity(0)))
+    console = plain_console()
+    options = replace(options, threads=threads)
     done = studies.run(folder, options, mpirun, lambda line: print_line(console, line))
     console.print()
     studies.show(done, console)
+
+
+def _submit(
+    folder: Path, options: Options, threads: int | None, asked: Asked, *, dry: bool, force: bool
+) -> None:
+    from shoal.submit.catalog import choose
+    from shoal.tables import plain_console
+
+    from . import scaling as studies
+    from .allocations import room
+
+    site = choose(asked.site).value
+    if threads is None:  # as many as it has cores
+        threads = room(site, asked).cpus or 1
+    options = replace(options, threads=threads)
+    if dry:
+        studies.rehearse(folder, options, asked, site, force=force)
+    elif not studies.submit(folder, options, asked, site, plain_console(), force=force):
+        raise typer.Exit(1)
+
+
+def _refuse(model: str, asked: Asked, *, dry: bool, force: bool) -> None:
+    """Raises LaunchError for options of jobs where none is submitted."""
+    from .allocations import Asked
+
+    if asked != Asked() or dry or force:
+        raise LaunchError(
+            given=f"shoal bench scaling {model}, with options for Slurm",
+            found="no --submit: the study would run here",
+            fix="--submit, or leave out --site, --partition and those after them in --help",
+        )
+
+
+_Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")]
+
+
+@benches.command()
+def collect(study: _Directory) -> None:
+    """Show what a study under Slurm came to so far; exit with 1 while results are missing.
+
+    Names what still waits, runs or has ended without a result, with the command that tells more.
+    """
+    from shoal.tables import plain_console
+
+    from . import scaling as studies
+    from .folder import load
+
+    raise typer.Exit(int(not studies.collect(load(study), plain_console())))
 
 
 _First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
@@ -150,6 +265,12 @@ def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _seconds(time: str | None) -> int | None:
+    from shoal.submit.times import parse_time
+
+    return None if time is None else parse_time(time)
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from .grid import Configuration, Curve, Options, configuration, curves
@@ -12,6 +13,8 @@ from .measured import PARTS, Blame, Measured, measured_from
 
 BUSY = 0.5
 """Cores that other programs may use before it is told."""
+SOME = 4
+"""How many nodes are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +210,26 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
 
 def all_notes(rows: Sequence[Row], repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of a study, each once."""
-    disturbance = disturbed(repeats)
     found = dict.fromkeys(note for row in rows for note in row.notes)
-    return [*found, *([disturbance] if disturbance else [])]
+    return [*found, *filter(None, (apart(repeats), disturbed(repeats)))]
+
+
+def apart(repeats: Sequence[Repeat]) -> str | None:
+    """What has to be said where more processes did not have the nodes that fewer had."""
+    used: dict[int, set[str]] = {}
+    for repeat in repeats:
+        if repeat.hosts:
+            used.setdefault(len(repeat.hosts), set()).update(repeat.hosts)
+    sizes = sorted(used)
+    if all(used[less] <= used[more] for less, more in pairwise(sizes)):
+        return None
+    told = "; ".join(f"{size} on {_some(sorted(used[size]))}" for size in sizes)
+    return f"not all processes had the same nodes, which may differ: {told}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - SOME
+    return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")
 
 
 def disturbed(repeats: Sequence[Repeat]) -> str | None:

@@ -11,10 +11,11 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ from .grid import Configuration, Options, configurations, options_from, order
 
 FORMAT = 1
 FILE = "study.json"
-RESULT = "result.json"
+JOBS, RESULT = "jobs", "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,14 @@ class Study:
     machine: Mapping[str, str]
     began: float
 
+    @property
+    def where(self) -> str:
+        """The machine that it runs on, or the site."""
+        return self.machine.get("host") or self.machine.get("site") or "?"
+
     def job(self, configuration: Configuration, number: int) -> Path:
         """The directory of a job; rounds count from 0."""
-        return self.path / "jobs" / configuration.key / f"round-{number}"
+        return self.path / JOBS / configuration.key / f"round-{number}"
 
     def missing(self) -> list[tuple[int, Configuration]]:
         """The jobs that have no result yet, in the order in which they run."""
@@ -68,31 +74,47 @@ class Study:
         write_json(self.job(configuration, repeat.round) / RESULT, repeat.plain())
 
 
-def begin(path: Path, options: Options) -> Study:
+def begin(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:
     """A new study, or the one there if it is of the same options, to go on with.
 
-    Raises CheckpointError where it is another study or was made with other versions, saying what
-    differs, and where the directory can't be written.
+    `machine` is what it runs on, by default this one. Raises CheckpointError where it is another study
+    or was made with other versions, saying what differs, and where the directory can't be written.
     """
-    machine = this_machine()
+    study = plan(path, options, machine)
     if (path / FILE).exists():
-        study = load(path)
-        _check_same(study, options, machine)
         return study
     try:
         path.mkdir(parents=True, exist_ok=True)
         plain = {
             "format": FORMAT,
-            "began": time.time(),
+            "began": study.began,
             "options": options.plain(),
-            "machine": dict(machine),
+            "machine": dict(study.machine),
         }
         write_json(path / FILE, plain)
     except OSError as error:
         raise CheckpointError(
             given=f"a study in {path}", found=str(error), fix="--study DIR, that you may write to"
         ) from None
-    return load(path)
+    return study
+
+
+def forget(study: Study) -> None:
+    """Take a study away again of which nothing has begun."""
+    shutil.rmtree(study.path / JOBS, ignore_errors=True)
+    (study.path / FILE).unlink()
+    with suppress(OSError):  # somebody else has something there
+        study.path.rmdir()
+
+
+def plan(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:
+    """The study that `begin` would begin or go on with; nothing is written."""
+    machine = this_machine() if machine is None else {**machine, **versions()}
+    if not (path / FILE).exists():
+        return Study(path=path, options=options, machine=machine, began=time.time())
+    study = load(path)
+    _check_same(study, options, machine)
+    return study
 
 
 def load(path: Path) -> Study:
@@ -139,6 +161,13 @@ def this_machine() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0))),
         "system": platform.platform(),
         "processor": _processor(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What a study is measured with."""
+    return {
         "python": platform.python_version(),
         "torch": version("torch"),
         "shoal": version("shoal"),
@@ -180,9 +209,9 @@ def _check_same(study: Study, options: Options, machine: Mapping[str, str]) -> N
         f"{name} {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]
     ]
     differ += [
-        f"{name} {study.machine.get(name)}, now {machine[name]}"
-        for name in ("host", "cores", "torch", "shoal")
-        if study.machine.get(name) != machine[name]
+        f"{name} {study.machine.get(name)}, now {machine.get(name)}"
+        for name in ("host", "cores", "site", "a node", "torch", "shoal")
+        if study.machine.get(name) != machine.get(name)
     ]
     if differ:
         raise CheckpointError(

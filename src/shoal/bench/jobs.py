@@ -27,13 +27,15 @@ from shoal.texts import printable
 
 from .figures import Repeat
 from .folder import Study, write_json
-from .grid import Configuration, arguments
+from .grid import Configuration, Options, arguments
 from .measured import Measured, summarize
 from .subject import Script
 
 GRACE = 20.0
 """Seconds from asking a job to end to ending it."""
-LOG, RUN, ORDER, PROGRAM = "log.txt", "run", "order.json", "job.py"
+LOG, RUN, ORDER = "log.txt", "run", "order.json"
+WORKER = Path(__file__).with_name("worker") / "__main__.py"
+"""What runs models that are no scripts."""
 TAIL = 200_000
 """Bytes at the end of a log in which the reason of a failure is looked for."""
 _SHARED = {"none", "shoal run", "torchrun"}
@@ -43,13 +45,15 @@ _SHARED = {"none", "shoal run", "torchrun"}
 class Done(NamedTuple):
     """How a job ended: its exit code, None where its time was over; and how many seconds it took.
 
-    `others` are the cores that other programs used meanwhile.
+    `cores` are those of the machine that it ran on, 0 where that is not known, and `others` those that
+    other programs used meanwhile.
     """
 
     code: int | None
     began: float
     seconds: float
-    others: float
+    cores: int = 0
+    others: float = 0.0
 
 
 def run(study: Study, configuration: Configuration, number: int, mpirun: str) -> Repeat:
@@ -57,9 +61,7 @@ def run(study: Study, configuration: Configuration, number: int, mpirun: str) ->
 
     Raises LaunchError where there is no mpirun for a configuration that needs it.
     """
-    folder = study.job(configuration, number)
-    shutil.rmtree(folder, ignore_errors=True)  # of a study that was killed
-    folder.mkdir(parents=True)
+    folder = prepare(study, configuration, number)
     command = command_of(study, configuration, folder, mpirun)
     threads = str(study.options.threads) if study.options.threads else None
     with set_variables({THREADS: threads} if threads else {}):
@@ -67,20 +69,37 @@ def run(study: Study, configuration: Configuration, number: int, mpirun: str) ->
     return read(study, configuration, number, done)
 
 
-def command_of(study: Study, configuration: Configuration, folder: Path, mpirun: str) -> list[str]:
-    """What starts a job, whose files are written into `folder`."""
-    options, run = study.options, str((folder / RUN).absolute())
+def prepare(study: Study, configuration: Configuration, number: int) -> Path:
+    """Make the directory of a job, with what it reads and without what one that was killed left."""
+    folder, options = study.job(configuration, number), study.options
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    order = {
+        "model": options.model,
+        "steps": options.warmup + options.steps,
+        "run": str((folder / RUN).absolute()),
+        "configuration": asdict(configuration),
+    }
+    write_json(folder / ORDER, order)
+    return folder
+
+
+def script_of(options: Options) -> str:
+    """The script that each process of a job runs."""
+    return options.subject.path if isinstance(options.subject, Script) else str(WORKER)
+
+
+def arguments_of(options: Options, configuration: Configuration, folder: Path) -> list[str]:
+    """The arguments of that script, for a job whose files are in `folder`."""
     if isinstance(options.subject, Script):
-        program, args = options.subject.path, arguments(options, configuration, run)
-    else:
-        steps = options.warmup + options.steps
-        chosen = asdict(configuration)
-        order = {"model": options.model, "steps": steps, "run": run, "configuration": chosen}
-        write_json(folder / ORDER, order)
-        path = (folder / ORDER).absolute()
-        text = f"from shoal.bench.worker import work\n\nwork({str(path)!r})\n"
-        (folder / PROGRAM).write_text(text)
-        program, args = str(folder / PROGRAM), []
+        return arguments(options, configuration, str((folder / RUN).absolute()))
+    return [str((folder / ORDER).absolute())]
+
+
+def command_of(study: Study, configuration: Configuration, folder: Path, mpirun: str) -> list[str]:
+    """What starts a job here."""
+    program = script_of(study.options)
+    args = arguments_of(study.options, configuration, folder)
     count = str(configuration.processes)
     if configuration.backend == "mpi":
         return [*shlex.split(mpirun), "-n", count, sys.executable, program, *args]
@@ -139,7 +158,7 @@ def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
             _end(process)
     seconds = time.perf_counter() - clock
     others = (_busy() - busy - (_own() - own)) / max(seconds, 1e-9)
-    return Done(code, began, seconds, max(0.0, others))
+    return Done(code, began, seconds, len(os.sched_getaffinity(0)), max(0.0, others))
 
 
 def _busy() -> float:
@@ -176,7 +195,7 @@ def read(study: Study, configuration: Configuration, number: int, done: Done) ->
         "began": done.began,
         "seconds": done.seconds,
         "others": done.others,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": done.cores,
     }
     if done.code is None:
         limit = study.options.limit

@@ -43,7 +43,7 @@ def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
     return Page(
         title=f"How {study.options.model} scales",
         verdict=first + told[0][1],
-        about=f"shoal bench scaling, begun {_when(study.began)} on {study.machine.get('host', '?')}",
+        about=f"shoal bench scaling, begun {_when(study.began)} on {study.where}",
         sections=sections,
     )
 
@@ -66,10 +66,10 @@ def _diagnosis(
                 share = f"{cause.share * 100:.1f}"
                 lost.append((names[row.curve], str(row.processes), share, cause.text))
     if lost:
-        head = ("curve", "processes", "% of a step", "cause")
+        head = ("curve", "n", "% of a step", "cause")
         caption = (
             "What a step takes beyond perfect scaling, in percent of it; below 0 it takes less. "
-            "For each number of processes it adds up to what is lacking of 100 % efficiency, but for "
+            "For each number n of processes it adds up to what is lacking of 100 % efficiency, but for "
             "what is below half a percent."
         )
         blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
@@ -213,8 +213,9 @@ def _circumstances(study: Study) -> list[Block]:
     if options["args"]:
         asked.append(("arguments", " ".join(options["args"])))
     head = ("what", "value")
+    facts = ("host", "site", "cores", "torch")
     return [
-        Facts(pairs=[(name, study.machine.get(name, "?")) for name in ("host", "cores", "torch")]),
+        Facts(pairs=[(name, study.machine[name]) for name in facts if name in study.machine]),
         Table(caption="Asked for.", head=head, rows=asked),
         Table(caption="The machine.", head=head, rows=list(study.machine.items())),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,21 @@ from rich.console import Console
 
 from shoal.errors import LaunchError
 from shoal.pages import csv_of, save
-from shoal.tables import add_row, make_table, print_line, print_table
+from shoal.submit.page import script
+from shoal.submit.site import Site
+from shoal.submit.submitting import Submission
+from shoal.submit.times import spell_time
+from shoal.tables import (
+    add_row,
+    make_table,
+    plain_console,
+    print_line,
+    print_path,
+    print_table,
+)
 
-from . import comparing, jobs, shown
+from . import comparing, jobs, shown, submission
+from .allocations import Allocation, Asked
 from .diagnosis import diagnoses, labels
 from .figures import Repeat, all_notes, rows
 from .folder import Study, alone, begin
@@ -79,6 +92,66 @@ def show(study: Study, console: Console) -> None:
     path.write_text(csv_of(shown.table(found, word, each)))
     written = save(study_page(study, found, notes), study.path / PAGE)
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
+
+
+def rehearse(path: Path, options: Options, asked: Asked, site: Site, *, force: bool) -> None:
+    """Print the batch scripts that `submit` would submit, and on stderr what they are."""
+    console, notes = plain_console(stderr=True), dict[str, None]()
+
+    def tell(allocation: Allocation, done: Submission) -> None:
+        script(plain_console(), done)
+        print_line(console, f"job: {_size(allocation, done)}")
+        notes.update(dict.fromkeys(done.notes))
+
+    submission.rehearse(path, options, asked, site, tell, force=force)
+    print_line(console, *(f"note: {note}" for note in notes))
+
+
+def submit(
+    path: Path, options: Options, asked: Asked, site: Site, console: Console, *, force: bool
+) -> bool:
+    """Submit what is missing of a study and show the rest; whether anything was, or nothing missing."""
+    notes = dict[str, None]()
+    told = []
+
+    def tell(allocation: Allocation, done: Submission) -> None:
+        print_line(console, f"job {', '.join(done.jobs)}: {_size(allocation, done)}")
+        notes.update(dict.fromkeys(done.notes))
+        told.append(allocation)
+
+    study = submission.submit(path, options, asked, site, tell, force=force)
+    print_line(console, *(f"note: {note}" for note in notes))
+    if told:
+        console.print()
+        print_path(console, f"what has ended: shoal bench collect {shlex.quote(str(path))}")
+        return True
+    return collect(study, console)
+
+
+def _size(allocation: Allocation, done: Submission) -> str:
+    nodes = "1 node" if allocation.nodes == 1 else f"{allocation.nodes} nodes"
+    gpus = f" with {done.job.gpus} GPU(s)" if done.job.gpus else ""
+    sizes = ", ".join(map(str, allocation.sizes))
+    count = len(allocation.trainings)
+    time = spell_time(done.job.time)
+    return f"{nodes}{gpus}, {count} training(s) on {sizes} process(es), {time} at most"
+
+
+def collect(study: Study, console: Console) -> bool:
+    """Show what a study came to so far, and name what has no result yet; whether that is nothing."""
+    submission.gather(study)
+    if study.repeats():
+        show(study, console)
+        console.print()
+    left = submission.waiting(study)
+    if left:
+        total = len(configurations(study.options)) * study.options.rounds
+        count = sum(each.trainings for each in left)
+        print_line(console, f"{count} of {total} trainings have no result yet:")
+        for each in left:
+            job = f"job {', '.join(each.numbers)}: " if each.numbers else ""
+            print_path(console, f"{job}{each.trainings} {each.state}: {each.more}")
+    return not left
 
 
 def compare(first: Study, second: Study, out: Path, console: Console) -> None:

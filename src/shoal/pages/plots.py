@@ -86,7 +86,7 @@ def lines(
                 color=colour,
                 linewidth=1.6,
                 linestyle="--" if each.faint else "-",
-                marker=marker if each.points else "",
+                marker=(marker or "o") if each.points or len(xs) == 1 else "",
                 markersize=5,
             )
             if each.low is not None and each.high is not None:
@@ -114,7 +114,7 @@ def bars(
             axes.barh(places, list(values), left=left, height=0.78, label=printable(part), **look)
             left = [a + b for a, b in zip(left, values, strict=True)]
         axes.set_yticks(places, [printable(label) for label in labels])
-        axes.invert_yaxis()
+        axes.set_ylim(len(labels) - 0.4, -0.6)
         axes.set_xlabel(x)
         _ends(axes, legend=True, small=small, grid="x")
 
@@ -131,12 +131,16 @@ def areas(
 ) -> Drawing:
     """Parts over an axis, one on the other."""
 
+    # An area over one place alone has no width.
+    places = [xs[0] - 0.5, xs[0] + 0.5] if len(xs) == 1 else list(xs)
+
     def draw(axes: Axes, small: bool) -> None:
-        below = [0.0] * len(xs)
+        below = [0.0] * len(places)
         for part, values in parts.items():
-            above = [a + b for a, b in zip(below, values, strict=True)]
+            own = list(values) * (len(places) // len(values))
+            above = [a + b for a, b in zip(below, own, strict=True)]
             look = _fill(colours[part])
-            axes.fill_between(list(xs), below, above, label=printable(part), step=None, **look)
+            axes.fill_between(places, below, above, label=printable(part), step=None, **look)
             below = above
         axes.set_xlabel(x)
         axes.set_ylabel(y)
@@ -183,12 +187,19 @@ def _ends(axes: Axes, *, legend: bool, small: bool, grid: Literal["x", "y"] = "y
         axes.spines[side].set_visible(False)
     figure = axes.figure
     if legend:
-        axes.figure.legend(
+        size = 8.5 if small else 9.5
+        _, labels = axes.get_legend_handles_labels()
+        # A legend that is wider than its figure is cut off; letters are half as wide as high.
+        column = size * (0.52 * max(map(len, labels), default=0) + 2.6)
+        most = int(72 * (_NARROW if small else _WIDE)[0] / column)
+        figure.legend(
             loc="outside upper left",
-            ncols=2 if small else 5,
+            ncols=max(1, min(5, most)),
+            fontsize=size,
             frameon=False,
-            handlelength=1.2,
-            columnspacing=1.0,
+            handlelength=1.4,
+            handletextpad=0.4,
+            columnspacing=0.8,
             borderaxespad=0.2,
         )
     figure.align_labels()

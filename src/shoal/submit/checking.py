@@ -102,8 +102,7 @@ def _against_time(request: Request, partition: Partition, job: Job) -> Iterator[
             given,
             f"{_kind(request, partition)} ends jobs after {spell_time(longest)}: {_cost(request)} "
             "are too many for one",
-            f"--time {spell_time(longest)}"
-            + (", after which it goes on by itself" if job.requeue else f" --chain {parts}"),
+            f"--time {spell_time(longest)}{_afterwards(job, parts)}",
         )
     elif allowed and not any(fits(qos, request.time, gpus) for qos in allowed):
         most = max((qos.gpus or 0 for qos in allowed if fits(qos, request.time, 0)), default=0)
@@ -118,6 +117,13 @@ def _against_time(request: Request, partition: Partition, job: Job) -> Iterator[
             f"{job.lead} s of it are kept for saving: {job.choices['lead'].reason}",
             f"--time {spell_time(60 * ceil(job.lead / 15))}, or more",
         )
+
+
+def _afterwards(job: Job, parts: int) -> str:
+    """How a job goes on that needs several times its time."""
+    if job.turns:
+        return ", and the same command again for the rest"
+    return ", after which it goes on by itself" if job.requeue else f" --chain {parts}"
 
 
 def _against_processes(request: Request, partition: Partition, job: Job) -> Iterator[Objection]:
@@ -171,8 +177,9 @@ def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
         yield f"counts as {charged} GPUs on each node, not {request.gpus}: up to {cost}"
     if job.qos is not None and request.qos is None:
         yield f"--qos={job.qos}: {job.choices['qos'].reason}"
-    yield f"told to save {job.lead} s before its end: {job.choices['lead'].reason}"
-    if not job.requeue and job.chain == 1:
+    if not job.turns:
+        yield f"told to save {job.lead} s before its end: {job.choices['lead'].reason}"
+    if not job.requeue and job.chain == 1 and not job.turns:
         yield "this site does not requeue: --chain N submits N jobs that go on after each other"
     words = (*request.args, *(word for words in request.sweep for word in words))
     for secret in secret_options(words):

@@ -55,11 +55,13 @@ def decide(request: Request, site: Site, *, save: float | None) -> Job:
         time=request.time,
         lead=lead.value,
         launcher=launcher,
-        requeue=site.requeue and request.chain == 1,
+        requeue=site.requeue and request.chain == 1 and not request.turns,
         chain=request.chain,
         elements=len(request.sweep),
         at_once=request.at_once,
         options=(*site.options, *request.options),
+        turns=request.turns,
+        limit=request.limit,
         choices={"cpus": cpus, "qos": qos, "lead": lead},
     )
 

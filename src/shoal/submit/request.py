@@ -17,12 +17,27 @@ REQUEUES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One of several commands that a job runs after each other on the same nodes.
+
+    `args` come after those of the request, in so many processes. What it prints goes to the file `log`;
+    its exit code, beginning and end, in seconds, go to a file beside that, `log` with `.end`.
+    """
+
+    args: tuple[str, ...]
+    processes: int
+    log: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """A job as it was asked for: what is None is left to the site. `gpus` are those of each node.
 
     `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element
     of an array adds to `args`. `stage` are files and directories that each node gets a copy of.
-    `workers` is how many loader workers the script seems to start.
+    `workers` is how many loader workers the script seems to start. With `turns` these are run, each
+    for at most `limit` seconds, and `processes` is how many the largest has. `variables` are set for
+    all processes.
     """
 
     script: str
@@ -47,6 +62,9 @@ class Request:
     options: tuple[str, ...] = ()
     stage: tuple[str, ...] = ()
     workers: int = 0
+    turns: tuple[Turn, ...] = ()
+    limit: int = 0
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,8 @@ class Job:
     elements: int
     at_once: int | None
     options: tuple[str, ...]
+    turns: tuple[Turn, ...]
+    limit: int
     choices: Mapping[str, Choice[Any]]
 
     @property

@@ -6,7 +6,7 @@ import os.path
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
@@ -14,7 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from shoal.errors import LaunchError
 from shoal.launchers import REQUEUE
 
-from .request import Job
+from .request import Job, Turn
 from .site import Site
 from .times import spell_time
 
@@ -26,6 +26,9 @@ MARK = "# Written by `shoal submit`"
 
 class Shell(str):
     """Text that is shell already. All else that a template is given becomes one quoted word."""
+
+
+_KEEPING = (Shell('"$around"'), Shell('"$first"'))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Place:
     image: str | None
     python_path: tuple[str, ...] = ()
     stage: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 def render(job: Job, site: Site, place: Place) -> str:
@@ -63,7 +67,8 @@ def render(job: Job, site: Site, place: Place) -> str:
     )
     template = resources.files(__package__).joinpath("job.sh.jinja").read_text()
     # What ranks print is in the log when they do, and not lost when they are killed.
-    variables = [("PYTHONUNBUFFERED", Shell("${PYTHONUNBUFFERED-1}"))]
+    unbuffered = Shell("${PYTHONUNBUFFERED-1}")
+    variables: list[tuple[str, str]] = [("PYTHONUNBUFFERED", unbuffered), *place.variables]
     if place.python_path:
         variables.append(("PYTHONPATH", _python_path(place)))
     if site.ports is not None:
@@ -85,7 +90,9 @@ def render(job: Job, site: Site, place: Place) -> str:
         events=f"{place.run}/events/rank-0.jsonl",
         local=Shell(site.local),
         stage=[os.path.split(path) for path in place.stage],
-        program=_words(_program(job, site, place)),
+        program=_words(_around(job, _program(job, site, place))),
+        turns=[(turn.log, _turn(turn, job, site, place)) for turn in job.turns],
+        limit=job.limit,
         sweep=[_words(_staged(word, place) for word in words) for words in place.sweep],
     )
     return re.sub(r"\n{3,}", "\n\n", text)
@@ -137,7 +144,8 @@ def _directives(job: Job, place: Place) -> Iterator[str]:
     if job.elements:
         at_once = "" if job.at_once is None else f"%{job.at_once}"
         yield _option("array", f"0-{job.elements - 1}{at_once}")
-    yield _option("signal", f"{'B:' if job.to_batch else ''}{job.signal}@{job.lead}")
+    if not job.turns:  # which save nothing, and may use all of the time
+        yield _option("signal", f"{'B:' if job.to_batch else ''}{job.signal}@{job.lead}")
     yield "--requeue" if job.requeue else "--no-requeue"
     yield "--open-mode=append"
     # A percent sign begins what Slurm puts in; two are one.
@@ -175,6 +183,16 @@ def _cpus_per_task(job: Job) -> int | None:
     return job.cpus * job.per_node
 
 
+def _turn(turn: Turn, job: Job, site: Site, place: Place) -> Shell:
+    """The command of a turn: a step of the job with as many processes on each of its nodes."""
+    own = replace(job, processes=turn.processes, per_node=turn.processes // job.nodes)
+    launch = _launch(own, site)
+    if job.launcher == "srun":
+        launch += f" --nodes={own.nodes} --ntasks={own.processes} --ntasks-per-node={own.per_node}"
+    program = _program(own, site, replace(place, args=(*place.args, *turn.args)))
+    return _words([Shell(launch), *_around(job, program)])
+
+
 def _launch(job: Job, site: Site) -> str:
     """What starts the program once for each process; torchrun does so on each node."""
     if job.launcher == "mpirun":
@@ -183,6 +201,11 @@ def _launch(job: Job, site: Site) -> str:
     cpus = _cpus_per_task(job)
     cores = "" if cpus is None else f" --cpus-per-task={cpus}"
     return f"srun --kill-on-bad-exit=1{cores}"
+
+
+def _around(job: Job, program: Sequence[str]) -> Sequence[str]:
+    """The program of each rank in the shell that keeps its exit code; torchrun's agents have none."""
+    return program if job.launcher == "torchrun" else ["bash", "-c", *_KEEPING, *program]
 
 
 def _program(job: Job, site: Site, place: Place) -> Sequence[str]:

@@ -36,6 +36,11 @@ class Queued:
         return self.state in _ENDED
 
 
+def require() -> None:
+    """Raises LaunchError where there is no sbatch."""
+    run(["sbatch", "--version"])
+
+
 def submit(script: Path, *, after: str | None = None) -> str:
     """Hand a batch script to sbatch; the number of the job. It starts when job `after` has ended."""
     order = [] if after is None else [f"--dependency=afterany:{after}"]
@@ -77,7 +82,7 @@ def run(command: Sequence[str], *, known: bool = True) -> str:
     does not know, or not any more, where it need not be `known`.
     """
     to_submit = command[0] == "sbatch"
-    elsewhere = "; `shoal submit --dry-run` needs none" if to_submit else ""
+    elsewhere = "; `--dry-run` needs none" if to_submit else ""
     try:
         done = subprocess.run(
             command,

@@ -183,7 +183,9 @@ def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
 
 
 def _is_run(folder: Path) -> bool:
-    return (folder / "jobs/1").is_dir() or (folder / "events/rank-0.jsonl").is_file()
+    """Whether a run has written this directory, or a study of `shoal bench`."""
+    marks = (folder / "events/rank-0.jsonl", folder / "study.json")
+    return (folder / "jobs/1").is_dir() or any(mark.is_file() for mark in marks)
 
 
 def _walk(folder: Path, without: Path) -> Iterator[tuple[Path, bool]]:

@@ -221,6 +221,7 @@ def _place(request: Request, site: Site, run: Path, folder: Path, source: Source
         image=request.container,
         python_path=paths,
         stage=staged(request.stage),
+        variables=request.variables,
     )
 
 

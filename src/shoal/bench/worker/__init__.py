@@ -15,9 +15,9 @@ from shoal.run import Run
 from shoal.step import Step
 from shoal.world import init
 
-from .grid import Configuration
-from .models import make
-from .subject import BuiltIn, Factory, parse_subject
+from ..grid import Configuration
+from ..models import make
+from ..subject import BuiltIn, Factory, parse_subject
 
 LAYOUTS = {"fsdp": "shard=-1"}
 RATE = 1e-4
