@@ -25,6 +25,7 @@ class Alone:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    survivors: None = None
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -38,6 +39,7 @@ class OverGloo:
     rank: int
     size: int
     group: dist.ProcessGroup | None
+    survivors: None = None
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size

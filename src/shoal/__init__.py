@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shoal.parallel.averaging import DiLoCo, LocalSGD
     from shoal.parallel.compression import PowerSGD, TopK
     from shoal.parallel.context import Context
+    from shoal.parallel.hogwild import Hogwild
     from shoal.parallel.pipeline import Pipeline
     from shoal.parallel.placed import Placed
     from shoal.parallel.recompute import Recompute
@@ -76,6 +77,7 @@ _HOMES = {
     "parallel.averaging": ("DiLoCo", "LocalSGD"),
     "parallel.compression": ("PowerSGD", "TopK"),
     "parallel.context": ("Context",),
+    "parallel.hogwild": ("Hogwild",),
     "parallel.pipeline": ("Pipeline",),
     "parallel.placed": ("Placed",),
     "parallel.recompute": ("Recompute",),
@@ -108,6 +110,7 @@ __all__ = [
     "EMA",
     "Evaluation",
     "FSDP",
+    "Hogwild",
     "LaunchError",
     "Layout",
     "LayoutError",

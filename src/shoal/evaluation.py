@@ -79,6 +79,8 @@ def evaluate(
     world = step.engine.world
     metrics = _checked({} if metrics is None else metrics)
     with world.timeline.during(EVALUATION):
+        # First, since ranks may be fewer then, which divide the dataset.
+        step.engine.settle(step.optimizer)
         loader = Loader(
             dataset,
             world,
@@ -92,7 +94,6 @@ def evaluate(
         }
         sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
         samples = 0
-        step.engine.settle(step.optimizer)
         with evaluation(step.model), torch.no_grad():
             for batch in islice(loader.epochs(1), batches):
                 for micro in batch.micros:

@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -26,6 +27,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 from shoal.errors import LaunchError
 from shoal.launchers import REQUEUE
+from shoal.survivors import LOOK_SECONDS
 from shoal.world import World
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -78,6 +80,7 @@ class Stopping:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._rank, self._size = world.rank, world.size  # those of the beginning: ranks may be lost
         self._pid = os.getpid()
         self._former: dict[int, Any] = {}
         self._requests: SimpleQueue[Reason | None] = SimpleQueue()
@@ -98,7 +101,7 @@ class Stopping:
 
         A handler of the user's own is called after Shoal's. A signal that is ignored stays ignored.
         """
-        if self._world.size > 1:
+        if self._size > 1:
             prefix = f"shoal/stopping/{self._world.broadcast(uuid.uuid4().hex)}"
             self._shared = self._world.store(prefix)
             for target in (self._listen, self._pass_on):
@@ -116,8 +119,8 @@ class Stopping:
 
     def request(self, what: str, *, kind: Kind = "preempted") -> None:
         """Have all ranks stop; from any rank and thread, and from signal handlers. The first counts."""
-        reason = Reason(kind=kind, what=what, rank=self._world.rank)
-        if self._world.size == 1:
+        reason = Reason(kind=kind, what=what, rank=self._rank)
+        if self._size == 1:
             self._reason = self._reason or reason
         else:
             self._requests.put(reason)
@@ -160,7 +163,7 @@ class Stopping:
         self._requests.put(None)
         # The rank that holds the store may have gone.
         with suppress(RuntimeError):
-            self._shared.set(self._wake(self._world.rank), "")
+            self._shared.set(self._wake(self._rank), "")
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
         with suppress(RuntimeError):
@@ -182,7 +185,7 @@ class Stopping:
         if signum == signal.SIGINT:
             kind = "interrupted"
             # A rank in a collective would not hear a handler in Python.
-            signal.signal(signum, former if self._world.size == 1 else signal.SIG_DFL)
+            signal.signal(signum, former if self._size == 1 else signal.SIG_DFL)
             if self._world.first:
                 os.write(2, _CLEAR_LINE * os.isatty(2) + _HINT)
         self.request(signal.Signals(signum).name, kind=kind)
@@ -197,14 +200,14 @@ class Stopping:
         text = json.dumps(asdict(reason))
         try:
             if store.compare_set("reason", "", text).decode() == text:
-                for rank in range(self._world.size):
+                for rank in range(self._size):
                     store.set(self._wake(rank), "asked")
         except RuntimeError as error:
             self._fail(error)
 
     def _listen(self, shared: Store) -> None:
         """Sleep until this rank is woken; where somebody has asked, agree on the tick."""
-        wake = self._wake(self._world.rank)
+        wake = self._wake(self._rank)
         try:
             # Whoever waits in a connection keeps all others waiting who use it. It is made here, since
             # torch looks up names for it, which takes seconds where the name service stalls.
@@ -224,12 +227,16 @@ class Stopping:
     def _agree(self, store: Store) -> None:
         self._asked = True
         self._answer(store, str(self._ticks))
-        until, pause = time.monotonic() + ANSWER_SECONDS, _FIRST_PAUSE
+        now = time.monotonic()
+        until, look, pause = now + ANSWER_SECONDS, now + LOOK_SECONDS, _FIRST_PAUSE
         while not store.check(["last"]):
             if self._stopped:
                 return
             if time.monotonic() > until:
                 raise self._silent(store)
+            if time.monotonic() > look:
+                look = time.monotonic() + LOOK_SECONDS
+                self._pass_over(store)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         last = store.get("last")
@@ -246,17 +253,31 @@ class Stopping:
         if self._answered:
             return
         self._answered = True
-        store.set(self._at(self._world.rank), ticks)
-        if store.add("answers", 1) == self._world.size:
-            posts = store.multi_get([self._at(rank) for rank in range(self._world.size)])
-            store.set("last", str(max(map(int, posts)) + 1) if all(posts) else "")
+        store.set(self._at(self._rank), ticks)
+        if store.add("answers", 1) == self._size:
+            self._conclude(store, range(self._size))
+
+    def _pass_over(self, store: Store) -> None:
+        """Conclude without the ranks that have ended, where all others have answered."""
+        survivors = self._world.survivors
+        missing = self._missing(store) if survivors is not None else []
+        if survivors is not None and missing and survivors.gone(missing).issuperset(missing):
+            self._conclude(store, [rank for rank in range(self._size) if rank not in missing])
+
+    def _conclude(self, store: Store, ranks: Sequence[int]) -> None:
+        posts = store.multi_get([self._at(rank) for rank in ranks])
+        store.set("last", str(max(map(int, posts)) + 1) if all(posts) else "")
+
+    def _missing(self, store: Store) -> list[int]:
+        """The ranks that have not answered."""
+        return [rank for rank in range(self._size) if not store.check([self._at(rank)])]
 
     def _silent(self, store: Store) -> LaunchError:
-        silent = [rank for rank in range(self._world.size) if not store.check([self._at(rank)])]
+        silent = self._missing(store)
         names = ", ".join(map(str, silent[:5])) + ", …" * (len(silent) > 5)
         return LaunchError(
             given=f"{Reason(**json.loads(store.get('reason')))}: all ranks stop after the same step",
-            found=f"rank {names} of {self._world.size} did not answer within {ANSWER_SECONDS:g} s",
+            found=f"rank {names} of {self._size} did not answer within {ANSWER_SECONDS:g} s",
             fix="see that rank's own error; the same command goes on from the newest checkpoint",
         )
 

@@ -22,15 +22,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal import environ, mpi
+from shoal.alike import spans
 from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
 from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
+from shoal.hangs.end import may_die_alone
 from shoal.hangs.matching import Matching
 from shoal.hangs.trace import Recording
 from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
 from shoal.streams import derive_seed
+from shoal.survivors import Survivors
 from shoal.timeline import timeline_of
 
 POLL_SECONDS = 0.05
@@ -152,6 +155,7 @@ class World:
         self.reseed("weights", by_rank=False)
         self._matching: Matching | None = None
         self._watch: Watch | None = None
+        self.survivors: Survivors | None = None
         if self.group is not None:
             self._matching = Matching(self.rank)
             if isinstance(self.group, Recording):
@@ -219,6 +223,7 @@ class World:
                 fix="op='sum', divided by world.size for a mean",
             )
         if not self._alone:
+            self.meet()
             dist.all_reduce(tensor, operations[op], group=self.group)
         return tensor
 
@@ -226,6 +231,7 @@ class World:
         """Everyone's value, in rank order, on every rank."""
         if self._alone:
             return [value]
+        self.meet()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -234,8 +240,9 @@ class World:
         """The value of rank `source` on every rank."""
         if self._alone:
             return value
+        self.meet()
         values = [value]
-        dist.broadcast_object_list(values, src=source, group=self.group)
+        dist.broadcast_object_list(values, group_src=source, group=self.group)
         return values[0]
 
     def barrier(self) -> None:
@@ -303,6 +310,38 @@ class World:
         store, until = self.store("shoal/first"), time.monotonic() + HEAR_SECONDS
         while store.add(f"{self._sections}/heard", 0) < self.size - 1 and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
+
+    def survive(self, *, essential: bool = False) -> None:
+        """From now on ranks that have ended are left out of what this world does together. Collective.
+
+        For strategies whose steps need no other rank. The ranks are renumbered when they meet next,
+        and `shoal run` lets the others go on where one is killed that is not `essential`.
+        """
+        if self._watch is None or self.survivors is not None:
+            return
+        if self._matching is not None:
+            self._matching.stop()  # it waits for all ranks
+        store = self.store("shoal/survivors")
+        self.survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
+        self.meet()
+        if not essential:
+            may_die_alone()
+
+    def meet(self) -> None:
+        """Where ranks may die, wait for those that live, the world from here on. Collective."""
+        if self.survivors is None or self._watch is None:
+            return
+        lost = self.survivors.meet(self._watch.limit)
+        if not lost:
+            return
+        members = self.survivors.members
+        self.group = dist.new_group(members, use_local_synchronization=True)
+        self.rank = self.data_rank = members.index(self.survivors.rank)
+        self.size = self.data_size = len(members)
+        self.layout = Layout.parse(LAYOUT).resolve(self.size)
+        self._mesh = self._data_group = None
+        self._let_torch_wait()
+        self.say(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
 
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
         """A generator of its own for `purpose`; see `seed_for`."""

@@ -116,6 +116,17 @@ def test_an_example_gives_the_same_on_two_processes(
         assert (tmp_path / "two/picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["hogwild", "parameter_server"])
+def test_workers_that_do_not_wait_learn(name: str, repository: Path, tmp_path: Path) -> None:
+    """Not alike each time, but far better than chance, which is one in eight or ten."""
+    given = ["--samples", "1200", "--run", str(tmp_path)]
+    line = last_line(TWO, str(repository / f"examples/{name}.py"), "--", *given)
+    found = re.search(r"accuracy (\d+\.\d)%", line)
+    assert found is not None, line
+    assert float(found[1]) > 50
+
+
 @pytest.mark.long
 def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Path) -> None:
     """Derived plans, measured stages and all; checkpoints and averages with each."""

@@ -13,6 +13,8 @@ from shoal.errors import CheckpointError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from shoal.survivors import Survivors
+
 T = TypeVar("T")
 
 _FIXES = {
@@ -41,6 +43,10 @@ class Ranks(Protocol):
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of all of them."""
+
+    @property
+    def survivors(self) -> Survivors | None:
+        """Those that live, where others may have ended; None where none may."""
 
     def gather(self, value: Any, /) -> list[Any]:
         """Each rank's value, on all ranks."""

@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
+from shoal.errors import CheckpointError
 from shoal.hangs.matching import ASIDE
+from shoal.launching import crossing
+from shoal.survivors import LOOK_SECONDS, Survivors
 
 if TYPE_CHECKING:
     from shoal.checkpoint.tensors import Plan
@@ -21,6 +24,7 @@ T = TypeVar("T")
 
 PATIENCE = timedelta(hours=1)
 """How long a rank that has written its part waits for the others."""
+_PAUSE = 0.02
 
 
 class Job(Generic[T]):
@@ -64,6 +68,66 @@ class Job(Generic[T]):
         return self._outcome
 
 
+class Mail:
+    """What ranks tell each other through their store, where any of them may end at any moment.
+
+    A collective of Gloo's would keep those waiting that don't talk to the one that has ended.
+    """
+
+    def __init__(self, survivors: Survivors) -> None:
+        self._survivors = survivors
+        self.members = list(survivors.members)
+        self._rank = survivors.rank
+        self._gone = survivors.gone
+        self._store: Any = survivors.store
+        self._prefix = "-".join(["saves", *map(str, self.members)])
+        self._number = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether those that live are still the same."""
+        return self.members == self._survivors.members
+
+    def collect(self, value: Any) -> list[Any]:
+        """As `Aside.collect`; CheckpointError where one has ended."""
+        self._number += 1
+        if self._rank != self.members[0]:
+            self._store.set(self._key(self._rank), crossing.pickle_value(value))
+            return []
+        return [value, *(self._take(member, last=True) for member in self.members[1:])]
+
+    def tell(self, value: Any) -> Any:
+        """As `Aside.tell`."""
+        self._number += 1
+        if self._rank != self.members[0]:
+            return self._take(self.members[0], last=False)
+        self._store.set(self._key(self._rank), crossing.pickle_value(value))
+        return value
+
+    def _take(self, member: int, *, last: bool) -> Any:
+        """What a member has put there, once it has; gone with the `last` that reads it."""
+        key = self._key(member)
+        looked = time.monotonic()
+        while not self._store.check([key]):
+            time.sleep(_PAUSE)
+            if time.monotonic() < looked + LOOK_SECONDS:
+                continue
+            looked = time.monotonic()
+            if self._gone([member]) and not self._store.check([key]):
+                raise CheckpointError(
+                    given="a checkpoint under way",
+                    found=f"rank {member} has ended, and its part is missing",
+                    fix="nothing: the next one is saved without it",
+                )
+        found = crossing.unpickle(self._store.get(key))
+        if last:
+            self._store.delete_key(key)
+        return found
+
+    def _key(self, member: int) -> str:
+        return f"{self._prefix}/{self._number}/{member}"
+
+
 class Aside:
     """Where jobs run, with a buffer to take state over into and a process group of their own.
 
@@ -76,13 +140,25 @@ class Aside:
         """Who writes what, of the save before."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
+        self._mail: Mail | None = None
         self._job: Job[Any] | None = None
 
     def prepare(self) -> None:
-        """Make the group, once. Collective."""
-        if self._group is None and self._world.group is not None:
+        """Make the group, once, or what stands for it where ranks may end. Collective."""
+        if self._world.group is None:
+            return
+        survivors = self._world.survivors
+        if survivors is not None:
+            if self._mail is None or not self.fits:
+                self._mail, self.plan = Mail(survivors), None
+        elif self._group is None:
             ranks = dist.get_process_group_ranks(self._world.group)
             self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+
+    @property
+    def fits(self) -> bool:
+        """Whether the ranks are still those for which it was prepared."""
+        return self._mail is None or self._mail.fits
 
     def start(self, action: Callable[[], T]) -> Job[T]:
         """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""
@@ -96,6 +172,8 @@ class Aside:
 
     def collect(self, value: Any) -> list[Any]:
         """Everyone's value on rank 0, nothing elsewhere. Collective, from a job."""
+        if self._mail is not None:
+            return self._mail.collect(value)
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
@@ -104,6 +182,8 @@ class Aside:
 
     def tell(self, value: Any) -> Any:
         """Rank 0's value on every rank. Collective, from a job."""
+        if self._mail is not None:
+            return self._mail.tell(value)
         if self._group is None:
             return value
         values = [value]

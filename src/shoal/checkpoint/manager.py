@@ -207,6 +207,9 @@ class Checkpoints:
         )
         tensors = parts.tensors | own_parts.tensors
         plan = self._planned(given, tensors)
+        while not self.aside.fits:  # a rank has ended since, whose part others have to write
+            self.aside.prepare()
+            plan = self._planned(given, tensors)
         staging = self.aside.staging
         taken = self._agreement.attempt(given, lambda: staging.fill(chunks_of(plan, tensors)))
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -311,11 +314,17 @@ class Checkpoints:
                 given, lambda: self._store.write(step, _file_of(rank), blocks)
             )
         part = contents.state if contents.join else None
-        written = self.aside.collect(_Written(record, contents.rank_state, part))
+        mine = _Written(record, contents.rank_state, part)
+        written = self._agreement.attempt(given, lambda: self.aside.collect(mine))
         outcome = self._commit(contents, written) if rank == 0 else None
         return self.aside.tell(outcome)  # type: ignore[no-any-return]
 
-    def _commit(self, contents: _Contents, written: list[_Written]) -> str | CheckpointError:
+    def _commit(
+        self, contents: _Contents, written: list[_Written] | CheckpointError
+    ) -> str | CheckpointError:
+        if isinstance(written, CheckpointError):  # one has ended
+            self._store.discard(contents.step)
+            return written
         failure = first_failure([part.record for part in written])
         if failure is not None:
             self._store.discard(contents.step)

@@ -16,6 +16,7 @@ from typing import NoReturn
 import psutil
 
 from shoal import environ
+from shoal.launchers import MAY_DIE
 
 EXIT_CODE = 124
 """Of all ranks after a hang; timeout(1) has the same."""
@@ -57,9 +58,20 @@ def tell_launcher(report: Report) -> bool:
         "where": report.where,
         "text": report.text,
     }
-    with suppress(OSError), Connection(os.dup(pipe), readable=False) as launcher:
-        launcher.send_bytes(json.dumps(failure).encode())
+    _tell(pipe, json.dumps(failure).encode())
     return True
+
+
+def may_die_alone() -> None:
+    """Have the `shoal run` that started this process, if one did, let others go on if it is killed."""
+    pipe = environ.reports()
+    if pipe is not None:
+        _tell(pipe, MAY_DIE)
+
+
+def _tell(pipe: int, message: bytes) -> None:
+    with suppress(OSError), Connection(os.dup(pipe), readable=False) as launcher:
+        launcher.send_bytes(message)
 
 
 def tell_people(report: Report) -> None:

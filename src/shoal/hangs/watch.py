@@ -109,6 +109,15 @@ class Watch:
             self._thread.join()
         self._socket.close()
 
+    def gone(self, ranks: Sequence[int]) -> set[int]:
+        """Those of the ranks whose processes have ended or have left the world; not the silent."""
+        try:
+            asked = asyncio.run_coroutine_threadsafe(self._ask(ranks, {"alive": True}), self._loop)
+        except RuntimeError:  # this rank has left it itself
+            return set()
+        answers = zip(ranks, asked.result(), strict=True)
+        return {rank for rank, answer in answers if isinstance(answer, ConnectionError)}
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._watch())
@@ -176,6 +185,8 @@ class Watch:
         await channel.answer(reader, writer, token=self._token, reply=self._reply)
 
     def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        if "alive" in question:
+            return {}
         lower = question["judge"] < self._rank
         if "end" not in question:
             self._left = time.monotonic() if lower else self._left

@@ -27,9 +27,13 @@ REQUEUE = 75
 """The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
 of sysexits.h, a failure that another try mends."""
 
+MAY_DIE = b"may die alone"
+"""What a rank tells the launcher that started it when the others would go on without it."""
+
 __all__ = [
     "DIRECTORY",
     "LAUNCHERS",
+    "MAY_DIE",
     "NODES_RUN_ID",
     "PORTS",
     "REQUEUE",

@@ -96,6 +96,11 @@ def report(failure: Failure, *, size: int) -> str:
     return f"{text}\n{where}\n"
 
 
+def loss(failure: Failure, *, size: int) -> str:
+    """Spell the end of a rank without which the others go on, in one line."""
+    return f"shoal run: rank {failure.rank} of {size}: {reason(failure)}; the others go on\n"
+
+
 def reason(failure: Failure) -> str:
     """Spell a failure in one line: the exception, of a ShoalError what was found, or the signal."""
     lines = _text(failure).splitlines()

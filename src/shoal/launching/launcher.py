@@ -17,7 +17,7 @@ from typing import Any
 from ..environ import write_variables
 from ..errors import LaunchError
 from ..launchers import REQUEUE
-from .failure import Failure, culprit, preempted, report
+from .failure import Failure, culprit, loss, preempted, report
 from .job import Job
 from .logs import Logs
 from .nodes import Nodes, label
@@ -72,7 +72,7 @@ class Launcher:
         self._logs = logs
         self._undisturbed = undisturbed
         self._attempts = 0
-        self._workers = Workers(job, [], None)
+        self._workers = Workers(job, [], None, self._tell_loss)
         self._ranks, self._size = range(processes), processes
         self._end = End()
         context = multiprocessing.get_context("forkserver")
@@ -183,7 +183,7 @@ class Launcher:
                 attempts = self._restarts + self._preemptions + 1
                 self._logs.begin(self._attempts, attempts, self._job.name)
                 files = self._logs.files
-            self._workers = Workers(self._job, variables, files)
+            self._workers = Workers(self._job, variables, files, self._tell_loss)
             return self._workers.start()
 
     def _agent_lost(self, why: str) -> LaunchError:
@@ -263,6 +263,9 @@ class Launcher:
             # That of a hang may be on another machine.
             self._logs.append(self._ranks.index(rank) if rank in self._ranks else 0, text)
         _tell(text)
+
+    def _tell_loss(self, failure: Failure) -> None:
+        self._tell_of(failure.rank, loss(failure, size=self._size))
 
     def _refuse(self, error: tuple[str, str, str]) -> None:
         self._workers.stop(signal.SIGTERM, self._short)

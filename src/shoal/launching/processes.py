@@ -9,13 +9,14 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 
 from ..environ import SAFE_PATH, set_variables
 from ..errors import LaunchError
+from ..launchers import MAY_DIE
 from .failure import Failure, decode, from_exit, preempted
 from .job import Job
 from .signals import FORWARDED
@@ -60,15 +61,20 @@ class Workers:
     """The ranks of this machine in one attempt.
 
     `variables` holds one environment per process, each with its RANK, `logs` the files that take
-    what they write, if any.
+    what they write, if any. `lost` is told of each rank without which the others go on.
     """
 
     def __init__(
-        self, job: Job, variables: Sequence[Mapping[str, str]], logs: Sequence[str] | None
+        self,
+        job: Job,
+        variables: Sequence[Mapping[str, str]],
+        logs: Sequence[str] | None,
+        lost: Callable[[Failure], object],
     ) -> None:
         files = [None] * len(variables) if logs is None else logs
         self._waiting = [_Rank(job, *each) for each in zip(variables, files, strict=True)]
         self._ranks: list[_Rank] = []
+        self._lost = lost
 
     def start(self) -> list[int]:
         """Start all processes; returns their ids."""
@@ -96,6 +102,7 @@ class Workers:
         until = None if limit is None else time.monotonic() + limit
         first: float | None = None
         while True:
+            self._spare()
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
             if any(failure.killed for failure in failures):
                 return failures
@@ -111,6 +118,15 @@ class Workers:
             if until is not None and first is None and time.monotonic() >= until:
                 return None
             _poll(running, until if first is None and until is not None else deadline)
+
+    def _spare(self) -> None:
+        """Ranks that were killed and may die alone have not failed, while there are others."""
+        for rank in self._ranks:
+            failure = rank.failure
+            others = any(not other.ended for other in self._ranks)
+            if failure is not None and failure.killed and rank.may_die and others:
+                rank.failure = None
+                self._lost(failure)
 
     def values(self) -> list[bytes]:
         """What ranks that have ended returned, in rank order; empty for nothing."""
@@ -158,6 +174,7 @@ class _Rank:
         self.rank = int(variables["RANK"])
         self.ended = False
         self.failure: Failure | None = None
+        self.may_die = False
         self.value = b""
         self._reports, self._sender = context.Pipe(duplex=False)
         args = (job, self.rank, variables, self._sender, log)
@@ -184,13 +201,9 @@ class _Rank:
         # First, since a rank that has ended has sent what it had to.
         exitcode = self._process.exitcode
         with suppress(EOFError, OSError):
-            if not self._reports.closed and self._reports.poll():
-                try:
-                    self._take(self._reports.recv_bytes())
-                finally:
-                    # One report at most; afterwards only the end is of interest.
-                    self._reports.close()
-        if exitcode is None:
+            while not self._reports.closed and self._reports.poll():
+                self._read()
+        if exitcode is None or self.ended:
             return
         self.ended = True
         if exitcode and self.failure is None:
@@ -201,6 +214,19 @@ class _Rank:
                 exitcode=exitcode,
                 when=time.monotonic(),
             )
+
+    def _read(self) -> None:
+        last = True
+        try:
+            report = self._reports.recv_bytes()
+            last = report != MAY_DIE
+            if last:
+                self._take(report)
+            self.may_die |= not last
+        finally:
+            # One report at most besides; afterwards only the end is of interest.
+            if last:
+                self._reports.close()
 
     def _take(self, report: bytes) -> None:
         if report == RETURNED:

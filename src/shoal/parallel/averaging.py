@@ -133,12 +133,7 @@ class AveragingEngine(Engine):
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Average parameters, buffers and moments: an averaging more, which training goes on from."""
         self._average(list(self.module.parameters()))
-        self._average([b for b in self.module.buffers() if b.is_floating_point() or b.is_complex()])
-        mine = optimizer.state
-        moments = [value for p in self.module.parameters() for value in _numbers(mine.get(p, {}))]
-        # A rank whose share was empty so far has no moments as yet; then all keep their own.
-        if len(set(self.world.gather(len(moments)))) == 1:
-            self._average(moments)
+        self._average(others(self.module, optimizer, self.world))
 
     def state(self) -> dict[str, Any]:
         """How many steps were taken."""
@@ -157,15 +152,8 @@ class AveragingEngine(Engine):
         self._average(self._local.parameters)
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each by its mean over the ranks, bucket by bucket."""
-        if self._wire.size == 1:
-            return
         with self.world.timeline.within(COMMUNICATION):
-            for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
-                flat = joined(bucket)
-                # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
-                flat = flat.to(self.world.device, torch.promote_types(flat.dtype, torch.float32))
-                put_back(self._wire.mean(flat), bucket)
+            average(tensors, self._wire, self.world.device)
 
 
 class OuterEngine(AveragingEngine):
@@ -208,6 +196,28 @@ class OuterEngine(AveragingEngine):
         self._outer.step()
         self._outer.zero_grad()
         torch._foreach_copy_(parameters, self._anchors)
+
+
+def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None:
+    """Replace each by its mean over the ranks, bucket by bucket. Collective."""
+    if wire.size == 1:
+        return
+    for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
+        flat = joined(bucket)
+        # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
+        flat = flat.to(device, torch.promote_types(flat.dtype, torch.float32))
+        put_back(wire.mean(flat), bucket)
+
+
+def others(module: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:
+    """What ranks that step alone have besides parameters: buffers, and moments if all have them.
+
+    Collective. A rank whose share was empty so far has no moments as yet; then all keep their own.
+    """
+    buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
+    state = optimizer.state
+    moments = [value for p in module.parameters() for value in _numbers(state.get(p, {}))]
+    return buffers + (moments if len(set(world.gather(len(moments)))) == 1 else [])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,0 +1,236 @@
+"""What asynchronous and lossy ways cost in accuracy: each beside exact DDP, over several seeds.
+
+    python benchmarks/asynchronous.py [--seeds 5] [--epochs 40] [--steps 80] [--ways …] [--json]
+
+Scanned digits with the network of `examples/digits.py` in float32: the accuracy on held-out digits
+after some epochs, with one schedule of learning rates for all. Then the model of
+`examples/bytes_lm.py`: its loss over the last ten steps, mean over the ranks' own shares. Two
+processes, and four for one more Hogwild.
+Bytes are those that rank 0 puts on the wire in a step by the usual algorithms; Hogwild in shared
+memory sends none. Writes `build/asynchronous.json` and a figure of the losses. Needs the extra
+`examples`.
+
+Aim: the mean accuracy of every way within 0.5 points of that of DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine import Engine
+from shoal.parallel import engine_of
+from shoal.parallel.averaging import AveragingEngine
+from shoal.parallel.hogwild import HogwildEngine
+from shoal.parallel.replicate import DDPEngine
+
+ROOT = Path(__file__).parents[1]
+RATE, BATCH = 3e-3, 64
+LM_BATCH, CONTEXT, WIDTH, LAYERS, BYTES = 16, 64, 64, 2, 400_000
+LAST = 10
+"""So many losses make a point of the curve, and the last point the result."""
+WAYS: dict[str, Any] = {
+    "DDP": shoal.DDP(),
+    "fp16": shoal.DDP(compress="fp16"),
+    "bf16": shoal.DDP(compress="bf16"),
+    "int8": shoal.DDP(compress="int8"),
+    "PowerSGD": shoal.DDP(compress=shoal.PowerSGD(rank=4, whole=20)),
+    "TopK": shoal.DDP(compress=shoal.TopK(share=0.2)),
+    "LocalSGD": shoal.LocalSGD(every=8, together=40),
+    "DiLoCo": shoal.DiLoCo(every=10),
+    "Hogwild": shoal.Hogwild(),
+    "Hogwild, at most 4": shoal.Hogwild(staleness=4),
+}
+
+
+@dataclass
+class Found:
+    """What a way came to: accuracies by seed, losses of the language model, bytes, staleness."""
+
+    accuracy: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    megabytes: float = 0.0
+    staleness: dict[int, int] = field(default_factory=dict)
+
+
+def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Images and labels to train on, and others."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(found.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    training, held_out = order[:1437], order[1437:]
+    return (images[training], labels[training]), (images[held_out], labels[held_out])
+
+
+def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def network(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 2 * 2, 10)),
+    )
+
+
+def accuracy(world: shoal.World, strategy: Any, seed: int, epochs: int) -> tuple[float, Counter[int]]:
+    """On held-out digits; and how stale this rank's updates were."""
+    training, held_out = digits()
+    model = shoal.parallelize(network(seed), world, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    loader = shoal.Loader(training, world, batch_size=BATCH, seed=seed)
+    rates = shoal.Schedule(warmup=20, floor=0.02)(optimizer, epochs * len(loader))
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0, schedule=rates)
+    for batch in loader.epochs(epochs):
+        step(batch)
+    result = shoal.evaluate(step, held_out, metrics={"accuracy": shoal.Accuracy()})
+    engine = engine_of(model)
+    stale = Counter(engine.staleness if isinstance(engine, HogwildEngine) else {})
+    return float(result["accuracy"]), stale
+
+
+def language(world: shoal.World, strategy: Any, steps: int) -> tuple[list[float], float]:
+    """The losses of the steps, mean over ranks, and the megabytes of a step."""
+    example: Any = importlib.util.module_from_spec(SPEC)
+    LOADER(example)
+    torch.manual_seed(0)
+    rows = example.windows(example.read_library(BYTES), CONTEXT)
+    model = shoal.parallelize(example.GPT(CONTEXT, WIDTH, LAYERS), world, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+    rates = shoal.Schedule(warmup=10, floor=0.1)(optimizer, steps)
+    step = shoal.Step(
+        model, optimizer, shoal.Task(example.loss, example.inputs), clip=1.0, schedule=rates
+    )
+    losses = []
+    for batch in shoal.Loader(rows, world, batch_size=LM_BATCH).epochs(100):
+        losses.append(step(batch).loss)
+        if step.number == steps:
+            break
+    shoal.evaluate(step, rows, batches=1)  # all are there
+    means = [statistics.mean(each) for each in zip(*world.gather(losses), strict=True)]
+    return means, sent(engine_of(model), steps) / steps / 1e6
+
+
+SPEC: Any = importlib.util.spec_from_file_location("bytes_lm", ROOT / "examples/bytes_lm.py")
+LOADER: Callable[[Any], None] = SPEC.loader.exec_module
+
+
+def sent(engine: Engine, steps: int) -> float:
+    """Bytes that a rank has put on the wire, counted as `Wire` counts them."""
+    if isinstance(engine, AveragingEngine):
+        return engine.sent
+    if not isinstance(engine, DDPEngine):
+        return 0.0
+    if engine.options.compress is not None:
+        return engine.wire.sent
+    ranks = engine.world.size
+    return steps * 2 * (ranks - 1) / ranks * sum(p.nbytes for p in engine.parameters)
+
+
+def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, Any] | None:
+    """What each rank does; rank 0 has the figures."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's names of collectives
+    found = {name: Found() for name in names}
+    with shoal.init(seed=0) as world:
+        for seed in range(seeds):
+            for name in names:  # in turns, so that a machine that drifts drifts for all
+                value, stale = accuracy(world, WAYS[name], seed, epochs)
+                found[name].accuracy.append(value)
+                world.say(f"seed {seed}, {name}: {value:.2%}")
+                both = sum(world.gather(stale), Counter(found[name].staleness))
+                found[name].staleness = dict(sorted(both.items()))
+        for name in names:
+            found[name].losses, found[name].megabytes = language(world, WAYS[name], steps)
+        return {name: asdict(each) for name, each in found.items()} if world.first else None
+
+
+def points(losses: list[float]) -> list[float]:
+    """Means over LAST steps each."""
+    return [statistics.mean(losses[at : at + LAST]) for at in range(0, len(losses) - LAST + 1, LAST)]
+
+
+def told(found: dict[str, dict[str, Any]]) -> None:
+    """Print a row for each way, and the stalenesses."""
+    plain = found["DDP"]
+    base = statistics.mean(plain["accuracy"])
+    print(f"{'':22} accuracy  less DDP's    loss  less DDP's  MB/step")
+    for name, way in found.items():
+        mean = statistics.mean(way["accuracy"])
+        at, other = points(way["losses"])[-1], points(plain["losses"])[-1]
+        print(
+            f"{name:22} {mean:8.2%} {100 * (mean - base):+8.2f} pt  {at:6.3f}    {at - other:+.3f}"
+            f"    {way['megabytes']:.3f}"
+        )
+    for name, way in found.items():
+        if way["staleness"]:
+            print(f"{name}: updates by others between a read and the update computed from it")
+            print(f"  {histogram(way['staleness'])}")
+
+
+def histogram(staleness: dict[int, int]) -> str:
+    """The share of each number of updates, those above seven together."""
+    total = sum(staleness.values())
+    few = [f"{n}: {staleness.get(n, 0) / total:.1%}" for n in range(8)]
+    more = sum(times for n, times in staleness.items() if n > 7) / total
+    return ", ".join(few) + f", more: {more:.1%}, at most {max(staleness)}"
+
+
+def drawn(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """The losses of all ways over steps."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, way in found.items():
+        values = points(way["losses"])
+        places = [LAST * (n + 1) for n in range(len(values))]
+        axes.plot(places, values, label=name, linewidth=2.5 if name == "DDP" else 1.2)
+    axes.set(xlabel="step", ylabel=f"loss, mean of {LAST} steps")
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="beside DDP")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    given = parser.parse_args()
+    numbers = (given.seeds, given.epochs, given.steps)
+    names = [name for name in WAYS if name in {"DDP", *given.ways}]
+    found: dict[str, Any] = shoal.launch(measure, names, *numbers, processes=2)[0] or {}
+    if "Hogwild" in names:
+        four = shoal.launch(measure, ["Hogwild"], *numbers, processes=4)[0] or {}
+        found["Hogwild on 4"] = four["Hogwild"]
+    folder = ROOT / "build"
+    folder.mkdir(exist_ok=True)
+    (folder / "asynchronous.json").write_text(json.dumps(found))
+    drawn(found, folder / "asynchronous.svg")
+    told(found)
+    if given.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

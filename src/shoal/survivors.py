@@ -1,0 +1,86 @@
+"""Ranks that have ended are left out of what the others do together, where a strategy allows that.
+
+Before each collective of a world the ranks meet through its store, which waits for those that live and
+for no others. Whoever finds first that all of them are there says who takes part; what it says holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shoal.alike import spans
+from shoal.errors import LaunchError
+
+LOOK_SECONDS = 0.5
+"""How often, at most, ranks that did not come are asked whether they live."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+
+
+class Survivors:
+    """The `members` of a world: the ranks, by their first numbers, that lived when they met last.
+
+    `gone` gives those of some ranks that have ended; one that is only silent is waited for. `rank` is
+    this one's first number; they meet in `store`.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, size: int, gone: Callable[[Sequence[int]], set[int]]
+    ) -> None:
+        self.members = list(range(size))
+        self.rank = rank
+        self.store = store
+        self.gone = gone
+        self._meetings = 0
+
+    def meet(self, limit: float) -> list[int]:
+        """Wait until each member has come or has ended; those that have ended since. Collective.
+
+        Raises LaunchError where one that lives does not come within `limit` seconds, or where the
+        store is gone, with rank 0 or the launcher.
+        """
+        try:
+            here = self._meet(limit)
+        except RuntimeError as error:
+            raise LaunchError(
+                given="ranks that go on without those which have ended",
+                found="they meet through a store that can't be reached any more: "
+                f"{str(error).splitlines()[0]}",
+                fix="see rank 0's own error, which keeps the store unless `shoal run` does; the same "
+                "command goes on from the newest checkpoint",
+            ) from None
+        lost = [member for member in self.members if member not in here]
+        self.members = here
+        return lost
+
+    def _meet(self, limit: float) -> list[int]:
+        self._meetings += 1
+        keys = {member: f"{self._meetings}/{member}" for member in self.members}
+        decided = f"{self._meetings}/here"
+        self.store.set(keys[self.rank], "")
+        last = self.store.add(f"{self._meetings}/came", 1) == len(keys)
+        pause, looked, until = _FIRST_PAUSE, time.monotonic(), time.monotonic() + limit
+        while not self.store.check([decided]):
+            # The last one to come decides at once; the others only where it may never come.
+            if last or time.monotonic() >= looked + LOOK_SECONDS:
+                # Also those that have come: they may have ended while they waited.
+                ended = self.gone([member for member in keys if member != self.rank])
+                living = [member for member in keys if member not in ended]
+                if self.store.check([keys[member] for member in living]):
+                    self.store.compare_set(decided, "", json.dumps(living))
+                    break
+                last, looked = False, time.monotonic()
+            if time.monotonic() >= until:
+                missing = [member for member, key in keys.items() if not self.store.check([key])]
+                raise LaunchError(
+                    given=f"a wait of more than {limit:g} s for ranks to meet",
+                    found=f"rank {spans(missing)} lives and did not come",
+                    fix="see what keeps it; if it may take so long, shoal.init(timeout=…)",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        here: list[int] = json.loads(self.store.get(decided))
+        return here
