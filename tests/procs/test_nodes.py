@@ -318,11 +318,12 @@ def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
     nodes.wait_for("talk-*-2-*", 2)
     host = holder(nodes)
     stay, go = (stay, go) if host is stay else (go, stay)
+    alone = len(nodes.ranks("talk-*-1-*"))  # one that was first, before the other came
     go.process.terminate()
     ended = go.end(timeout=GONE_WITHIN)
     assert ended.code == 143
     # Its silence is not waited for, which would take longer than this does: it has said that it goes.
-    nodes.wait_for("talk-*-1-*", 1)
+    nodes.wait_for("talk-*-1-*", alone + 1)
     (nodes.folder / "stop").touch()
     ended = stay.end()
     assert ended.code == 0
@@ -383,10 +384,10 @@ def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> 
     nodes.wait_for("talk-*-2-*", 2)
     host = holder(nodes)
     (other,) = [each for each in both if each is not host]
-    stopped = other.members()
+    stopped, alone = other.members(), len(nodes.ranks("talk-*-1-*"))  # one that was first, before
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    nodes.wait_for("talk-*-1-*", 1)
+    nodes.wait_for("talk-*-1-*", alone + 1)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     # Both again, by a later attempt than the first one of two nodes.
