@@ -376,7 +376,7 @@ def test_two_runs_on_one_machine_do_not_meet(nodes: Nodes, tmp_path: Path) -> No
             each.clean_up()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
     """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""
     script = f"{TALK}\nagree_to_stop()"
