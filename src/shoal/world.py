@@ -32,13 +32,11 @@ from shoal.hangs.trace import Recording
 from shoal.hangs.watch import Limits, Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
+from shoal.sections import Sections
 from shoal.streams import derive_seed
 from shoal.survivors import Survivors
 from shoal.timeline import timeline_of
 
-POLL_SECONDS = 0.05
-HEAR_SECONDS = 5.0
-"""How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
 LET_GO_SECONDS = 0.05
 """How long a rank that has left its group lets the group's threads finish."""
 MARGIN_SECONDS = 60.0
@@ -137,7 +135,6 @@ class World:
         self.directory: Path | None = None
         """Where a report of a hang is kept: that of the Run which is open."""
         self._services: dict[Callable[[World], Service], Service] = {}
-        self._sections = 0
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._steps = self._preparing = 0
         self._closed = False
@@ -275,41 +272,15 @@ class World:
         The wait has no time limit, since it polls a key and starts no collective. If rank 0 fails,
         the others raise within a second instead of waiting.
         """
-        self._sections += 1
         if self._alone:
             yield True
             return
-        store = self.store("shoal/first")
-        key = f"{self._sections}"
-        if self.first:
-            try:
-                yield True
-            except BaseException as error:
-                store.set(key, f"failed: {type(error).__name__}: {error}")
-                raise
-            store.set(key, "done")
-            return
-        while not store.check([key]):
-            time.sleep(POLL_SECONDS)
-        outcome = store.get(key).decode()
-        store.add(f"{key}/heard", 1)
-        if outcome != "done":
-            raise LaunchError(
-                given="a section that rank 0 runs first",
-                found=f"rank 0 {outcome}",
-                fix="see rank 0's own error",
-            )
-        yield False
+        with self.service(Sections).next() as first:
+            yield first
 
     def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
         """The keys under `prefix` in the store that several ranks share."""
         return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-
-    def _await_hearers(self) -> None:
-        """Rank 0 may host the store: it stays until all have heard how its last section ended."""
-        store, until = self.store("shoal/first"), time.monotonic() + HEAR_SECONDS
-        while store.add(f"{self._sections}/heard", 0) < self.size - 1 and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
 
     def survive(self, *, essential: bool = False) -> None:
         """From now on ranks that have ended are left out of what this world does together. Collective.
@@ -478,8 +449,6 @@ class World:
             self._watch.stop()
             self._matching.stop()
         if self.group is not None and dist.is_initialized():
-            if self.first and self._sections:
-                self._await_hearers()
             dist.destroy_process_group()
             # A model that lives on keeps Gloo's threads. One of them may still have to let go of
             # the last collective's tensors, for which it needs the interpreter: it would abort the

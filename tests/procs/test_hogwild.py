@@ -148,6 +148,7 @@ def test_every_update_is_there(server: bool, ranks: Ranks) -> None:
 def test_staleness_is_counted_exactly(ranks: Ranks) -> None:
     """Rank 1 ends three steps while rank 0 is in its first one, and so on."""
     awaited = {
+        "1 reads 1": "0 reads 1",
         "0 reads 1": "1 reads 4",  # three updates have come since
         "1 reads 4": "0 reads 3",  # two
         "0 reads 3": "1 ends 4",  # one

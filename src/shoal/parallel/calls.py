@@ -20,8 +20,8 @@ from torch.distributed import PrefixStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal import environ, network
-from shoal.errors import StepError
-from shoal.world import MARGIN_SECONDS, POLL_SECONDS, World
+from shoal.errors import LaunchError, StepError
+from shoal.world import MARGIN_SECONDS, World
 
 ANSWER_SECONDS = 2.0
 """How long a rank that is asked whether it lives may take; one that is merely stopped takes longer."""
@@ -29,6 +29,7 @@ FAREWELL_SECONDS = 5.0
 """How long a rank that leaves waits for others that may still call it; the dead don't leave."""
 THREADS = 16
 """Of each rank's threads for calls, besides two for each rank that may wait in one."""
+_POLL_SECONDS = 0.05
 _LATE = "RPC ran for more than set timeout"
 _SCHEME, _PREFIX = "shoal-world", "shoal/rpc"
 
@@ -37,6 +38,12 @@ class Calls:
     """This rank's end of torch RPC in a world; making it is collective."""
 
     def __init__(self, world: World) -> None:
+        if not rpc.is_available():
+            raise LaunchError(
+                given="a strategy over torch RPC",
+                found="this torch is built without it (USE_TENSORPIPE)",
+                fix="the wheels of pytorch.org have it; or a strategy that does without",
+            )
         if rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
             raise StepError(
                 given="a strategy that uses torch RPC, in a process that has called rpc.init_rpc",
@@ -119,7 +126,7 @@ class Calls:
             while time.monotonic() < until:
                 if self._store.add("left", 0) == self._size:
                     return True
-                time.sleep(POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
         return False
 
 

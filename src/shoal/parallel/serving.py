@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import rpc
 
 from shoal.errors import LaunchError, StepError
-from shoal.parallel import rpc as calls
+from shoal.parallel.calls import Calls
 from shoal.parallel.commons import Commons, Memory, private
 from shoal.world import World
 
@@ -28,21 +28,15 @@ class End:
 
     def __init__(self, world: World, name: str) -> None:
         self._world = world
-        self._workers = world.size
         self._name = name
-        self._started = calls.start(world)
+        self._calls = world.service(Calls)
 
     def close(self) -> None:
         """Wait for all that live, unless this rank has failed, and answer no more."""
-        together = sys.exception() is None
-        try:
-            if together:
+        if sys.exception() is None:
+            with suppress(LaunchError):  # rank 0 has taken their store with it
                 self._world.meet()
-        except LaunchError:  # rank 0 has taken their store with it
-            together = False
         del _OPEN[self._name]
-        if self._started:
-            calls.stop(together=together and self._world.size == self._workers)
 
 
 class Server(End, Commons):
@@ -116,13 +110,12 @@ class Client(End, Commons):
 
     def _ask(self, question: str, changes: Sequence[Tensor] = ()) -> Any:
         try:
-            return rpc.rpc_sync(
-                calls.name_of(SERVER), _answer, (self._name, question, self._worker, list(changes))
-            )
-        except RuntimeError as error:
+            return self._calls.ask(SERVER, _answer, self._name, question, self._worker, list(changes))
+        except (RuntimeError, StepError) as error:
+            reason = error.found if isinstance(error, StepError) else str(error).splitlines()[0]
             raise StepError(
                 given="shoal.Hogwild(…) with a parameter server in rank 0",
-                found=f"it does not answer any more: {str(error).splitlines()[0]}",
+                found=f"it does not answer any more: {reason}",
                 fix="see rank 0's own error; the same command goes on from the newest checkpoint",
             ) from None
 

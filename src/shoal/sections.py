@@ -1,0 +1,61 @@
+"""Sections that rank 0 runs before all others, who hear through the store how each one ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shoal.errors import LaunchError
+
+if TYPE_CHECKING:
+    from shoal.world import World
+
+_POLL_SECONDS = 0.05
+_HEAR_SECONDS = 5.0
+"""How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
+
+
+class Sections:
+    """The sections of a world of several ranks, counted: all ranks come to the same ones."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = world.store("shoal/first")
+        self._count = 0
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[bool]:
+        """Rank 0 runs the body alone, then the others do; see `World.first_rank_first`."""
+        self._count += 1
+        key = f"{self._count}"
+        if self._world.first:
+            try:
+                yield True
+            except BaseException as error:
+                self._store.set(key, f"failed: {type(error).__name__}: {error}")
+                raise
+            self._store.set(key, "done")
+            return
+        while not self._store.check([key]):
+            time.sleep(_POLL_SECONDS)
+        outcome = self._store.get(key).decode()
+        self._store.add(f"{key}/heard", 1)
+        if outcome != "done":
+            raise LaunchError(
+                given="a section that rank 0 runs first",
+                found=f"rank 0 {outcome}",
+                fix="see rank 0's own error",
+            )
+        yield False
+
+    def close(self) -> None:
+        """Rank 0 may host the store: it stays until all have heard how its last section ended."""
+        if not self._world.first or not dist.is_initialized():
+            return
+        others, until = self._world.size - 1, time.monotonic() + _HEAR_SECONDS
+        while self._store.add(f"{self._count}/heard", 0) < others and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
