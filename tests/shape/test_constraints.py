@@ -13,9 +13,7 @@ from packaging.specifiers import SpecifierSet
 def test_every_pin_admits_the_oldest_python(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     oldest = project["requires-python"].removeprefix(">=") + ".0"
-    pinned = re.findall(
-        r"^([A-Za-z0-9_.-]+)==(\S+)$", (repository / "constraints.txt").read_text(), re.M
-    )
+    constraints = (repository / "constraints.txt").read_text()
     wanted = {}
     for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)$", constraints, re.MULTILINE):
         try:
