@@ -36,7 +36,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import shoal
 from shoal.recording import Recording
-from shoal.timeline import Spent, Timeline
+from shoal.timeline import Timeline
 from spread import Spread, quartiles
 
 SAMPLES = 4096
@@ -116,9 +116,6 @@ class Unmarked(Timeline):
 
     def enter(self, part: int) -> int:
         return part
-
-    def take(self) -> Spent:
-        return ()
 
 
 class Forgetful(Recording):

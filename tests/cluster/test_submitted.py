@@ -142,9 +142,9 @@ LONG = [pytest.mark.long]
 @pytest.mark.parametrize(
     ("arguments", "size"),
     [
-        pytest.param(["--nodes", "3", "-n", "5"], 5, id="2, 2, 1"),
+        pytest.param(["--nodes", "3", "-n", "5"], 5, id="2, 2, 1", marks=LONG),
         pytest.param(["-n", "2"], 2, id="1 x 2", marks=LONG),
-        pytest.param(["--nodes", "2", "-n", "4"], 4, id="2 x 2", marks=LONG),
+        pytest.param(["--nodes", "2", "-n", "4"], 4, id="2 x 2"),
         pytest.param(["--nodes", "4"], 4, id="4 x 1", marks=LONG),
         pytest.param(["--nodes=4", "--gpus-per-node=3"], 12, id="4 x 3 of 8 GPUs", marks=LONG),
         pytest.param(
@@ -353,6 +353,7 @@ def test_cancel_ends_a_job_after_its_save(jobs: Jobs) -> None:
     assert "saved, to go on" in jobs.shoal("status", "run")
 
 
+@pytest.mark.long
 def test_a_chain_goes_on_and_ends_early(jobs: Jobs, alone: str) -> None:
     first = int(jobs.submit("--chain", "4", "-n", "2", "train.py", "--", "run", "2", "0.3"))
     jobs.wait_for_step(2)

@@ -17,7 +17,7 @@ from guide import pages
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(FOLDER.glob("*.md"))
 PROGRAMS = [page for page in PAGES if pages.blocks(page.read_text())]
-TWICE = {"index", "data", "loop", "parallel", "evaluation", "preemption"}
+TWICE = {"index", "data", "loop", "parallel"}
 """The pages that CI runs on two processes too; all in `make test-all`."""
 
 

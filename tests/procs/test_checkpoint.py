@@ -103,7 +103,7 @@ def crowded_beginning(directory: Path) -> None:
     ("begin", "keep", "before"),
     [
         pytest.param(plain_beginning, 3, (1, 10), marks=pytest.mark.full),
-        pytest.param(crowded_beginning, 1, (2, 20), marks=pytest.mark.full),
+        pytest.param(crowded_beginning, 1, (2, 20), marks=pytest.mark.long),
     ],
 )
 def test_killed_at_every_operation(

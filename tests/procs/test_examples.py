@@ -141,7 +141,7 @@ def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Pat
         assert final_number(line) == pytest.approx(expected, abs=1.5e-4), layout
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_each_compression_learns(repository: Path) -> None:
     command = [*TWO, str(repository / "examples/compression.py"), "--", "--epochs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

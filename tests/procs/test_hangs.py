@@ -160,8 +160,10 @@ def test_a_rank_that_does_not_arrive_is_named_with_its_line(start: Start) -> Non
     assert "all_reduce of float32[], not done" in details
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["torchrun", "hand"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("torchrun", marks=pytest.mark.long), pytest.param("hand", marks=pytest.mark.full)],
+)
 def test_ranks_that_others_started_report_too(start: Start, launcher: str) -> None:
     run = start(ASLEEP, launcher)
     run.wait_ready(3)
@@ -175,8 +177,10 @@ def test_ranks_that_others_started_report_too(start: Start, launcher: str) -> No
     wait_for(lambda: not run.members(), GONE_WITHIN)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["shoal run", "hand"])
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param("shoal run", marks=pytest.mark.full), pytest.param("hand", marks=pytest.mark.long)],
+)
 def test_a_stopped_rank_is_named_by_its_silence_and_killed(start: Start, launcher: str) -> None:
     """By hand, rank 0 has the store: the side channel must not go through it."""
     run = start("while True:\n    world.barrier()  # alive", launcher)
@@ -362,7 +366,7 @@ def test_rank_0_may_prepare_before_the_first_step_in_a_collective(start: Start) 
     assert (ended.code, "found:" in ended.err) == (0, False), ended.err
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_save_that_takes_one_rank_long_is_no_hang(start: Start) -> None:
     run = start(
         f"""

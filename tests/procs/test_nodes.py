@@ -210,7 +210,7 @@ STEADY = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
     first = nodes.start(STEADY, nodes="1:2")
     nodes.wait_for("at-1-*", 1)

@@ -135,8 +135,11 @@ def test_one_rank_is_told(start: Start) -> None:
 @pytest.mark.parametrize(
     "signum",
     [
-        *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGUSR1)),
-        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGHUP, signal.SIGUSR2)),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        *(
+            pytest.param(each, marks=pytest.mark.long)
+            for each in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
+        ),
     ],
 )
 def test_the_launcher_is_told(signum: signal.Signals, start: Start) -> None:
@@ -191,8 +194,13 @@ def test_the_grace_that_was_asked_for_is_kept(start: Start) -> None:
     assert run.members() == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("command", [shoal_run(), ["train.py"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(shoal_run(), marks=pytest.mark.full),
+        pytest.param(["train.py"], marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_saves_and_a_second_one_ends_at_once(command: list[str], start: Start) -> None:
     ranks = 2 if "-n" in command else 1
     run = start(*command)
@@ -231,9 +239,8 @@ def test_a_process_alone_is_told(start: Start) -> None:
     assert_goes_on(start, "train.py")
 
 
-@pytest.mark.parametrize(
-    "one", [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.full)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("one", [True, False])
 def test_under_torchrun(one: bool, start: Start) -> None:
     """torchrun passes SIGTERM on, has an exit code of its own, and kills after half a minute."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
