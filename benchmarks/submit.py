@@ -106,7 +106,8 @@ def measure(cluster: Cluster, place: Path) -> float:
     begun = time.time()
     done = cluster.run(["sbatch", "--wait", "job.sh"], folder=place)
     if done.returncode or not stepped.exists():
-        raise RuntimeError(f"{done.stdout}{done.stderr}: see {place}")
+        logs = "".join(path.read_text() for path in place.rglob("*.txt"))
+        raise RuntimeError(f"{place.name}: {done.stdout}{done.stderr}{logs}")
     return float(stepped.read_text()) - begun
 
 
