@@ -164,8 +164,10 @@ def test_put_aside_and_taken_up_again(tmp_path: Path, started: list[Command]) ->
         terminal.press("C-z")
         terminal.wait(lambda screen: "Stopped" in "\n".join(screen))
         terminal.enter("fg")
-        screen = terminal.wait(lambda screen: "slowest and" in "\n".join(screen))
-        assert any("DFFF" in line for line in screen)
+        # A screen may be seen while it is drawn, so all of it is waited for.
+        terminal.wait(
+            lambda screen: "slowest and" in "\n".join(screen) and any("DFFF" in row for row in screen)
+        )
         terminal.press("C-\\")
         terminal.wait(lambda screen: "slowest and" not in "\n".join(screen))
         drawn = b"".join(frames(terminal.written()))
