@@ -368,9 +368,10 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
 
 
 _RECORDS = """#!/bin/bash
-echo '{{"event": "{event}", "t": 1}}' >> {path}
-echo '{{"event": "end", "t": 2}}' >> {path}; touch -d tomorrow {path}
+for event in start {event} usage collectives end; do echo '{{"event": "'$event'", "t": 1}}' >> {path}; done
+touch -d tomorrow {path}
 """
+"""As a run does, which tells what it used after it has saved; each time as one more attempt."""
 
 
 def test_mpirun_is_told_by_the_batch_script(fakes: Fakes, tmp_path: Path) -> None:
