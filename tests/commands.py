@@ -72,9 +72,16 @@ class Command:
         self.process.wait(timeout=60)
 
 
-def wait_for(condition: Callable[[], bool], timeout: float = 120) -> None:
+def wait_for(
+    condition: Callable[[], bool],
+    timeout: float = 120,
+    *,
+    every: float = 0.01,
+    told: Callable[[], str] = lambda: "the condition did not come true",
+) -> None:
+    """Look every so many seconds; a failure says what `told` gives then."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("the condition did not come true")
-        time.sleep(0.01)
+            raise TimeoutError(told())
+        time.sleep(every)

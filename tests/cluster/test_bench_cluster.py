@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from cluster.slurm import Cluster
+from commands import wait_for
 from shoal.bench.folder import load
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -73,12 +73,12 @@ def slurm(cluster: Cluster, *command: str) -> str:
 
 def wait(cluster: Cluster, folder: Path) -> None:
     """Until Slurm has nothing more to do."""
-    deadline = time.monotonic() + 200
-    while slurm(cluster, "squeue", "--noheader").strip():
-        if time.monotonic() > deadline:
-            logs = "\n".join(path.read_text() for path in folder.rglob("log.txt"))
-            raise TimeoutError(f"{logs}\n{slurm(cluster, 'squeue')}")
-        time.sleep(0.1)
+
+    def told() -> str:
+        logs = "\n".join(path.read_text() for path in folder.rglob("log.txt"))
+        return f"{logs}\n{slurm(cluster, 'squeue')}"
+
+    wait_for(lambda: slurm(cluster, "squeue", "--noheader").strip() == "", 200, every=0.1, told=told)
 
 
 def check(folder: Path) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from cluster.slurm import Cluster
+from commands import wait_for
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -147,15 +146,12 @@ def test_the_same_command_after_a_requeue(
     text = ["#!/bin/bash", "#SBATCH -N2 -n2 --requeue --open-mode=append -o log"]
     job.write_text("\n".join([*text, f"srun {' '.join(script)} 2 0.2 run", ""]))
     number = cluster.run(["sbatch", "--parsable", "job.sh"], folder=tmp_path).stdout.strip()
-    wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-3")), tmp_path / "log")
+    log = tmp_path / "log"
+
+    def told() -> str:
+        return log.read_text() if log.exists() else "no log"
+
+    wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-3")), every=0.1, told=told)
     assert cluster.run(["scontrol", "requeue", number]).returncode == 0
-    wait_for(lambda: "attempt 1" in (tmp_path / "log").read_text(), tmp_path / "log")
-    assert loss((tmp_path / "log").read_text()) == alone
-
-
-def wait_for(condition: Callable[[], bool], log: Path, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(log.read_text() if log.exists() else "no log")
-        time.sleep(0.1)
+    wait_for(lambda: "attempt 1" in told(), every=0.1, told=told)
+    assert loss(told()) == alone

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.slurm import Cluster
+from commands import wait_for
 from shoal import events
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
@@ -103,11 +103,10 @@ class Jobs:
         return [(line.split()[0], int(line.split()[2])) for line in lines]
 
     def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.log()}\n{self.slurm('squeue')}")
-            time.sleep(0.1)
+        def told() -> str:
+            return f"{self.log()}\n{self.slurm('squeue')}"
+
+        wait_for(condition, timeout, every=0.1, told=told)
 
     def wait_for_step(self, number: int, run: str = "run") -> None:
         """Until a step is recorded, which training waits after."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.errors import LaunchError
+from shoal.submit.options import Account, Cpus, Force, Partition, Qos, Sbatch, Site
 
 from . import machine_commands
 
@@ -73,18 +74,6 @@ _Mpirun = Annotated[
     str | None, typer.Option(metavar="COMMAND", help="What starts ranks of MPI, with its options.")
 ]
 _Submit = Annotated[bool, typer.Option("--submit", help="As jobs of Slurm's; all below need it.")]
-_Site = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of `shoal sites ls`; else found by this host.")
-]
-_Partition = Annotated[
-    str | None, typer.Option("-p", "--partition", metavar="NAME", help="One of the site's.")
-]
-_Qos = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Quality of service; else the first that fits.")
-]
-_Account = Annotated[
-    str | None, typer.Option("-A", "--account", metavar="NAME", help="Whose hours these are.")
-]
 _Time = Annotated[
     str | None, typer.Option(metavar="HH:MM:SS", help="Of each job; else as its limits add up.")
 ]
@@ -95,15 +84,7 @@ _Tasks = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Processes of a node; else its GPUs or cores."),
 ]
-_Cpus = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Cores of each process; else the site's.")
-]
-_Sbatch = Annotated[
-    list[str] | None,
-    typer.Option(metavar="OPTION", help="One more for sbatch, as in --sbatch=--exclusive."),
-]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts, no more.")]
-_Force = Annotated[bool, typer.Option("--force", help="Submit although something speaks against.")]
 
 
 @benches.command(context_settings={"allow_interspersed_args": True})
@@ -126,17 +107,17 @@ def scaling(
     study: _Study = None,
     mpirun: _Mpirun = None,
     submit: _Submit = False,
-    site: _Site = None,
-    partition: _Partition = None,
-    qos: _Qos = None,
-    account: _Account = None,
+    site: Site = None,
+    partition: Partition = None,
+    qos: Qos = None,
+    account: Account = None,
     time: _Time = None,
     gpus_per_node: _Gpus = None,
     tasks_per_node: _Tasks = None,
-    cpus_per_task: _Cpus = None,
-    sbatch: _Sbatch = None,
+    cpus_per_task: Cpus = None,
+    sbatch: Sbatch = None,
     dry_run: _DryRun = False,
-    force: _Force = False,
+    force: Force = False,
 ) -> None:
     """Train a model on 1, 2, 4 … processes and say what more of them give, and why not more.
 

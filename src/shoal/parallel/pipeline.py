@@ -13,7 +13,7 @@ from shoal.errors import LayoutError, StepError
 from shoal.parallel.local import LocalEngine
 from shoal.parallel.recompute import runs_again
 from shoal.parallel.shard import FSDP
-from shoal.parallel.stages import Outer, Stage, balanced, chains, opened_by, seconds, tied, trace
+from shoal.parallel.stages import Outer, Stage, balanced, chains, opened_by, refuse_tied, seconds, trace
 from shoal.parallel.timetable import SCHEDULES, Timetable, timetable
 from shoal.parallel.units import find_units
 from shoal.world import World
@@ -155,16 +155,13 @@ def _wide(model: nn.Module) -> set[str]:
 def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, splits: bool) -> None:
     """Refuse parameters of two ranks, of none, and ranks without any."""
     given = f"shoal.Pipeline(…) around {type(model).__name__}"
-    both = tied(stages, owners)
-    if both is not None:
-        one, other = both
-        found = f"{one} and {other} are one parameter" if one != other else f"{one} is used"
-        raise StepError(
-            given=given,
-            found=f"{found} of two stages on different ranks",
-            fix="split points that leave them in one stage, a schedule that has the first and the "
-            "last stage on one rank ('zbv', 'dualpipev'), or copies of their own",
-        )
+    refuse_tied(
+        stages,
+        owners,
+        given,
+        fix="split points that leave them in one stage, a schedule that has the first and the "
+        "last stage on one rank ('zbv', 'dualpipev'), or copies of their own",
+    )
     if splits and runs_again(model):
         raise StepError(
             given=f"[shoal.Recompute(…), {given}]",

@@ -15,7 +15,7 @@ from shoal.parallel.divided import division_of
 from shoal.parallel.holding import check_learns
 from shoal.parallel.local import LocalEngine
 from shoal.parallel.recompute import runs_again
-from shoal.parallel.stages import Stage, opened_by, tied, trace
+from shoal.parallel.stages import Stage, opened_by, refuse_tied, trace
 from shoal.world import World
 
 
@@ -134,15 +134,8 @@ def _refuse_others(model: nn.Module, world: World, given: str) -> None:
 
 def _check(model: nn.Module, stages: Sequence[Stage], crew: Crew, given: str) -> None:
     """Refuse parameters of two stages or of none, and stages that have none."""
-    both = tied(stages, range(len(stages)))
-    if both is not None:
-        one, other = both
-        found = f"{one} and {other} are one parameter" if one != other else f"{one} is used"
-        raise StepError(
-            given=given,
-            found=f"{found} of two stages on different ranks",
-            fix="the modules that share it in one stage, or copies of their own",
-        )
+    fix = "the modules that share it in one stage, or copies of their own"
+    refuse_tied(stages, range(len(stages)), given, fix)
     held = frozenset[str]().union(*(stage.names for stage in stages))
     named = model.named_parameters(remove_duplicate=False)
     loose = [name for name, p in named if p.requires_grad and name not in held]

@@ -331,6 +331,15 @@ def tied(stages: Sequence[Stage], owners: Sequence[int]) -> tuple[str, str] | No
     return None
 
 
+def refuse_tied(stages: Sequence[Stage], owners: Sequence[int], given: str, fix: str) -> None:
+    """StepError where stages on different ranks hold one parameter."""
+    both = tied(stages, owners)
+    if both is not None:
+        one, other = both
+        found = f"{one} and {other} are one parameter" if one != other else f"{one} is used"
+        raise StepError(given=given, found=f"{found} of two stages on different ranks", fix=fix)
+
+
 def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) -> None:
     """Take out of `model` what only `others` need; the names of the rest stay."""
     kept = frozenset[str]().union(*(stage.names for stage in mine))

@@ -9,6 +9,8 @@ import typer
 
 from shoal.errors import LaunchError
 
+from .options import Account, Cpus, Force, Partition, Qos, Sbatch, Site
+
 if TYPE_CHECKING:
     from .request import LauncherName, Request
     from .submitting import Options
@@ -36,24 +38,9 @@ _Processes = Annotated[
     int | None,
     typer.Option("-n", "--processes", min=1, metavar="N", help="Processes of all nodes together."),
 ]
-_Cpus = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Cores of each process; else the site's.")
-]
 _Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each node.")]
-_Site = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of `shoal sites ls`; else found by this host.")
-]
-_Partition = Annotated[
-    str | None, typer.Option("-p", "--partition", metavar="NAME", help="One of the site's.")
-]
 _Constraint = Annotated[
     str | None, typer.Option("-C", "--constraint", metavar="LIST", help="Features that nodes have.")
-]
-_Qos = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Quality of service; else the first that fits.")
-]
-_Account = Annotated[
-    str | None, typer.Option("-A", "--account", metavar="NAME", help="Whose hours these are.")
 ]
 _Name = Annotated[str | None, typer.Option(metavar="NAME", help="Of the job; else the script's.")]
 _RunOption = Annotated[
@@ -76,10 +63,6 @@ _Container = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Run inside of this image, by Apptainer.")
 ]
 _Python = Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter; else this one.")]
-_Sbatch = Annotated[
-    list[str] | None,
-    typer.Option(metavar="OPTION", help="One more for sbatch, as in --sbatch=--exclude=n1."),
-]
 _Stage = Annotated[
     list[str] | None,
     typer.Option(metavar="PATH", help="Copy it to each node's own disk, and let ARGS mean the copy."),
@@ -89,7 +72,6 @@ _Out = Annotated[
     Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it there; don't submit.")
 ]
 _Copy = Annotated[bool, typer.Option(help="Run a copy of the source as it is now.")]
-_Force = Annotated[bool, typer.Option("--force", help="Submit although something speaks against.")]
 
 
 def submit(
@@ -100,13 +82,13 @@ def submit(
     nodes: _Nodes = 1,
     gpus_per_node: _Gpus = 0,
     processes: _Processes = None,
-    cpus_per_task: _Cpus = None,
+    cpus_per_task: Cpus = None,
     mem: _Memory = None,
-    site: _Site = None,
-    partition: _Partition = None,
+    site: Site = None,
+    partition: Partition = None,
     constraint: _Constraint = None,
-    qos: _Qos = None,
-    account: _Account = None,
+    qos: Qos = None,
+    account: Account = None,
     name: _Name = None,
     run: _RunOption = None,
     sweep: _Sweep = None,
@@ -116,11 +98,11 @@ def submit(
     container: _Container = None,
     python: _Python = None,
     stage: _Stage = None,
-    sbatch: _Sbatch = None,
+    sbatch: Sbatch = None,
     dry_run: _DryRun = False,
     out: _Out = None,
     copy: _Copy = True,
-    force: _Force = False,
+    force: Force = False,
 ) -> None:
     """Submit a script to Slurm, so that it survives preemption and its time limit.
 
