@@ -1,14 +1,18 @@
 """What Shoal costs per step, beside torch loops, interleaved in one run.
 
-    python benchmarks/overhead.py [--rounds 40] [--json]
+    python benchmarks/overhead.py [--model tiny|wide] [--rounds 20] [--json]
 
 Loops: `plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutorials write it), `tuned`
 (batches fetched by one index from tensors, fused AdamW), and Shoal (Loader, Step, Run with events)
-with each of the two optimizers; `shoal unrecorded` is without what a run records of its steps: its
-timeline has no marks, and its events keep none. A round runs every loop for the same number of
-steps, in an order
-that rotates; ratios are taken within rounds, so that drift cancels. First in one process, then in two
-under DDP through `shoal run`.
+with each of the two optimizers. A round runs every loop for the same number of steps, in an order
+that rotates; ratios are taken within rounds, so that drift cancels.
+
+Then what recording costs: of one more loop of Shoal's, every other turn is without what a run records
+of its steps, with a timeline that has no marks and events that keep none. It is one loop, since two
+that are made alike differ by several hundredths, as their memory lies. Turns are as long as a block
+of events, so that each pays for one; there are four of each in a round.
+
+First in one process, then in two under DDP through `shoal run`.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
+from shoal.events import FLUSH_STEPS
 from shoal.recording import Recording
 from shoal.timeline import Timeline
 from spread import Spread, quartiles
@@ -44,7 +49,9 @@ CLASSES = 10
 MODELS = {"tiny": (32, 1, 16), "wide": (512, 4, 64)}
 """Name: width, hidden layers, global batch."""
 
-PAIRS = [("shoal", "plain"), ("shoal fused", "tuned"), ("shoal fused", "shoal unrecorded")]
+PAIRS = [("shoal", "plain"), ("shoal fused", "tuned")]
+TURNS = 4
+"""Turns with and without records in a round."""
 
 
 def build(width: int, layers: int) -> nn.Sequential:
@@ -126,11 +133,21 @@ class Forgetful(Recording):
         return recorded != self._recorded
 
 
+def always() -> bool:
+    return True
+
+
 def through_shoal(
-    world: shoal.World, width: int, layers: int, batch: int, *, fused: bool, records: bool = True
+    world: shoal.World,
+    width: int,
+    layers: int,
+    batch: int,
+    *,
+    fused: bool,
+    records: Callable[[], bool] = always,
 ) -> Iterator[None]:
-    """Loader, Step, and a Run that records every step."""
-    timeline = world.timeline if records else Unmarked()
+    """Loader, Step, and a Run that records the steps, at whose beginning `records` says so."""
+    marked, unmarked = world.timeline, Unmarked()
     model = shoal.parallelize(build(width, layers), world)
     step = shoal.Step(model, adamw(model, fused=fused), shoal.Task(loss), clip=1.0)
     data = shoal.Loader(dataset(width), world, batch_size=batch)
@@ -138,16 +155,16 @@ def through_shoal(
         path = world.broadcast(directory)
         with contextlib.redirect_stdout(io.StringIO()):  # no progress between the figures
             made = shoal.Run(path, step, data)
-        if not records:
-            made._recording = Forgetful(made.events, made.steps, data)
-        kept, world.timeline = world.timeline, timeline
+        recording, forgetful = made._recording, Forgetful(made.events, made.steps, data)
         with made as run:
             for each in data.epochs(10**9):
+                recorded = records()
+                world.timeline = marked if recorded else unmarked
+                made._recording = recording if recorded else forgetful
                 step(each)
                 run.tick()
-                world.timeline = kept
+                world.timeline = marked
                 yield
-                world.timeline = timeline
 
 
 def contenders() -> dict[str, Callable[..., Iterator[None]]]:
@@ -156,7 +173,6 @@ def contenders() -> dict[str, Callable[..., Iterator[None]]]:
         "shoal": lambda *given: through_shoal(*given, fused=False),
         "tuned": tuned,
         "shoal fused": lambda *given: through_shoal(*given, fused=True),
-        "shoal unrecorded": lambda *given: through_shoal(*given, fused=True, records=False),
     }
 
 
@@ -181,7 +197,24 @@ def measure(world: shoal.World, name: str, rounds: int, steps: int) -> dict[str,
     figures["ratios"] = {
         f"{ours} / {theirs}": asdict(ratio(times[ours], times[theirs])) for ours, theirs in PAIRS
     }
+    figures["ratios"]["recorded / unrecorded"] = asdict(recorded(world, name, rounds))
     return figures
+
+
+def recorded(world: shoal.World, name: str, rounds: int) -> Spread:
+    """How much longer steps take that are recorded, turn by turn in one loop."""
+    records = True
+    loop = through_shoal(world, *MODELS[name], fused=True, records=lambda: records)
+    consume(loop, 50)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(rounds * TURNS):
+        for records in (True, False) if number % 2 else (False, True):
+            world.barrier()
+            begun = time.perf_counter()
+            consume(loop, FLUSH_STEPS)
+            times[records].append(time.perf_counter() - begun)
+    loop.close()  # type: ignore[attr-defined]
+    return ratio(times[True], times[False])
 
 
 def consume(loop: Iterator[None], steps: int) -> None:
@@ -202,21 +235,23 @@ def show(figures: dict[str, Any]) -> None:
         print(f"  {pair:<30} {Spread(**found)}")
 
 
-def run_here(rounds: int, steps: int) -> list[dict[str, Any]]:
+def run_here(names: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     with shoal.init() as world:
-        figures = [measure(world, name, rounds, steps) for name in MODELS]
+        figures = [measure(world, name, rounds, steps) for name in names]
         return list(world.broadcast(figures))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--model", choices=MODELS, action="append", help="else all")
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    figures = run_here(options.rounds, options.steps)
+    names = options.model or list(MODELS)
+    figures = run_here(names, options.rounds, options.steps)
     if options.inside is not None:
         options.inside.write_text(json.dumps(figures))  # every rank the same
         return
@@ -229,6 +264,7 @@ def main() -> None:
             str(options.steps),
             "--inside",
             str(result),
+            *(f"--model={name}" for name in names),
         ]
         command = [sys.executable, "-m", "shoal", "run", "-n", "2", __file__, "--", *again]
         subprocess.run(command, check=True)

@@ -16,10 +16,13 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+import orjson
 
 from shoal.texts import masked
 from shoal.timeline import PARTS, Spent, columns
@@ -37,23 +40,13 @@ KEPT_BYTES = 16 << 20
 _TIMES = ("wall", *PARTS[1:])
 
 
-class StepEvent(NamedTuple):
-    """One optimizer step on one rank, recorded at `time`, in seconds since the epoch.
+Row: TypeAlias = tuple[int, int, int, tuple[int, int], float, Spent, float, float, float]
+"""A step: its number, first, size, share, the time, spent, loss, norm, counted.
 
-    Positions are in samples since the start of training. `spent` is what its timeline has come to:
-    the time of a step is that since the step before.
-    """
-
-    name: str
-    step: int
-    first: int
-    size: int
-    share: tuple[int, int]
-    counted: float
-    loss: float
-    norm: float
-    time: float
-    spent: Spent
+Positions are in samples since the start of training, the time in seconds since the epoch. `spent` is
+what the timeline has come to: the time of a step is that since the step before. A plain tuple, since
+to make one with names takes longer than all else that keeping it does.
+"""
 
 
 class Events:
@@ -62,7 +55,8 @@ class Events:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._steps: list[StepEvent] = []
+        self._steps: defaultdict[str, list[Row]] = defaultdict(list)
+        self._kept = 0
         self._begun: Spent = (0,) * (1 + len(PARTS))
         self._spent: dict[str, Spent] = {}
         self._waiting = bytearray()
@@ -79,26 +73,25 @@ class Events:
         self.flush()
         self._begun, self._spent = spent, {}
 
-    def step(self, event: StepEvent) -> None:
+    def step(self, name: str, row: Row, now: float) -> None:
         """Record a step; at most FLUSH_STEPS or FLUSH_SECONDS of them are lost by a kill."""
-        self._steps.append(event)
-        if len(self._steps) >= FLUSH_STEPS or event.time - self._flushed > FLUSH_SECONDS:
+        self._steps[name].append(row)
+        self._kept += 1
+        if self._kept >= FLUSH_STEPS or now - self._flushed > FLUSH_SECONDS:
             self.flush()
 
     def write(self, kind: str, fields: Mapping[str, Plain]) -> None:
         """Record a rare event at once, after the steps that came before it; secrets are masked."""
         self.flush()
         event = {"event": kind, "t": round(time.time(), 6), **masked(dict(fields))}
-        self._hand_over(json.dumps(finite(event)) + "\n")
+        self._hand_over(f"{json.dumps(finite(event))}\n".encode())
 
     def flush(self) -> None:
         """Hand everything recorded so far to the operating system: a killed process loses none."""
-        if self._steps or self._waiting:
-            blocks: dict[str, list[StepEvent]] = {}
-            for event in self._steps:
-                blocks.setdefault(event.name, []).append(event)
+        if self._kept or self._waiting:
+            self._hand_over(b"".join(self._line(name, block) for name, block in self._steps.items()))
             self._steps.clear()
-            self._hand_over("".join(self._line(name, block) for name, block in blocks.items()))
+            self._kept = 0
         self._flushed = time.time()
 
     def close(self) -> None:
@@ -111,30 +104,30 @@ class Events:
                 lost = self._lost + len(self._waiting)
                 warnings.warn(f"{lost:,} bytes of events for {self.path} are lost", stacklevel=2)
 
-    def _line(self, name: str, block: list[StepEvent]) -> str:
-        _, step, first, size, share, counted, loss, norm, times, spent = zip(*block, strict=True)
+    def _line(self, name: str, rows: list[Row]) -> bytes:
+        step, first, size, share, times, spent, loss, norm, counted = zip(*rows, strict=True)
         before = self._spent.get(name, self._begun)
         self._spent[name] = spent[-1]
         fields = {
-            "t": repr(round(times[-1], 6)),
-            "name": json.dumps(name),
-            "step": repr(list(step)),
-            "first": repr(list(first)),
-            "size": _numbers(size),
-            "share": repr(list(share)).replace("(", "[").replace(")", "]"),
-            "counted": _numbers(counted),
-            "loss": _numbers(loss),
-            "norm": _numbers(norm, "%.9g"),
+            "event": "steps",
+            "t": round(times[-1], 6),
+            "name": name,
+            "step": step,
+            "first": first,
+            "size": size,
+            "share": share,
+            "counted": counted,
+            "loss": loss,
+            "norm": norm,
+            **columns([before, *spent]),
         }
-        fields |= {part: repr(column) for part, column in columns(before, spent).items()}
-        texts = ", ".join(f'"{field}": {text}' for field, text in fields.items())
-        return f'{{"event": "steps", {texts}}}\n'
+        return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
-    def _hand_over(self, lines: str) -> None:
+    def _hand_over(self, lines: bytes) -> None:
         if len(self._waiting) < KEPT_BYTES:
-            self._waiting += lines.encode()
+            self._waiting += lines
         else:
-            self._lost += len(lines.encode())
+            self._lost += len(lines)
         try:
             while self._waiting:  # a disk that fills up takes a part
                 del self._waiting[: os.write(self._file, self._waiting)]
@@ -223,16 +216,6 @@ def _is_step(event: Mapping[str, Any]) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
-
-
-def _numbers(values: Sequence[float], short: str = "") -> str:
-    """A column of numbers as JSON, written out because that is most of what a step costs here."""
-    if not math.isfinite(sum(values)):  # which JSON has no word for
-        return json.dumps([value if math.isfinite(value) else None for value in values])
-    if values.count(values[0]) == len(values):
-        return f"[{', '.join([repr(values[0])] * len(values))}]"
-    # All at once, and to as many digits as float32 has, in a third of the time.
-    return f"[{', '.join([short] * len(values)) % tuple(values)}]" if short else repr(list(values))
 
 
 def finite(value: Plain) -> Plain:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.data import Loader
-from shoal.events import FORMAT, Events, StepEvent
+from shoal.events import FORMAT, Events
 from shoal.installed import versions
 from shoal.stopping import Stopped
 from shoal.timeline import (
@@ -95,14 +95,8 @@ class Recording:
             if batch is None or result is None:  # of a state that was loaded
                 continue
             each = spent if charged is None else charged[name]
-            place = (name, number, batch.first, batch.size, batch.share)
-            self._events.step(
-                # Its own constructor takes twice as long.
-                tuple.__new__(
-                    StepEvent,
-                    (*place, result.counted, result.loss, result.norm, now, each),
-                )
-            )
+            row = (number, batch.first, batch.size, batch.share, now, each, *result[:3])
+            self._events.step(name, row, now)
         return taken[0] == self._first
 
     def end(self, error: BaseException | None) -> None:

@@ -440,6 +440,13 @@ def _check_folder(name: object) -> None:
 def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:
     named = {"step": step} if isinstance(step, Step) else step
     if isinstance(named, Mapping) and named and all(isinstance(s, Step) for s in named.values()):
+        for name in named:
+            if not (isinstance(name, str) and name.isprintable()):
+                raise StepError(
+                    given=f"shoal.Run(directory, {{{name!r}: shoal.Step(…)}}, loader)",
+                    found=f"{name!r} is no name that could be printed",
+                    fix="a short text for each Step, such as 'generator'",
+                )
         return dict(named)
     raise StepError(
         given=f"shoal.Run(directory, {type(step).__name__}, loader)",

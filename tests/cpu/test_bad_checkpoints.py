@@ -259,6 +259,9 @@ def test_an_interval_that_never_comes(tmp_path: Path, every: int) -> None:
 def test_a_run_without_a_step_or_without_checkpoints(tmp_path: Path) -> None:
     with build(tmp_path) as run:
         [step] = run.steps.values()
+        for name in (1, "a\nb", "\udc80"):
+            with pytest.raises(shoal.StepError, match="no name that could be printed"):
+                shoal.Run(tmp_path, {name: step}, run.loader)  # type: ignore[dict-item]
         for wrong in ({}, step.model, {"step": loss}):
             with pytest.raises(shoal.StepError, match="no Step whose progress") as told:
                 shoal.Run(tmp_path, wrong, run.loader)  # type: ignore[arg-type]

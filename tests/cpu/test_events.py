@@ -10,32 +10,23 @@ from pathlib import Path
 import pytest
 
 import shoal.events
-from shoal.events import FLUSH_SECONDS, FLUSH_STEPS, Events, StepEvent, read, steps
+from shoal.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read, steps
 from shoal.timeline import Spent
 
 NOTHING: Spent = (0,) * 10
 
 
-def event(
+def record(
+    events: Events,
     step: int = 1,
     *,
     loss: float = 0.5,
     time: float = 1000.0,
     name: str = "step",
-    spent: Spent | None = None,
-) -> StepEvent:
-    return StepEvent(
-        name,
-        step,
-        first=64 * step,
-        size=64,
-        share=(64 * step, 64 * step + 32),
-        counted=64.0,
-        loss=loss,
-        norm=2.0,
-        time=time,
-        spent=NOTHING if spent is None else spent,
-    )
+    spent: Spent = NOTHING,
+) -> None:
+    share = (64 * step, 64 * step + 32)
+    events.step(name, (step, 64 * step, 64, share, time, spent, loss, 2.0, 64.0), time)
 
 
 @pytest.fixture
@@ -47,7 +38,7 @@ def test_a_step_reads_back(path: Path) -> None:
     events = Events(path)
     events.begin((10**9, 5, *NOTHING[2:]))
     spent = (10**9 + 100_000, 10_005, 10_000, 0, 20_000, 30_000, 0, 30_000, 0, 0)
-    events.step(event(3, name='the "generator"', time=1234.5, spent=spent))
+    record(events, 3, name='the "generator"', time=1234.5, spent=spent)
     events.close()
     assert list(read(path)) == [
         {
@@ -79,10 +70,8 @@ def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Pat
     events = Events(path)
     for step, micros in enumerate((0, 70, 90, 190)):
         spent = (1000 * micros, 0, *(500 * micros,) * 2, *NOTHING[4:])
-        events.step(event(step, time=1e-6 * micros, spent=spent))
-        events.step(
-            event(9 + step, name="other", time=1e-6 * micros, spent=(1000 * micros, *NOTHING[1:]))
-        )
+        record(events, step, time=1e-6 * micros, spent=spent)
+        record(events, 9 + step, name="other", time=1e-6 * micros, spent=(1000 * micros, *NOTHING[1:]))
         if step == 1:
             events.flush()
     events.close()
@@ -109,7 +98,7 @@ def test_steps_of_format_1_are_read(path: Path) -> None:
 @pytest.mark.parametrize("loss", [0.1 + 0.2, 1e-300, 1e22, 123456789.123456789])
 def test_losses_keep_every_digit(path: Path, loss: float) -> None:
     events = Events(path)
-    events.step(event(loss=loss))
+    record(events, loss=loss)
     events.close()
     assert next(read(path))["loss"] == loss
 
@@ -117,7 +106,7 @@ def test_losses_keep_every_digit(path: Path, loss: float) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_json_has_no_word_for_is_null(path: Path, value: float) -> None:
     events = Events(path)
-    events.step(event(loss=value))
+    record(events, loss=value)
     events.write("other", {"value": value, "nested": {"list": [value, 1.5, "NaN"]}})
     events.close()
     lines = path.read_text().splitlines()
@@ -131,11 +120,11 @@ def test_steps_are_written_in_blocks_and_before_what_follows_them(path: Path) ->
     events = Events(path)
     now = events._flushed
     for step in range(FLUSH_STEPS - 1):
-        events.step(event(step, time=now))
+        record(events, step, time=now)
     assert path.stat().st_size == 0
-    events.step(event(FLUSH_STEPS - 1, time=now))
+    record(events, FLUSH_STEPS - 1, time=now)
     assert len(list(read(path))) == FLUSH_STEPS
-    events.step(event(FLUSH_STEPS, time=now))
+    record(events, FLUSH_STEPS, time=now)
     events.write("save", {"step": FLUSH_STEPS})
     assert [line["event"] for line in read(path)][-2:] == ["step", "save"]
     events.close()
@@ -143,20 +132,20 @@ def test_steps_are_written_in_blocks_and_before_what_follows_them(path: Path) ->
 
 def test_a_slow_run_is_written_soon(path: Path) -> None:
     events = Events(path)
-    events.step(event(1, time=events._flushed + FLUSH_SECONDS + 1))
+    record(events, 1, time=events._flushed + FLUSH_SECONDS + 1)
     assert len(list(read(path))) == 1
     events.close()
 
 
 def test_the_next_attempt_appends_after_a_line_that_was_cut(path: Path) -> None:
     first = Events(path)
-    first.step(event(1))
+    record(first, 1)
     first.flush()
-    first.step(event(2))
+    record(first, 2)
     first.close()
     path.write_bytes(path.read_bytes()[:-20])
     second = Events(path)
-    second.step(event(3))
+    record(second, 3)
     second.close()
     second.close()
     assert [line["step"] for line in read(path)] == [1, 3]
@@ -171,7 +160,7 @@ def test_readers_skip_what_is_no_event(path: Path) -> None:
 def test_the_steps_of_a_run_are_read_from_its_directory_or_its_events(path: Path) -> None:
     events = Events(path)
     events.write("start", {"began": 1.0})
-    events.step(event(3))
+    record(events, 3)
     events.close()
     run = path.parent.parent
     found = steps(run)
@@ -197,7 +186,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(path: Path) -> None:
     with full(path, 10):
         with pytest.warns(UserWarning, match="kept in memory.*rank-0.jsonl"):
             events.write("second", {})
-        events.step(event(1))
+        record(events, 1)
         events.flush()  # which warns no more
     assert [each["event"] for each in read(path)] == ["first"]
     events.write("third", {})

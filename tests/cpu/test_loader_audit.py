@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.events import Events, StepEvent
+from shoal.events import Events
 
 
 def record(directory: Path, ranks: list[list[tuple[int, int, int]]], attempt: float = 1.0) -> None:
@@ -15,8 +15,7 @@ def record(directory: Path, ranks: list[list[tuple[int, int, int]]], attempt: fl
         events.write("start", {"began": attempt})
         for step, start, stop in shares:
             share = (start, stop)
-            numbers = (4.0, 0.5, 2.0, 0.0)
-            events.step(StepEvent("step", step, start, stop - start, share, *numbers, (0,) * 10))
+            events.step("step", (step, start, stop - start, share, 0.0, (0,) * 10, 0.5, 2.0, 4.0), 0.0)
         events.close()
 
 

@@ -368,7 +368,9 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
 
 
 _RECORDS = """#!/bin/bash
-for event in start {event} usage collectives end; do echo '{{"event": "'$event'", "t": 1}}' >> {path}; done
+for event in start {event} usage collectives end; do
+    echo '{{"event": "'$event'", "t": 1}}' >> {path}
+done
 touch -d tomorrow {path}
 """
 """As a run does, which tells what it used after it has saved; each time as one more attempt."""

@@ -135,7 +135,7 @@ def test_without_a_loader_time_goes_on_from_the_pause(clock: Clock) -> None:
 
 def test_columns_are_microseconds_that_do_not_add_up_rounding() -> None:
     rows = [(1000 + 1700 * step, 0, 1700 * step, *NOTHING[3:]) for step in range(1, 1001)]
-    found = columns((1000, *NOTHING[1:]), rows)
+    found = {name: column.tolist() for name, column in columns([(1000, *NOTHING[1:]), *rows]).items()}
     assert set(found) == {"at", "wall", "wait"}
     assert found["wall"] == found["wait"]
     assert sum(found["wait"]) == 1700
