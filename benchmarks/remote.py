@@ -1,6 +1,6 @@
 """Stages on two processes by torch RPC, beside one process and beside torch's pipelining.
 
-    python benchmarks/remote.py [--rounds 10] [--steps 3] [--json]
+    python benchmarks/remote.py [--rounds 10] [--steps 1] [--json]
 
 A deep stack of wide layers, compute bound, 8 micro-batches to a batch. All of it takes one thread in
 each process: one process alone with the whole model; `shoal.Remote` and `shoal.Pipeline` with half of
@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import shoal
 from spread import Spread, quartiles
 
-WIDTH, LAYERS, MICRO_BATCHES, ROWS, CLASSES = 768, 12, 8, 64, 16
+WIDTH, LAYERS, MICRO_BATCHES, ROWS, CLASSES = 768, 12, 8, 256, 16
 BATCH, SAMPLES = MICRO_BATCHES * ROWS, 4 * MICRO_BATCHES * ROWS
 HALF = LAYERS // 2
 AIM = 1.5
@@ -184,7 +184,7 @@ def _check(losses: dict[str, list[float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
     parser.add_argument("--inside", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()

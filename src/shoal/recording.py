@@ -95,8 +95,9 @@ class Recording:
             if batch is None or result is None:  # of a state that was loaded
                 continue
             each = spent if charged is None else charged[name]
-            row = (number, batch.first, batch.size, batch.share, now, each, *result[:3])
-            self._events.step(name, row, now)
+            loss_norm_counted = result[:3]
+            row = (number, batch.first, batch.size, batch.share, now, each, *loss_norm_counted)
+            self._events.step(name, row)
         return taken[0] == self._first
 
     def end(self, error: BaseException | None) -> None:

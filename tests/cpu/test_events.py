@@ -26,7 +26,7 @@ def record(
     spent: Spent = NOTHING,
 ) -> None:
     share = (64 * step, 64 * step + 32)
-    events.step(name, (step, 64 * step, 64, share, time, spent, loss, 2.0, 64.0), time)
+    events.step(name, (step, 64 * step, 64, share, time, spent, loss, 2.0, 64.0))
 
 
 @pytest.fixture

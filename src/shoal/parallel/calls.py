@@ -59,6 +59,10 @@ class Calls:
             num_worker_threads=THREADS + 2 * world.size,
             rpc_timeout=longest,
             init_method=f"{_SCHEME}://",
+            # Not by shared memory: a thread of that looks for messages without a pause, and takes a
+            # tenth of the core that a rank computes on.
+            _transports=["uv"],
+            _channels=["basic"],
         )
         waits = self._store.timeout
         try:
@@ -80,8 +84,18 @@ class Calls:
 
     def tell(self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
         """Run `function` on all `ranks` at once, and wait until all have; StepError if one is gone."""
+        with self.telling(ranks, function, *arguments):
+            pass
+
+    @contextlib.contextmanager
+    def telling(
+        self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any
+    ) -> Iterator[None]:
+        """As `tell`; what is inside is done in the meantime."""
         with self.explained(ranks):
-            for each in [rpc.rpc_async(name_of(rank), function, args=arguments) for rank in ranks]:
+            begun = [rpc.rpc_async(name_of(rank), function, args=arguments) for rank in ranks]
+            yield
+            for each in begun:
                 each.wait()
 
     @contextlib.contextmanager

@@ -292,9 +292,9 @@ class RemoteEngine(MeshEngine):
             with carriers.turn_of(micro):
                 workers = self._crew.workers(micro)
                 away = [rank for rank in workers if rank != self.world.rank]
-                self._calls.tell(away, _collect, self._key, context)
-                if self.world.rank in workers:
-                    self.collect(context)
+                with self._calls.telling(away, _collect, self._key, context):
+                    if self.world.rank in workers:
+                        self.collect(context)
         return shown
 
     def _asked(self, stage: int, turn: int, micro: int) -> Any:
