@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -363,6 +364,22 @@ if rank == random.Random(attempt).randrange(4):
     ]
     print("seconds from kill to all ranks reducing again:", *(f"{value:.2f}" for value in back))
     assert min(back) > 0
+
+
+def test_what_ranks_computed_counts_as_used_by_the_command(tmp_path: Path) -> None:
+    """In `time`, and where a study asks which other programs were busy beside its jobs."""
+    script = tmp_path / "busy.py"
+    script.write_text("import time\nwhile time.process_time() < 2.5: pass\n")
+
+    def used() -> float:
+        times = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return times.ru_utime + times.ru_stime
+
+    before = used()
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    # With what importing torch took.
+    assert used() - before > 5
 
 
 def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from .failure import Failure, culprit, loss, preempted, report
 from .job import Job
 from .logs import Logs
 from .nodes import Nodes, label
-from .processes import GRACE, Workers, start_server, without_main
+from .processes import GRACE, Workers, start_server, stop_server, without_main
 from .signals import Interrupted
 from .worker import bind_to_launcher
 
@@ -104,6 +104,7 @@ class Launcher:
             if self._agent.pid is not None:
                 self._agent.kill()
                 self._agent.join()
+            stop_server()
 
     def forward(self, signum: int) -> bool:
         """Pass a signal on to the ranks, which may end because of it; whether there are any."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 from ..environ import SAFE_PATH, set_variables
 from ..errors import LaunchError
@@ -55,6 +56,20 @@ def start_server() -> None:
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_server() -> None:
+    """End the fork server and wait for it.
+
+    What ranks used of processors counts as used by the command only then, in `time` and for whoever
+    else started it.
+    """
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # it has nothing left to do
+        with suppress(ChildProcessError):
+            server._stop()
 
 
 class Workers:
