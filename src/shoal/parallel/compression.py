@@ -348,4 +348,5 @@ class LowRank(Feedback):
 def _orthogonal(columns: Tensor) -> Tensor:
     """Orthogonal columns of the same span; torch has no QR in 16 bits."""
     wide = columns.to(torch.promote_types(columns.dtype, torch.float32))
-    return torch.linalg.qr(wide)[0].to(columns)
+    found: Tensor = torch.linalg.qr(wide)[0]
+    return found.to(columns)
