@@ -339,6 +339,7 @@ BAD: list[tuple[Any, Any, str]] = [
         {"first": 0, "blocks": 1},
         r"no entry of the map places shift, seen, heads.score.1.weight and 1",
     ),
+    (Net, {"": 0, 1: 1}, "names of modules"),
     (Net, {"": 0, "blocks.*": 0, "blocks.1": 1}, "two entries of the map name 'blocks.1'"),
     (tied, {"0": 0, "2": 1, "3": 1}, "0.weight and 3.weight are one tensor"),
     (shared, {"one": 0, "other": 1}, "one and other are one module"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,6 +197,79 @@ def test_it_goes_on_with_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert first.loss < 4
 
 
+def after(world: shoal.World, first: Any, second: Any, run: Path) -> list[list[Tensor]]:
+    """Parameters that a run with `second` has from one with `first`, and where it goes on to."""
+    found = []
+    for number, strategy in enumerate((first, second, second)):
+        model = shoal.parallelize(network(), world, strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        step = shoal.Step(model, optimizer, shoal.Task(loss))
+        loader = shoal.Loader(data(), world, batch_size=BATCH)
+        with shoal.Run(run, step, loader, trackers=()) as opened:
+            opened.restore()
+            if number:
+                found.append([p.detach().clone() for p in model.parameters()])
+            for batch in loader.epochs(number + 1):
+                step(batch)
+            opened.save()
+            found.append([p.detach().clone() for p in model.parameters()])
+    return found
+
+
+@pytest.mark.parametrize("first", [shoal.DDP(), shoal.DDP(compress="int8"), shoal.LocalSGD(every=3)])
+@pytest.mark.parametrize("second", [shoal.LocalSGD(every=4), shoal.DiLoCo(every=4)])
+def test_it_goes_on_from_another_strategy(
+    first: Any, second: Any, ranks: Ranks, tmp_path: Path
+) -> None:
+    for saved, begun, trained, again, end in ranks.call(after, first, second, tmp_path):
+        assert close(begun, saved)
+        assert close(again, trained)
+        assert not close(trained, saved)
+        assert not close(end, trained)
+
+
+class Experts(nn.Module):
+    """Of which a rank uses one, with parameters of other shapes than the others'; and a table."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(WIDTH, 5).double()
+        self.rest = nn.ModuleList(nn.Sequential(nn.Linear(5, n), nn.Linear(n, 1)) for n in (2, 3, 4))
+        self.rest.double()
+        self.table = nn.Parameter(torch.tensor([2**24 + 1, 2**53 + 1]), requires_grad=False)
+        self._rank = rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.rest[self._rank](torch.tanh(self.first(inputs)))
+        return found
+
+
+def with_experts(world: shoal.World, strategy: Any) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """The moments of what all ranks use, of what this one alone uses, and the table."""
+    model = shoal.parallelize(Experts(world.rank), world, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    for batch in shoal.Loader(data(), world, batch_size=BATCH).epochs(1):
+        step(batch)
+    net: Any = model
+    used = [*net.first.parameters(), *net.rest[world.rank].parameters()]
+    before = [optimizer.state[p]["exp_avg"].clone() for p in used]
+    shoal.evaluate(step, data())
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in used]
+    assert all(torch.equal(a, b) for a, b in zip(before[2:], moments[2:], strict=True))
+    return before[:2], moments[:2], net.table.tolist()
+
+
+@pytest.mark.parametrize("strategy", [shoal.LocalSGD(every=2), shoal.Hogwild()])
+def test_moments_that_not_all_have_and_whole_numbers_stay(strategy: Any, ranks: Ranks) -> None:
+    found = ranks.call(with_experts, strategy)
+    means = [torch.stack(each).mean(0) for each in zip(*(own for own, _, _ in found), strict=True)]
+    for _, averaged, table in found:
+        assert close(averaged, means)
+        assert table == [2**24 + 1, 2**53 + 1]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -204,6 +278,9 @@ def test_it_goes_on_with_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
         (lambda: shoal.DiLoCo(every=1.5), r"every=1.5"),  # type: ignore[arg-type]
         (lambda: shoal.DiLoCo(momentum=1.0), r"momentum=1.0"),
         (lambda: shoal.DiLoCo(rate=0.0), r"rate=0.0"),
+        (lambda: shoal.DiLoCo(rate=math.inf), r"rate=inf"),
+        (lambda: shoal.DiLoCo(rate="0.7"), r"rate='0.7'"),  # type: ignore[arg-type]
+        (lambda: shoal.DiLoCo(momentum=None), r"momentum=None"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_options_are_refused(make: Any, said: str) -> None:

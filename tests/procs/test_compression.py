@@ -80,6 +80,76 @@ def test_what_is_left_out_comes_later(how: Compress, ranks: Ranks) -> None:
         assert 0 < sent < (0.3 if how == "int8" else 0.7) * steps * whole
 
 
+def rescaled(world: shoal.World, how: Compress) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As `reduce`, with gradients multiplied by what differs from step to step."""
+    chosen, wire = compression.method(how), Wire(world)
+    totals = [torch.zeros_like(each) for each in gradient(0)]
+    for scale in (65536.0, 32768.0, 65536.0):
+        mine = [each * scale for each in gradient(world.rank)]
+        compression.reduce(chosen, Bucket(list("abcd"), mine, scale), wire)
+        for total, mean in zip(totals, mine, strict=True):
+            total += mean / scale
+    chosen.settle(wire)
+    return totals, chosen.state()["left"]
+
+
+@pytest.mark.parametrize("how", FEEDBACK, ids=str)
+def test_what_is_left_out_has_no_scale(how: Compress, ranks: Ranks) -> None:
+    for totals, left in ranks.call(rescaled, how):
+        for name, found, mean in zip("abcd", totals, means(), strict=True):
+            assert torch.allclose(found + left.get(name, 0 * mean), 3 * mean, rtol=0, atol=1e-9)
+
+
+def scales(world: shoal.World) -> tuple[set[float], float]:
+    """What the gradients that come to be compressed are multiplied by, as the engine has it."""
+    net = Net()
+    model = shoal.parallelize(net.layers.float(), world, shoal.DDP(compress="int8"))
+    engine = engine_of(model)
+    if not isinstance(engine, DDPEngine) or engine._method is None:
+        raise TypeError(type(engine))
+    seen, inner = set(), engine._method.reduce
+
+    def noted(bucket: Bucket, wire: Wire) -> None:
+        seen.add(bucket.scale)
+        inner(bucket, wire)
+
+    engine._method.reduce = noted  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), precision="fp16")
+    inputs, targets = data()
+    loader = shoal.Loader((inputs.float(), targets.float()), world, batch_size=BATCH)
+    for batch in loader.epochs(1):
+        step(batch)
+    left = engine.state()["compression"]["left"].values()
+    return seen, max(float(each.abs().max()) for each in left)
+
+
+def test_with_fp16_the_scale_is_that_of_the_loss(ranks: Ranks) -> None:
+    for seen, left in ranks.call(scales):
+        assert 1.0 not in seen
+        assert 65536.0 in seen
+        assert left < 1.0
+
+
+def in_16_bits(world: shoal.World, dtype: torch.dtype) -> list[float]:
+    model = shoal.parallelize(
+        nn.Linear(WIDTH, 40).to(dtype), world, shoal.DDP(compress=shoal.PowerSGD(whole=0))
+    )
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return (output.float() - 1.0).square().mean(1).sum(), len(output)
+
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.5), shoal.Task(loss))
+    loader = shoal.Loader((data()[0].to(dtype),), world, batch_size=BATCH)
+    return [step(batch).loss for batch in loader.epochs(5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_16_bits_are_compressed_too(dtype: torch.dtype, ranks: Ranks) -> None:
+    for losses in ranks.call(in_16_bits, dtype):
+        assert losses[-1] < losses[0] / 2
+
+
 def spoiled(world: shoal.World, how: Compress) -> tuple[bool, bool]:
     chosen, wire = compression.method(how), Wire(world)
     mine = gradient(world.rank, finite=world.rank != 1)
@@ -269,6 +339,7 @@ def test_it_is_chosen_by_the_link(ranks: Ranks) -> None:
         (lambda: shoal.DDP(compress="int4"), r"compress='int4'"),
         (lambda: shoal.DDP(compress=8), r"compress=8"),  # type: ignore[arg-type]
         (lambda: shoal.TopK(share=0.0), r"share=0.0"),
+        (lambda: shoal.TopK(share="0.1"), r"share='0.1'"),  # type: ignore[arg-type]
         (lambda: shoal.PowerSGD(rank=0), r"rank=0"),
         (
             lambda: compression.reduce(None, Bucket(["n"], [torch.ones(2, dtype=torch.int64)]), None),  # type: ignore[arg-type]

@@ -428,7 +428,7 @@ def test_complex_parameters_are_shared_too() -> None:
         assert losses[2] < losses[0]
 
 
-def averaged(world: shoal.World) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def averaged(world: shoal.World, met: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Averages of parameters before they are evaluated and after, and the parameters then."""
     model = shoal.parallelize(network(), world, shoal.Hogwild())
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(squares))
@@ -439,6 +439,8 @@ def averaged(world: shoal.World) -> tuple[list[Tensor], list[Tensor], list[Tenso
     mean = [average.clone() for average in ema.state_dict()["averages"].values()]
     for average in mean:
         world.all_reduce(average).div_(world.size)
+    if met:
+        shoal.evaluate(step, curve())
     with ema.applied():
         shoal.evaluate(step, curve())
     shoal.evaluate(step, curve())
@@ -446,9 +448,10 @@ def averaged(world: shoal.World) -> tuple[list[Tensor], list[Tensor], list[Tenso
     return mean, after, [p.detach().clone() for p in model.parameters()]
 
 
-def test_averaged_parameters_are_evaluated_and_kept(ranks: Ranks) -> None:
+@pytest.mark.parametrize("met", [False, True])
+def test_averaged_parameters_are_evaluated_and_kept(met: bool, ranks: Ranks) -> None:
     """Each worker has averages of its own, of which the mean is evaluated, and gone on from."""
-    found = ranks.call(averaged)
+    found = ranks.call(averaged, met)
     for mean, after, parameters in found:
         pairs = zip(mean, after, found[0][1], strict=True)
         assert all(torch.allclose(a, b) and torch.equal(b, c) for a, b, c in pairs)

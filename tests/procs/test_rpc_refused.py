@@ -16,12 +16,22 @@ from ranks import RankError, Ranks
 from tagged import STAGES, Block, Tagger, build, dataset, loss, parts, train
 
 REMOTE = shoal.Remote(stages=STAGES[2])
-WITHOUT = [{}, {"front": ()}, {"front": "first"}, {"front": ("first", "")}, ("first", "head")]
+WITHOUT = [
+    {},
+    {"front": ()},
+    {"front": "first"},
+    {"front": ("first", "")},
+    ("first", "head"),
+    {1: ("first",)},
+]
 WORKERS = [
     ({"front": (0,)}, "each has at least one worker"),
     ({"front": (0,), "back": ()}, "each has at least one worker"),
     ({"front": (0,), "back": (0, 1)}, "a rank runs one stage"),
     ({"front": (0,), "back": (-1,)}, "ranks of the axis pipeline, from 0"),
+    ({"front": (0,), "back": (True,)}, "ranks of the axis pipeline, from 0"),
+    ({"front": 0, "back": 1}, "each has at least one worker"),
+    ((0, 1), "each has at least one worker"),
 ]
 
 

@@ -6,7 +6,8 @@ process is the specification: the numbers depend on how many ranks there are and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -67,9 +68,10 @@ class DiLoCo:
 
     def __post_init__(self) -> None:
         _check_steps("DiLoCo", "every", self.every, least=1)
-        if not (self.rate > 0 and 0 <= self.momentum < 1):
+        numbers = all(isinstance(value, int | float) for value in (self.rate, self.momentum))
+        if not (numbers and 0 < self.rate < math.inf and 0 <= self.momentum < 1):
             raise StepError(
-                given=f"shoal.DiLoCo(rate={self.rate}, momentum={self.momentum})",
+                given=f"shoal.DiLoCo(rate={self.rate!r}, momentum={self.momentum!r})",
                 found="the outer rate is positive and the momentum in [0, 1)",
                 fix="rate=0.7, momentum=0.9, those of the paper",
             )
@@ -132,7 +134,7 @@ class AveragingEngine(Engine):
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Average parameters, buffers and moments: an averaging more, which training goes on from."""
-        self._average(list(self.module.parameters()))
+        self._average(_inexact(self.module.parameters()))
         self._average(others(self.module, optimizer, self.world))
 
     def state(self) -> dict[str, Any]:
@@ -140,8 +142,8 @@ class AveragingEngine(Engine):
         return {"taken": self._taken}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there."""
-        self._taken = state["taken"]
+        """Go on counting from there; a checkpoint of another strategy has nothing to count on from."""
+        self._taken = state.get("taken", 0)
 
     def _count(self) -> None:
         self._taken += 1
@@ -178,11 +180,13 @@ class OuterEngine(AveragingEngine):
         return {**super().state(), "anchors": anchors, "momentum": momentum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there; from a checkpoint of another strategy the ranks set out together."""
         super().load_state(state)
+        loaded = dict(self.module.named_parameters())
+        anchors, momentum = state.get("anchors", loaded), state.get("momentum", {})
         for name, anchor in zip(self._names, self._anchors, strict=True):
-            anchor.copy_(state["anchors"][name])
-            kept = state["momentum"].get(name)
+            anchor.copy_(anchors[name].detach())
+            kept = momentum.get(name)
             if kept is None:
                 self._outer.state.pop(anchor, None)
             else:
@@ -210,14 +214,19 @@ def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None
 
 
 def others(module: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:
-    """What ranks that step alone have besides parameters: buffers, and moments if all have them.
+    """What ranks that step alone have besides parameters: buffers, and moments that all have.
 
-    Collective. A rank whose share was empty so far has no moments as yet; then all keep their own.
+    Collective. A rank has none of a parameter that its samples have not used so far, and none at all
+    if it had no sample; of such parameters all keep their own.
     """
-    buffers = [b for b in module.buffers() if b.is_floating_point() or b.is_complex()]
     state = optimizer.state
-    moments = [value for p in module.parameters() for value in _numbers(state.get(p, {}))]
-    return buffers + (moments if len(set(world.gather(len(moments)))) == 1 else [])
+    moments = [_numbers(state.get(p, {})) for p in module.parameters()]
+    shapes = [[(value.shape, value.dtype) for value in some] for some in moments]
+    alike = [len({*map(str, each)}) == 1 for each in zip(*world.gather(shapes), strict=True)]
+    common = [
+        value for some, all_have in zip(moments, alike, strict=True) if all_have for value in some
+    ]
+    return _inexact(module.buffers()) + common
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -239,8 +248,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _numbers(state: Mapping[str, Any]) -> list[Tensor]:
     """What an optimizer keeps of a parameter: moments, and a count of steps, which may differ too."""
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    return [value for value in tensors if value.is_floating_point() or value.is_complex()]
+    return _inexact(value for value in state.values() if isinstance(value, Tensor))
+
+
+def _inexact(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of which there are means; whole numbers, of which there are none, stay each rank's own."""
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _check_steps(strategy: str, option: str, value: object, *, least: int) -> None:

@@ -54,9 +54,9 @@ class TopK:
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
+        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
             raise StepError(
-                given=f"shoal.TopK(share={self.share})",
+                given=f"shoal.TopK(share={self.share!r})",
                 found="the share of elements that is sent is in (0, 1]",
                 fix="shoal.TopK(share=0.01)",
             )
@@ -67,10 +67,14 @@ Compress: TypeAlias = str | PowerSGD | TopK
 
 
 class Bucket(NamedTuple):
-    """Gradients that are ready, of parameters of these names; of one dtype, on one device."""
+    """Gradients that are ready, of parameters of these names; of one dtype, on one device.
+
+    They are multiplied by `scale`, that of the loss with fp16, which differs from step to step.
+    """
 
     names: Sequence[str]
     gradients: Sequence[Tensor]
+    scale: float = 1.0
 
 
 class Method(Protocol):
@@ -155,7 +159,10 @@ class Half:
 
 
 class Feedback:
-    """What was left out so far, of each parameter, to be added to its next gradient."""
+    """What was left out so far, of each parameter, to be added to its next gradient.
+
+    Kept without the scale that the loss had, since the next one may have another.
+    """
 
     def __init__(self) -> None:
         self.left: dict[str, Tensor] = {}
@@ -178,7 +185,8 @@ class Feedback:
         flat = joined(bucket.gradients)
         known = [self.left.get(name) for name in bucket.names]
         if all(each is not None for each in known):
-            flat += joined([each.to(flat) for each in known if each is not None])
+            left = joined([each.to(flat) for each in known if each is not None])
+            flat.add_(left, alpha=bucket.scale)
         return flat
 
     def _leave(self, bucket: Bucket, rest: Tensor) -> None:
@@ -187,7 +195,7 @@ class Feedback:
             rest = torch.zeros_like(rest)
         sizes = [gradient.numel() for gradient in bucket.gradients]
         for name, gradient, part in zip(bucket.names, bucket.gradients, rest.split(sizes), strict=True):
-            self.left[name] = part.view_as(gradient).clone()
+            self.left[name] = part.view_as(gradient) / bucket.scale
 
 
 class Bits(Feedback):
@@ -283,22 +291,23 @@ class LowRank(Feedback):
         if others:
             put_back(wire.mean(joined(others)), others)
         if matrices:
-            self._approximate(matrices, wire)
+            self._approximate(matrices, bucket.scale, wire)
 
-    def _approximate(self, matrices: Sequence[tuple[str, Tensor]], wire: Wire) -> None:
+    def _approximate(self, matrices: Sequence[tuple[str, Tensor]], scale: float, wire: Wire) -> None:
         wanted = []
         for name, gradient in matrices:
             left = self.left.get(name)
-            wanted.append((gradient if left is None else gradient + left.to(gradient)).flatten(1))
+            whole = gradient if left is None else gradient.add(left.to(gradient), alpha=scale)
+            wanted.append(whole.flatten(1))
         bases = [self._basis(name, matrix) for (name, _), matrix in zip(matrices, wanted, strict=True)]
         columns = [matrix @ basis for matrix, basis in zip(wanted, bases, strict=True)]
         put_back(wire.mean(joined(columns)), columns)
-        columns = [torch.linalg.qr(each.nan_to_num())[0] for each in columns]
+        columns = [_orthogonal(each.nan_to_num()) for each in columns]
         rows = [matrix.T @ column for matrix, column in zip(wanted, columns, strict=True)]
         put_back(wire.mean(joined(rows)), rows)
         for (name, gradient), matrix, column, row in zip(matrices, wanted, columns, rows, strict=True):
             mean = column @ row.T
-            self._leave(Bucket([name], [gradient]), (matrix - mean).reshape(-1))
+            self._leave(Bucket([name], [gradient], scale), (matrix - mean).reshape(-1))
             if bool(row.isfinite().all()):
                 self._bases[name] = row
                 gradient.copy_(mean.view_as(gradient))
@@ -334,3 +343,10 @@ class LowRank(Feedback):
             known = torch.randn(matrix.shape[1], self._rank, generator=generator)
         known = self._bases[name] = known.to(matrix)
         return known
+
+
+def _orthogonal(columns: Tensor) -> Tensor:
+    """Orthogonal columns of the same span; torch has no QR in 16 bits."""
+    wide = columns.to(torch.promote_types(columns.dtype, torch.float32))
+    found: Tensor = torch.linalg.qr(wide)[0]
+    return found.to(columns)

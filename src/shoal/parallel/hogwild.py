@@ -97,7 +97,7 @@ class HogwildEngine(Engine):
         self._bound = options.staleness
         self._commons, choice = _commons(options.server, self._parameters, world)
         self._read: list[int] = []
-        self._versions: list[int] = []
+        self._versions = self._now()
         self._apart = False
         self._gone: set[int] = set()
         self._staleness: Counter[int] = Counter()
@@ -170,12 +170,13 @@ class HogwildEngine(Engine):
 
         Where others stand in their place, as those of an EMA do, these are averaged.
         """
-        replaced = any(self.world.gather(self._apart and self._versions != self._now()))
+        replaced = any(self.world.gather(self._versions != self._now()))
         rest = others(self.module, optimizer, self.world)
         if replaced:
             rest += self._parameters
         elif self._apart:
             self._commons.read(self._parameters)
+            self._versions = self._now()
             self.world.barrier()
             self._apart = False
         average(rest, Wire(self.world), self.world.device)
@@ -183,6 +184,7 @@ class HogwildEngine(Engine):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The parameters have been loaded; the next step lets all begin from them."""
+        self._versions = self._now()
         self._apart = False
 
     def _now(self) -> list[int]:

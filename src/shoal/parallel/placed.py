@@ -50,6 +50,8 @@ class Placed:
     def __post_init__(self) -> None:
         if not isinstance(self.devices, Mapping | Sequence | None) or isinstance(self.devices, str):
             found = f"a {type(self.devices).__name__} is neither a map of modules nor several devices"
+        elif isinstance(self.devices, Mapping) and not all(isinstance(n, str) for n in self.devices):
+            found = "a map has names of modules, which are texts"
         elif self.devices is not None and not self.devices:
             found = "no device at all"
         elif self.in_flight is not None and not _positive(self.in_flight):

@@ -47,7 +47,7 @@ class Remote:
 
     def __post_init__(self) -> None:
         fix = "stages={'front': ('first', 'blocks.0'), 'back': ('blocks.1', 'head')}"
-        named = isinstance(self.stages, Mapping) and self.stages
+        named = isinstance(self.stages, Mapping) and _names([*self.stages])
         if not named or not all(_names(modules) for modules in self.stages.values()):
             raise StepError(
                 given=f"shoal.Remote(stages={self.stages!r})",
@@ -56,10 +56,12 @@ class Remote:
             )
         if self.workers is None:
             return
-        ranks = [rank for some in self.workers.values() for rank in some]
-        if {*self.workers} != {*self.stages} or not all(self.workers.values()):
+        given = self.workers if isinstance(self.workers, Mapping) else {}
+        listed = all(isinstance(some, Sequence) for some in given.values())
+        ranks = [rank for some in given.values() for rank in some] if listed else []
+        if not listed or {*given} != {*self.stages} or not all(given.values()):
             found = f"the stages are {', '.join(self.stages)}, and each has at least one worker"
-        elif not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+        elif not all(type(rank) is int and rank >= 0 for rank in ranks):
             found = "workers are ranks of the axis pipeline, from 0"
         elif len({*ranks}) < len(ranks):
             found = "a rank runs one stage"

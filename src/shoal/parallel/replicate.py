@@ -147,6 +147,7 @@ class DDPEngine(LocalEngine):
         self._reducer: Any = ddp.reducer
         self._buffers = any(True for _ in module.buffers())
         self._method: compression.Method | None = None
+        self._scale = 1.0
         self._names = {id(p): name for name, p in module.named_parameters()}
         if options.compress is not None:
             self._compress(options.compress, ddp)
@@ -182,7 +183,7 @@ class DDPEngine(LocalEngine):
             self._reducer.prepare_for_forward()
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
             self._reducer.prepare_for_backward(roots)
-        self._last = last
+        self._last, self._scale = last, scale
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
         if last:
             self._check_reduced()
@@ -257,7 +258,8 @@ class DDPEngine(LocalEngine):
             else:
                 own.append((self._names[id(parameter)], gradient))
         if own:
-            found = compression.Bucket([name for name, _ in own], [gradient for _, gradient in own])
+            names, gradients = zip(*own, strict=True)
+            found = compression.Bucket(names, gradients, self._scale)
             compression.reduce(self._method if self._primed else None, found, self.wire)
 
     def discard(self) -> None:
