@@ -53,8 +53,10 @@ def main(options: argparse.Namespace) -> None:
         result = shoal.evaluate(step, samples, metrics={"accuracy": shoal.Accuracy()})
         engine = engine_of(model)
         if isinstance(engine, HogwildEngine):
-            few = {n: times for n, times in engine.staleness.items() if n < 10}
-            print(f"worker {world.rank}: {seconds:.1f} s; its updates were so many behind: {few}")
+            few = {n: times for n, times in sorted(engine.staleness.items()) if n < 10}
+            more = sum(engine.staleness.values()) - sum(few.values())
+            behind = f"its updates were so many behind: {few}, and {more} more than 9"
+            print(f"worker {world.rank}: {seconds:.1f} s; {behind}")
         world.say(f"accuracy {result['accuracy']:.1%} of {result['samples']:,} samples")
 
 
@@ -63,6 +65,6 @@ if __name__ == "__main__":
     parser.add_argument("--run", default="runs/hogwild")
     parser.add_argument("--samples", type=int, default=4_000)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--staleness", type=int, help="how many steps a worker may be ahead")
+    parser.add_argument("--staleness", type=int, help="steps a worker may be ahead of the slowest")
     parser.add_argument("--slow", type=float, default=0.01, help="seconds that the last one sleeps")
     main(parser.parse_args())

@@ -248,7 +248,7 @@ def _commons(
     """Where the parameters are, and why there. Raises StepError where they can't be. Collective."""
     found = "a server was asked for" if server else shared(like, world)
     if not isinstance(found, str):
-        reason = f"all {world.size} ranks are on one machine" if server is None else GIVEN
+        reason = "all ranks are on one machine" if server is None else GIVEN
         return found, Choice(what="parameters", value=SHARED, reason=reason)
     if server is False:
         raise StepError(

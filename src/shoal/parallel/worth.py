@@ -34,11 +34,14 @@ def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Choice[Compre
             best = each
         taken[str(each)] = seconds
     sent = sum(gradient.nbytes for _, gradient in gradients)
+    times = ", ".join(
+        f"{1e3 * seconds:.3g} ms {'as they are' if name == 'None' else f'by {name}'}"
+        for name, seconds in taken.items()
+    )
     return Choice(
         what="compression of gradients",
         value=best,
-        reason=f"{sent / 1e6:.3g} MB took {1e3 * taken[str(best)]:.3g} ms, the slowest rank's time, "
-        f"and {1e3 * taken['None']:.3g} ms uncompressed",
+        reason=f"{sent / 1e6:.3g} MB took the slowest rank {times}",
         rejected={
             name: f"{1e3 * seconds:.3g} ms"
             for name, seconds in taken.items()
