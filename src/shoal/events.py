@@ -90,9 +90,9 @@ class Events:
     def flush(self) -> None:
         """Hand everything recorded so far to the operating system: a killed process loses none."""
         if self._kept or self._waiting:
-            self._hand_over(b"".join(self._line(name, block) for name, block in self._steps.items()))
-            self._steps.clear()
-            self._kept = 0
+            # First, so that what is interrupted here is never written twice.
+            steps, self._steps, self._kept = self._steps, defaultdict(list), 0
+            self._hand_over(b"".join(self._line(name, rows) for name, rows in steps.items()))
         self._flushed = time.time()
 
     def close(self) -> None:

@@ -95,6 +95,26 @@ def test_steps_of_format_1_are_read(path: Path) -> None:
     assert steps(path.parent) == {("step", 1): {0: line}}
 
 
+def test_steps_whose_writing_is_interrupted_are_not_written_twice(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events(path)
+    record(events, 1)
+    whole = Events._hand_over
+
+    def interrupted(events: Events, lines: bytes) -> None:
+        whole(events, lines)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Events, "_hand_over", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            events.flush()
+    record(events, 2)
+    events.close()
+    assert [each["step"] for each in read(path)] == [1, 2]
+
+
 @pytest.mark.parametrize("loss", [0.1 + 0.2, 1e-300, 1e22, 123456789.123456789])
 def test_losses_keep_every_digit(path: Path, loss: float) -> None:
     events = Events(path)

@@ -59,8 +59,8 @@ class Calls:
             num_worker_threads=THREADS + 2 * world.size,
             rpc_timeout=longest,
             init_method=f"{_SCHEME}://",
-            # Not by shared memory: a thread of that looks for messages without a pause, and takes a
-            # tenth of the core that a rank computes on.
+            # Not by shared memory: a thread of that looks for messages without a pause, and took an
+            # eighth to a quarter of the core that a rank computed on.
             _transports=["uv"],
             _channels=["basic"],
         )
