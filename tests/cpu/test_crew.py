@@ -95,19 +95,54 @@ def job(micro: int) -> Job:
     return Job(micro, (), Future())
 
 
+def done(line: Line) -> list[int]:
+    """The micro-batches that can be taken through now."""
+    taken = []
+    while line.ready:
+        taken.append(line.take().micro)
+    return taken
+
+
 def test_jobs_are_done_in_the_order_of_their_micro_batches() -> None:
     line = Line(range(1, 8, 2))
-    done = [[each.micro for each in line.ready(job(micro))] for micro in (5, 1, 7, 3)]
-    assert done == [[], [1], [], [3, 5, 7]]
-    assert line.over
+    taken = []
+    for micro in (5, 1, 7, 3):
+        line.add(job(micro))
+        taken.append(done(line))
+    assert taken == [[], [1], [], [3, 5, 7]]
+    assert line.left() == []
 
 
 def test_jobs_that_are_never_done_are_left() -> None:
     line = Line(range(4))
-    assert [each.micro for number in (0, 2, 3) for each in line.ready(job(number))] == [0]
+    for micro in (0, 2, 3):
+        line.add(job(micro))
+    assert done(line) == [0]
     assert [each.micro for each in line.left()] == [2, 3]
-    assert not line.over
-    assert Line(range(0)).over
+    assert not Line(range(0)).ready
+
+
+def test_jobs_wait_while_backwards_run() -> None:
+    line = Line(range(3))
+    line.add(job(0))
+    line.add(job(1))
+    assert line.take().micro == 0
+    line.mark(0, over=False)
+    line.mark(2, over=False)
+    assert (line.backward, line.ready) == (True, False)
+    line.mark(0, over=True)
+    assert (line.backward, line.ready) == (True, False)
+    line.mark(2, over=True)
+    assert (line.backward, line.ready) == (False, True)
+
+
+def test_a_backward_that_is_over_does_not_begin_again() -> None:
+    """What a stage hands on as it received it has its gradient last."""
+    line = Line(range(2))
+    line.add(job(0))
+    line.mark(1, over=True)
+    line.mark(1, over=False)
+    assert (line.backward, line.ready) == (False, True)
 
 
 def test_messages_wait_for_their_turn_and_none_comes_after_it() -> None:
@@ -118,6 +153,7 @@ def test_messages_wait_for_their_turn_and_none_comes_after_it() -> None:
     first, late = job(0), job(1)
     assert inbox.post(1, first)
     assert inbox.receive() is first
+    assert inbox.receive(wait=False) is None
     assert inbox.post(1, late)
     assert inbox.end() == [late]
     assert not inbox.post(1, job(2))

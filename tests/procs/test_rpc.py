@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,33 @@ def test_micro_batches_may_have_other_shapes(started: Callable[[str], Ranks]) ->
         wanted = lengths(world, None)
     for found in started("pipeline=2").call(lengths, CREWS["2"][1]):
         assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def order(world: shoal.World, frozen: bool) -> list[str]:
+    """Forwards and backwards of this rank's stage, whose backward takes a while."""
+    seen: list[str] = []
+    model = build()
+    if frozen:
+        for layer in (model.embedding, model.blocks[0]):
+            layer.requires_grad_(False)
+    model = shoal.parallelize(model, world, CREWS["2"][1])
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    if not world.first:
+        wide, narrow = (step.model.get_submodule(f"blocks.1.{name}") for name in ("wide", "narrow"))
+        wide.register_forward_hook(lambda *_: seen.append("F") if torch.is_grad_enabled() else None)
+        next(narrow.parameters()).register_hook(lambda _: time.sleep(0.02))
+        next(wide.parameters()).register_hook(lambda _: seen.append("B"))
+    for batch in shoal.Loader(dataset(), world, batch_size=16, micro_batches=4).epochs(1):
+        step(batch)
+    return seen
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_forward_begins_where_a_backward_runs(started: Callable[[str], Ranks], frozen: bool) -> None:
+    """Also where no gradient goes on from there, which is what tells of its end."""
+    seen = started("pipeline=2").call(order, frozen)[1]
+    assert "".join(seen) == "FB" * 12  # three batches of four
 
 
 def heard_at() -> set[tuple[str, int]]:

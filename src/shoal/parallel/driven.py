@@ -3,8 +3,9 @@
 All ranks come to each turn, a step or an inference, with the same micro-batches. The driver has several
 micro-batches under way, each carried by a thread that asks the last stage for its output. A stage asks
 the one before, and so on, under torch's distributed autograd, so that activations go straight from each
-stage to the next and gradients the same way back. Threads only carry: what is computed forward runs in
-the main thread of each rank, in the order of the micro-batches.
+stage to the next and gradients the same way back. What is computed forward runs in the main thread of
+each rank, in the order of the micro-batches. It waits while a backward runs there, in a thread of
+torch's, of which hooks tell.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.batch import Batch
 from shoal.engine import Totals
@@ -32,7 +33,7 @@ from shoal.parallel.carriers import Carriers
 from shoal.parallel.crew import Crew
 from shoal.parallel.held import Inputs, by_name, hold
 from shoal.parallel.holding import global_norm
-from shoal.parallel.inbox import Arrived, Carried, Inbox, Job, Line, Over
+from shoal.parallel.inbox import Arrived, Backward, Carried, Inbox, Job, Line, Over
 from shoal.parallel.local import mixed
 from shoal.parallel.mesh import MeshEngine, sum_over
 from shoal.parallel.stages import Outer, Stage, keep_only
@@ -172,15 +173,10 @@ class RemoteEngine(MeshEngine):
             self._error = told = error
         arrived = (self._key, turn, self.world.rank, told)
         self._calls.ask(self._crew.driver, _arrived, *arrived)
-        while True:
-            message = self._inbox.receive()
-            if isinstance(message, Over):
-                failure = self._error or message.error
-                if failure is not None:
-                    raise failure
-                return
-            if isinstance(message, Job):
-                self._compute_ready(work, line, message)
+        over = self._attend(work, line)  # only the driver is told of anything else
+        failure = self._error or over.error
+        if failure is not None:
+            raise failure
 
     def _drive(self, work: Work, turn: int, line: Line) -> list[Any]:
         """Have all micro-batches carried through the stages, and tell the others when that is over."""
@@ -193,13 +189,11 @@ class RemoteEngine(MeshEngine):
         values: dict[int, Any] = {}
         try:
             self._check_converted()
-            self._await_others()
+            self._await_others(work, line)
             carriers.start(len(self._crew.everyone) + 1)
             while len(values) < len(work.micros):
-                message = self._inbox.receive()
-                if isinstance(message, Job):
-                    self._compute_ready(work, line, message)
-                elif isinstance(message, Carried):
+                message = self._attend(work, line)
+                if isinstance(message, Carried):
                     if message.error is not None:
                         raise self._error or message.error
                     values[message.micro] = message.value
@@ -211,11 +205,11 @@ class RemoteEngine(MeshEngine):
             self._end(turn, failed)
         return [values[number] for number in range(len(work.micros))]
 
-    def _await_others(self) -> None:
+    def _await_others(self, work: Work, line: Line) -> None:
         """Until all ranks are there; raises what keeps one of them from taking part."""
         absent = {*self._others}
         while absent:
-            message = self._inbox.receive()
+            message = self._attend(work, line)
             if isinstance(message, Arrived):
                 absent.discard(message.rank)
                 if message.error is not None:
@@ -237,20 +231,34 @@ class RemoteEngine(MeshEngine):
         """Nothing has come for a while: raise StepError if whom this rank waits for is gone."""
         self._calls.look(self._others if self.speaks else [self._crew.driver])
 
-    def _compute_ready(self, work: Work, line: Line, job: Job) -> None:
-        """Do the jobs whose turn it is; time afterwards is that of waiting, or of backward."""
+    def _attend(self, work: Work, line: Line) -> Arrived | Carried | Over:
+        """Do the jobs of this rank's stage, until there is a message of another kind."""
         timeline = self.world.timeline
-        for each in line.ready(job):
-            timeline.enter(FORWARD)
-            try:
-                answer: Answer = (None, self._compute(work, each))
-            except Exception as error:
-                self._error = self._error or error
-                answer = (self._described(error), None)
-            timeline.enter(COMMUNICATION)
-            each.reply.set_result(answer)
-        if line.over:
-            timeline.enter(BACKWARD)
+        while True:
+            timeline.enter(BACKWARD if line.backward else COMMUNICATION)
+            message = self._inbox.receive(wait=not line.ready)
+            if message is None:
+                timeline.enter(FORWARD)
+                self._do(work, line)
+            elif isinstance(message, Job):
+                line.add(message)
+            elif isinstance(message, Backward):
+                line.mark(message.micro, over=message.over)
+            else:
+                return message
+
+    def _do(self, work: Work, line: Line) -> None:
+        """One job, and the answer to it."""
+        job = line.take()
+        try:
+            answer: Answer = (None, self._compute(work, job))
+        except Exception as error:
+            self._error = self._error or error
+            answer = (self._described(error), None)
+        else:
+            if self._number == self._crew.last and work.factor is not None:
+                line.mark(job.micro, over=False)  # of a loss, which is at once gone back from
+        job.reply.set_result(answer)
 
     def _compute(self, work: Work, job: Job) -> Any:
         """Take one micro-batch through this rank's stage, and on the last one through the loss."""
@@ -259,8 +267,12 @@ class RemoteEngine(MeshEngine):
         if self._stage.needed:
             arguments = work.task.arguments(micro, work.seed)
             inputs = by_name(self.signature, *arguments, type(self.module).__name__)
+        if work.factor is not None:
+            self._mark(job.received, job.micro, over=True)
         with mixed(device, work.autocast):
             output = self._run(job.received, inputs)
+            if work.factor is not None:
+                self._mark(output, job.micro, over=False)
             if self._number < self._crew.last:
                 return _on(_CPU, output)
             if work.factor is None:
@@ -273,6 +285,13 @@ class RemoteEngine(MeshEngine):
                 fix="compute it from the model's output, without .detach(), .item() or no_grad()",
             )
         return _on(_CPU, (loss * (work.factor * micro.weight), (loss.detach(), count)))
+
+    def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
+        """Tell the main thread when gradients come to tensors, from the thread that computes them."""
+        message, turn = Backward(micro, over), self._inbox.turn
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.post(turn, message))
 
     def _run(self, received: Sequence[Any], inputs: Inputs) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
@@ -292,9 +311,9 @@ class RemoteEngine(MeshEngine):
             with carriers.turn_of(micro):
                 workers = self._crew.workers(micro)
                 away = [rank for rank in workers if rank != self.world.rank]
-                with self._calls.telling(away, _collect, self._key, context):
+                with self._calls.telling(away, _collect, self._key, context, turn, micro):
                     if self.world.rank in workers:
-                        self.collect(context)
+                        self.collect(context, turn, micro)
         return shown
 
     def _asked(self, stage: int, turn: int, micro: int) -> Any:
@@ -319,8 +338,8 @@ class RemoteEngine(MeshEngine):
             return self._described(RuntimeError("the step is over")), None
         return reply.result()
 
-    def collect(self, context: int) -> None:
-        """Add what a micro-batch gave to the gradients of this rank's parameters."""
+    def collect(self, context: int, turn: int, micro: int) -> None:
+        """Add what a micro-batch, whose backward is over, gave to the gradients of parameters here."""
         with torch.no_grad():
             gradients = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
             for parameter, gradient in gradients.items():
@@ -330,9 +349,10 @@ class RemoteEngine(MeshEngine):
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
+        self.post(turn, Backward(micro, over=True))
 
-    def post(self, turn: int, message: Arrived | Over) -> None:
-        """A message of another rank."""
+    def post(self, turn: int, message: Arrived | Backward | Over) -> None:
+        """A message to the main thread, of another rank or thread."""
         self._inbox.post(turn, message)
 
     def call(self, inputs: Inputs) -> Any:
@@ -375,9 +395,9 @@ def _pass(key: str, turn: int, micro: int) -> Answer:
     return _engine(key).passed(turn, micro)
 
 
-def _collect(key: str, context: int) -> None:
+def _collect(key: str, context: int, turn: int, micro: int) -> None:
     """By RPC: keep the gradients that a context of distributed autograd has of this rank."""
-    _engine(key).collect(context)
+    _engine(key).collect(context, turn, micro)
 
 
 def _arrived(key: str, turn: int, rank: int, error: ShoalError | None) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
@@ -29,6 +30,13 @@ class Job(NamedTuple):
     reply: Future[Any]
 
 
+class Backward(NamedTuple):
+    """The backward of a micro-batch through this rank's stage begins, or is over."""
+
+    micro: int
+    over: bool
+
+
 class Carried(NamedTuple):
     """A micro-batch has been through all stages, and back, or not."""
 
@@ -43,7 +51,7 @@ class Over(NamedTuple):
     error: ShoalError | None
 
 
-Message: TypeAlias = Arrived | Job | Carried | Over
+Message: TypeAlias = Arrived | Job | Backward | Carried | Over
 
 
 class Inbox:
@@ -82,36 +90,57 @@ class Inbox:
             self._queues.setdefault(turn, SimpleQueue()).put(message)
             return True
 
-    def receive(self) -> Message:
-        """The next message of this turn."""
+    def receive(self, *, wait: bool = True) -> Message | None:
+        """The next message of this turn; without `wait` None if there is none yet."""
         with self._lock:
             queue = self._queues.setdefault(self.turn, SimpleQueue())
         while True:
             try:
-                return queue.get(timeout=LOOK_SECONDS)
+                return queue.get(block=wait, timeout=LOOK_SECONDS)
             except Empty:
+                if not wait:
+                    return None
                 self._look()
 
 
 class Line:
-    """Jobs done in the order of their micro-batches, in whatever order they come."""
+    """Jobs in the order of their micro-batches, in whatever order they come; none during a backward.
+
+    A rank computes on what its process was given, so a forward beside a backward would only delay what
+    the stages before wait for (as in the schedule 1F1B of Narayanan et al. 2019).
+    """
 
     def __init__(self, micros: range) -> None:
-        self._micros = iter(micros)
-        self._next = next(self._micros, None)
+        self._order = deque(micros)
         self._waiting: dict[int, Job] = {}
+        self._backwards: set[int] = set()
+        self._over: set[int] = set()
 
     @property
-    def over(self) -> bool:
-        """Whether no job is to come any more."""
-        return self._next is None
+    def backward(self) -> bool:
+        """Whether a backward is under way."""
+        return bool(self._backwards)
 
-    def ready(self, job: Job) -> Iterator[Job]:
-        """The jobs whose turn it is, now that `job` is there too."""
+    @property
+    def ready(self) -> bool:
+        """Whether there is a job to do now."""
+        return not self._backwards and bool(self._order) and self._order[0] in self._waiting
+
+    def add(self, job: Job) -> None:
+        """A job has come."""
         self._waiting[job.micro] = job
-        while self._next in self._waiting:
-            yield self._waiting.pop(self._next)
-            self._next = next(self._micros, None)
+
+    def take(self) -> Job:
+        """The job that is ready."""
+        return self._waiting.pop(self._order.popleft())
+
+    def mark(self, micro: int, *, over: bool) -> None:
+        """The backward of a micro-batch begins, or is over for good."""
+        if over:
+            self._over.add(micro)
+        else:
+            self._backwards.add(micro)
+        self._backwards -= self._over
 
     def left(self) -> list[Job]:
         """Those that were never done."""
