@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -20,16 +21,22 @@ LOOK_SECONDS = 0.5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
+class Gone(Protocol):
+    """What tells which ranks have ended."""
+
+    def __call__(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
+        """Those of `ranks` that have ended; if `unreachable`, also those that can't be reached."""
+
+
 class Survivors:
     """The `members` of a world: the ranks, by their first numbers, that lived when they met last.
 
-    `gone` gives those of some ranks that have ended; one that is only silent is waited for. `rank` is
-    this one's first number; they meet in `store`.
+    `gone` gives those of some ranks that have ended; one that is only silent is waited for, and one
+    whose machine can't be reached for as long as a wait may last. `rank` is this one's first number;
+    they meet in `store`.
     """
 
-    def __init__(
-        self, store: Store, *, rank: int, size: int, gone: Callable[[Sequence[int]], set[int]]
-    ) -> None:
+    def __init__(self, store: Store, *, rank: int, size: int, gone: Gone) -> None:
         self.members = list(range(size))
         self.rank = rank
         self.store = store
@@ -39,8 +46,8 @@ class Survivors:
     def meet(self, limit: float) -> list[int]:
         """Wait until each member has come or has ended; those that have ended since. Collective.
 
-        Raises LaunchError where one that lives does not come within `limit` seconds, or where the
-        store is gone, with rank 0 or the launcher.
+        Raises LaunchError where one that lives does not come within `limit` seconds, where the others
+        have left this one out, or where the store is gone, with rank 0 or the launcher.
         """
         try:
             here = self._meet(limit)
@@ -52,6 +59,13 @@ class Survivors:
                 fix="see rank 0's own error, which keeps the store unless `shoal run` does; the same "
                 "command goes on from the newest checkpoint",
             ) from None
+        if self.rank not in here:
+            raise LaunchError(
+                given=f"rank {self.rank}, which meets the others again",
+                found="they could not reach its machine, and have gone on without it",
+                fix="see the network; the same command, when they are done, goes on from the newest "
+                "checkpoint",
+            )
         lost = [member for member in self.members if member not in here]
         self.members = here
         return lost
@@ -64,17 +78,19 @@ class Survivors:
         last = self.store.add(f"{self._meetings}/came", 1) == len(keys)
         pause, looked, until = _FIRST_PAUSE, time.monotonic(), time.monotonic() + limit
         while not self.store.check([decided]):
+            late = time.monotonic() >= until
             # The last one to come decides at once; the others only where it may never come.
-            if last or time.monotonic() >= looked + LOOK_SECONDS:
+            if last or late or time.monotonic() >= looked + LOOK_SECONDS:
                 # Also those that have come: they may have ended while they waited.
-                ended = self.gone([member for member in keys if member != self.rank])
+                others = [member for member in keys if member != self.rank]
+                ended = self.gone(others, unreachable=late)
                 living = [member for member in keys if member not in ended]
                 if self.store.check([keys[member] for member in living]):
                     self.store.compare_set(decided, "", json.dumps(living))
                     break
                 last, looked = False, time.monotonic()
-            if time.monotonic() >= until:
-                missing = [member for member, key in keys.items() if not self.store.check([key])]
+            if late:
+                missing = [member for member in living if not self.store.check([keys[member]])]
                 raise LaunchError(
                     given=f"a wait of more than {limit:g} s for ranks to meet",
                     found=f"rank {spans(missing)} lives and did not come",

@@ -298,6 +298,11 @@ class World:
         if not essential:
             may_die_alone()
 
+    def answered(self) -> None:
+        """Another rank has answered a call of this one, which so does not wait without end."""
+        if self._watch is not None:
+            self._watch.answered()
+
     def meet(self) -> None:
         """Where ranks may die, wait for those that live, the world from here on. Collective."""
         if self.survivors is None or self._watch is None:

@@ -15,15 +15,16 @@ LONG = 600.0
 
 
 class Ranks:
-    """Some ranks, of which those in `ended` are dead."""
+    """Some ranks, of which those in `ended` are dead, and those in `far` can't be reached."""
 
     def __init__(self, size: int) -> None:
         store = HashStore()
         self.ended: set[int] = set()
+        self.far: set[int] = set()
         self.ranks = [Survivors(store, rank=rank, size=size, gone=self._gone) for rank in range(size)]
 
-    def _gone(self, ranks: Sequence[int]) -> set[int]:
-        return self.ended & set(ranks)
+    def _gone(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
+        return (self.ended | self.far if unreachable else self.ended) & set(ranks)
 
     def meet(self, *ranks: int) -> list[list[int]]:
         """What each of them is told."""
@@ -62,3 +63,15 @@ def test_one_that_lives_and_does_not_come_is_named() -> None:
     with pytest.raises(shoal.LaunchError, match="rank 1-2 lives and did not come") as caught:
         ranks.ranks[0].meet(0.0)
     assert "a wait of more than 0 s" in caught.value.given
+
+
+def test_one_that_can_not_be_reached_is_waited_for_and_then_left_out() -> None:
+    """It may come back when the others have gone on."""
+    ranks = Ranks(3)
+    ranks.far = {2}
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: ranks.ranks[rank].meet(0.5), (0, 1)))
+    assert found == [[2], [2]]
+    with pytest.raises(shoal.LaunchError, match="could not reach its machine, and have gone on"):
+        ranks.meet(2)
+    assert ranks.meet(0, 1) == [[], []]

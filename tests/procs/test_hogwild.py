@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -310,6 +311,25 @@ def test_a_server_that_is_killed_is_an_error_at_once(mortals: Ranks, tmp_path: P
         assert isinstance(each, RankError)
         assert isinstance(each.error, shoal.StepError), each.text
         assert "does not answer any more" in each.error.found
+
+
+def train_for(world: shoal.World, seconds: float) -> int:
+    """Steps whose time goes into calls, and no meeting."""
+    model = shoal.parallelize(nn.Linear(1000, 1000), world, shoal.Hogwild(server=True))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-6), shoal.Task(squares))
+    samples = torch.zeros(4, 1000), torch.zeros(4, 1000)
+    until = time.monotonic() + seconds
+    for batch in shoal.Loader(samples, world, batch_size=2).epochs(10**9):
+        step(batch)
+        if time.monotonic() > until:
+            return step.number
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.full
+def test_workers_that_are_answered_do_not_hang_however_long_they_do_not_meet() -> None:
+    with Ranks(2, timeout=1, prepare_timeout=1) as two:
+        assert min(two.call(train_for, 5.0)) > 1
 
 
 def look_around(world: shoal.World) -> tuple[bool, bool, list[str]]:

@@ -1,8 +1,9 @@
 """The thread of each rank that notices a wait without end, finds out who is to blame, and ends all.
 
-A rank waits without end if no process group has begun anything new for as long as a wait may last,
-and it is inside a collective, or inside torch.distributed sending or receiving. So nothing has to be
-counted in the training itself, and whatever takes long without making others wait is no hang.
+A rank waits without end if no process group has begun anything new for as long as a wait may last, no
+call has been answered, and it is inside a collective, or inside torch.distributed sending or receiving.
+So nothing has to be counted in the training itself, and whatever takes long without making others wait
+is no hang.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class Watch:
         self._peers: list[Peer] = [peer for peer, _ in everyone]
         self._token: str = everyone[0][1]
         self._before = trace.newest()
+        self._answers = 0
         self._left = -math.inf
         self._decided = False
         self._ending: asyncio.Task[None] | None = None
@@ -109,14 +111,22 @@ class Watch:
             self._thread.join()
         self._socket.close()
 
-    def gone(self, ranks: Sequence[int]) -> set[int]:
-        """Those of the ranks whose processes have ended or have left the world; not the silent."""
+    def gone(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
+        """Those of the ranks whose processes have ended or have left the world; not the silent.
+
+        With `unreachable` also those from whose machines nothing comes back.
+        """
         try:
             asked = asyncio.run_coroutine_threadsafe(self._ask(ranks, {"alive": True}), self._loop)
         except RuntimeError:  # this rank has left it itself
             return set()
+        signs = (ConnectionError, UnreachableError) if unreachable else ConnectionError
         answers = zip(ranks, asked.result(), strict=True)
-        return {rank for rank, answer in answers if isinstance(answer, ConnectionError)}
+        return {rank for rank, answer in answers if isinstance(answer, signs)}
+
+    def answered(self) -> None:
+        """Another rank has answered this one, outside of all process groups; from any thread."""
+        self._answers += 1  # one may be lost among threads: that it has changed is enough
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -125,16 +135,19 @@ class Watch:
     async def _watch(self) -> None:
         async with await asyncio.start_server(self._answer, sock=self._socket):
             later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
-            counts, waited, looked = trace.counts(), 0.0, time.monotonic()
+            counts, waited, looked = self._counts(), 0.0, time.monotonic()
             while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
                 # Time in which this process was stopped, or its machine asleep, is nobody's fault.
                 passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
                 looked = time.monotonic()
-                now = trace.counts()
+                now = self._counts()
                 waited, counts = waited + passed if now == counts else 0.0, now
                 if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
                     await self._judge(waited)
                     await _within(self._stopped.wait(), _AGAIN_SECONDS)
+
+    def _counts(self) -> tuple[int, ...]:
+        return (self._answers, *trace.counts())
 
     async def _judge(self, seconds: float) -> None:
         """Ask all ranks, decide, and end all if that is to be believed; the lowest judge goes on."""

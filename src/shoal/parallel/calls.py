@@ -52,6 +52,7 @@ class Calls:
             )
         self.hosts: list[str] = world.gather(socket.gethostname())
         self._rank, self._size = world.rank, world.size
+        self._answered = world.answered
         self._store = world.store(_PREFIX)
         self._closed = False
         longest = max(world.limits.step, world.limits.prepare) + MARGIN_SECONDS
@@ -80,7 +81,9 @@ class Calls:
     def ask(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
         """What `function` returns on another rank, gradients and all; StepError if that is gone."""
         with self.explained([rank]):
-            return rpc.rpc_sync(name_of(rank), function, args=arguments)
+            answer = rpc.rpc_sync(name_of(rank), function, args=arguments)
+        self._answered()
+        return answer
 
     def tell(self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
         """Run `function` on all `ranks` at once, and wait until all have; StepError if one is gone."""

@@ -207,25 +207,32 @@ class HogwildEngine(Engine):
         pause = _FIRST_PAUSE
         while late := self._late(self._bound):
             now = time.monotonic()
-            if now >= looked + LOOK_SECONDS:
+            if now >= begun + self.world.limits.step:
+                self._look(late, unreachable=True)
+                self._check_left(late)
+            elif now >= looked + LOOK_SECONDS:
                 looked = now
                 self._look(late)
-            if now >= begun + self.world.limits.step:
-                raise StepError(
-                    given=f"a wait of more than {self.world.limits.step:g} s in "
-                    f"shoal.Hogwild(staleness={self._bound})",
-                    found=f"rank {late[0]} lives and takes no step",
-                    fix="see what keeps it; if a step may take so long, shoal.init(timeout=…)",
-                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _look(self, workers: list[int]) -> None:
-        """Which of some workers have ended."""
+    def _look(self, workers: list[int], *, unreachable: bool = False) -> None:
+        """Which of some workers have ended, or can't be reached either."""
         survivors = self.world.survivors
         if survivors is not None:
-            ended = survivors.gone([self._ranks[worker] for worker in workers])
+            ended = survivors.gone([self._ranks[w] for w in workers], unreachable=unreachable)
             self._gone |= {worker for worker in workers if self._ranks[worker] in ended}
+
+    def _check_left(self, late: list[int]) -> None:
+        """Raise StepError if one of those for which this worker has waited too long is there."""
+        left = [worker for worker in late if worker not in self._gone]
+        if left:
+            raise StepError(
+                given=f"a wait of more than {self.world.limits.step:g} s in "
+                f"shoal.Hogwild(staleness={self._bound})",
+                found=f"rank {left[0]} lives and takes no step",
+                fix="see what keeps it; if a step may take so long, shoal.init(timeout=…)",
+            )
 
     def _late(self, bound: int) -> list[int]:
         clocks = self._commons.clocks()
