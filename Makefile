@@ -5,11 +5,13 @@
 .PHONY: help venv demo docs test test-rest test-long test-all lint format clean
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 export PYTHON
+# Tests start thousands of processes, each of which would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
 CODE := $(wildcard src tests examples benchmarks)
-# Most tests wait for processes of theirs; two files at a time keep two cores busy.
-IN_PARALLEL := -n 2 --dist loadfile
+# Most tests wait for processes of theirs: three files at a time keep two cores busy.
+IN_PARALLEL := -n 3 --dist loadfile
 
 help: ## list these targets
 	@echo 'make [PYTHON=/path/to/python3.11] TARGET'
@@ -35,7 +37,7 @@ test: lint ## lint, then the tests that need neither root nor system packages
 test-rest: venv ## what CI runs besides: system packages, more of long tables
 	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not long'
 
-test-long: venv ## all the rest of long tables: half an hour
+test-long: venv ## all the rest of long tables: an hour
 	@$(PY) -m pytest $(IN_PARALLEL) -m long
 
 test-all: test ## everything

@@ -69,6 +69,7 @@ with shoal.init(seed=1) as world:
 BLAMED = {"data": (1, "wait"), "compute": (2, "forward")}
 SHARES = {"data": "wait", "compute": "forward", "link": "communication", "disk": "checkpoint"}
 PAIRS = ["+".join(pair) for pair in combinations(SHARES, 2)]
+COVER = ("link", "disk", "data+compute")
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +95,8 @@ def verdict(cluster: Cluster, folder: Path, causes: str) -> Verdict:
 @pytest.mark.parametrize(
     "causes",
     [
-        *SHARES,
-        *(
-            pytest.param(pair, marks=[] if pair == "data+compute" else pytest.mark.long)
-            for pair in PAIRS
-        ),
+        pytest.param(causes, marks=[] if causes in COVER else pytest.mark.long)
+        for causes in (*SHARES, *PAIRS)
     ],
 )
 def test_what_was_planted_is_blamed(causes: str, cluster: Cluster, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ LONG = [pytest.mark.long]
     [
         pytest.param(["--nodes", "3", "-n", "5"], 5, id="2, 2, 1", marks=LONG),
         pytest.param(["-n", "2"], 2, id="1 x 2", marks=LONG),
-        pytest.param(["--nodes", "2", "-n", "4"], 4, id="2 x 2"),
+        pytest.param(["--nodes", "2", "-n", "4"], 4, id="2 x 2", marks=LONG),
         pytest.param(["--nodes", "4"], 4, id="4 x 1", marks=LONG),
         pytest.param(["--nodes=4", "--gpus-per-node=3"], 12, id="4 x 3 of 8 GPUs", marks=LONG),
         pytest.param(
@@ -279,6 +279,7 @@ TWICE = TWICE.replace(
 TWICE = TWICE.replace("        run.save()\n", "")
 
 
+@pytest.mark.long
 def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
     """A save that ends between SIGTERM and SIGKILL is whole, one that does not never was.
 

@@ -107,6 +107,7 @@ def test_tensors_and_what_can_only_be_iterated(sets: str, capsys: pytest.Capture
     assert found["stages"] is None
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured(sets: str, tmp_path: Path) -> None:
     """The terminal sends it to the workers too."""
     bench = [sys.executable, "-m", "shoal", "bench", "data", f"{sets}:loader"]

@@ -58,6 +58,7 @@ def test_a_way_that_fails_is_a_row_with_its_reason(
         assert len(list(csv.DictReader(file))) == len(modes_of)
 
 
+@pytest.mark.long
 def test_the_real_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "NUMBERS", (5,))
     assert ask() == 0

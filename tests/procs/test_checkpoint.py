@@ -169,8 +169,8 @@ def refuse_everywhere(world: OverGloo, directory: Path, code: int) -> list[tuple
     ("code", "text", "fix"),
     [
         (errno.ENOSPC, "No space left", "free space"),
-        (errno.EACCES, "Permission denied", "writable"),
-        (errno.EDQUOT, "quota exceeded", "quota shows"),
+        pytest.param(errno.EACCES, "Permission denied", "writable", marks=pytest.mark.long),
+        pytest.param(errno.EDQUOT, "quota exceeded", "quota shows", marks=pytest.mark.long),
         (errno.EIO, "Input/output error", "in order"),
     ],
 )

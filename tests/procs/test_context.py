@@ -139,7 +139,11 @@ def test_in_bf16_it_stays_close(two: Ranks, expected: Trained, strategy: Any) ->
         ("context=2,tensor=2", [shoal.Context(), shoal.Tensor(plan=PLAN)]),
         ("shard=2,context=2", [shoal.Context(), shoal.FSDP()]),
         ("replicate=2,context=2", [shoal.Context(), shoal.FSDP()]),
-        ("shard=2,context=2,tensor=2", [shoal.Context(), shoal.Tensor(plan=PLAN), shoal.FSDP()]),
+        pytest.param(
+            "shard=2,context=2,tensor=2",
+            [shoal.Context(), shoal.Tensor(plan=PLAN), shoal.FSDP()],
+            marks=pytest.mark.long,
+        ),
         ("replicate=2,context=2,tensor=2", [shoal.Context(), shoal.Tensor(plan=PLAN)]),
     ],
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +31,16 @@ SMALL = {
         "",
     ),
 }
-EXAMPLES = [
-    pytest.param(name, marks=pytest.mark.full if name in ("mnist", "placed") else pytest.mark.long)
-    for name in SMALL
-]
+
+
+def examples(*often: str) -> list[Any]:
+    """All of them, of which CI tries some."""
+    return [
+        pytest.param(name, marks=pytest.mark.full if name in often else pytest.mark.long)
+        for name in SMALL
+    ]
+
+
 LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")
 STAND_IN = "--training 500 --test 200 --gzip"
 TINY_MODEL = ["--samples", "96", "--longest", "4", "--epochs", "2"]
@@ -61,7 +68,7 @@ def arguments(name: str, digits: Path) -> list[str]:
     return [*SMALL[name][0].split(), *(["--data", str(digits)] if name == "mnist" else [])]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples("mnist", "placed"))
 def test_an_example_ends_the_same_in_two_parts(
     name: str,
     repository: Path,
@@ -107,7 +114,7 @@ def check_alone_and_two(script: Path, given: list[str], folder: Path) -> None:
     assert last_line(ALONE, str(script), *given, "--run", str(folder / "alone")) == alone
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", examples("mnist"))
 def test_an_example_gives_the_same_on_two_processes(
     name: str, repository: Path, digits: Path, tmp_path: Path
 ) -> None:

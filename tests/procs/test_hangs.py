@@ -302,7 +302,7 @@ def test_a_rank_that_has_left_is_named(start: Start) -> None:
     assert the_line(ended.err).startswith(f"rank 1 of 3 on {HOST} has ended or left its world; ranks 0")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_what_takes_long_and_makes_nobody_wait_in_vain_is_no_hang(start: Start) -> None:
     """FAILURES 20: before the first step, in sections for it, and on all ranks alike."""
     run = start(

@@ -140,6 +140,7 @@ def test_a_torch_that_is_new_enough_is_left_alone(
     )
 
 
+@pytest.mark.long
 def test_a_torch_that_is_too_old_is_replaced_unless_held(
     commands: list[str], checkout: Path, wheels: Path, tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ def cells_print(cells: list[str], folder: Path) -> str:
     return "".join(output.text for output in outputs if output.get("name") == "stdout")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_notebook(alone: str, tmp_path: Path) -> None:
     """The same function, defined in one cell and launched in another."""
     definitions = TRAIN.removesuffix("main()\n")
@@ -132,7 +132,9 @@ def test_mpirun(mpirun: str, processes: int, alone: str, tmp_path: Path) -> None
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
+@pytest.mark.parametrize(
+    "mpirun", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.long)]
+)
 def test_two_jobs_on_one_machine_do_not_clash(mpirun: str, alone: str, tmp_path: Path) -> None:
     """FAILURES 16: even where there are hardly enough ports for both."""
     command = [program(mpirun), *(["--oversubscribe"] if "openmpi" in mpirun else [])]

@@ -82,6 +82,7 @@ def digest(ended: Ended) -> str:
     return str(found[-1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "program", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.long)]
 )

@@ -341,7 +341,9 @@ def holder(nodes: Nodes) -> Command:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_without_the_node_that_holds_the_rendezvous_all_end(
     nodes: Nodes, signum: signal.Signals
 ) -> None:

@@ -171,7 +171,7 @@ def distance(found: Ended, expected: Ended) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("last", [3, 8])
+@pytest.mark.parametrize("last", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_another_number_of_ranks_in_mid_epoch(last: int, tmp_path: Path) -> None:
     """FAILURES 3: 4, then 2, then 3 or 8 ranks. Both times more had been done than was saved."""
     exact = Training(directory=tmp_path / "resized", noise=0, every=3)

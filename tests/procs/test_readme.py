@@ -41,7 +41,7 @@ def outcome(text: str, command: list[str], folder: Path) -> float:
     return F.cross_entropy(output, (inputs[:, 0] > 0).long()).item()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_plain_ddp_and_shoal_learn_the_same(scripts: list[str], tmp_path: Path) -> None:
     """In another order of the samples; Shoal also without a launcher, and then exactly."""
     plain, ours, _ = scripts

@@ -75,7 +75,7 @@ def test_the_same_code_in_other_places_is_the_same(folders: list[Path]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["train.py", "helper.py"])
+@pytest.mark.parametrize("name", [pytest.param("train.py", marks=pytest.mark.long), "helper.py"])
 def test_other_code_on_one_rank_is_named(name: str, folders: list[Path]) -> None:
     """FAILURES 25: another source."""
     with (folders[1] / name).open("a") as file:

@@ -239,7 +239,7 @@ def long_save(world: shoal.World, directory: Path) -> list[int]:
     return saved(directory)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_long_save_is_no_hang(tmp_path: Path) -> None:
     with Ranks(2, timeout=6.0) as ranks:
         first, second = ranks.call(long_save, tmp_path)

@@ -63,7 +63,7 @@ def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
         pytest.param("replicate=2,tensor=2", {}, marks=pytest.mark.full),
         pytest.param("shard=2,tensor=2", {}, marks=pytest.mark.long),
         pytest.param("tensor=2", SEQUENCE, marks=pytest.mark.long),
-        pytest.param("shard=2,tensor=2", SEQUENCE, marks=pytest.mark.full),
+        pytest.param("shard=2,tensor=2", SEQUENCE, marks=pytest.mark.long),
     ],
 )
 def test_a_transformers_model_is_divided_by_its_own_plan_or_another(layout: str, plan: Any) -> None:

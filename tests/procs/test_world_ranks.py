@@ -283,7 +283,7 @@ def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None:
     """FAILURES 20: a long limit for what comes before the first step, a short one from then on."""
     with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
