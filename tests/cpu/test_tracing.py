@@ -164,7 +164,15 @@ def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
         assert windows.asked(folder) is None
 
 
-def record(folder: Path, rank: int, *, clock: int, profiler: float, offsets: list[Offset]) -> None:
+def record(
+    folder: Path,
+    rank: int,
+    *,
+    clock: int,
+    profiler: float,
+    offsets: list[Offset],
+    lasting: float = 9e5,
+) -> None:
     """A record of two steps that all ranks began at the times 1 s and 2 s, and of one operation.
 
     The rank's clock is `clock` ns ahead of that time, its profiler's `profiler` µs.
@@ -183,7 +191,7 @@ def record(folder: Path, rank: int, *, clock: int, profiler: float, offsets: lis
             "cat": "user_annotation",
             "name": f"shoal step {step}",
             "ts": (step - 4) * 1e6 + profiler,
-            "dur": 9e5,
+            "dur": lasting,
             **here,
         }
         for step in (5, 6)
@@ -213,6 +221,20 @@ def test_records_become_one_timeline_by_rank_0s_clock(tmp_path: Path) -> None:
     arrows = [each["id"] for each in events if each["ph"] == "s"]
     assert len(set(arrows)) == 2
     assert not any(each["name"] in ("before", "Record Window End") for each in events)
+
+
+@pytest.mark.parametrize("drift", [0, -7, 1234, 50_001])
+def test_steps_that_follow_each_other_do_so_by_another_clock(drift: int, tmp_path: Path) -> None:
+    """In nanoseconds a second; viewers leave out a range that begins in one and ends after it."""
+    record(tmp_path / "traces", 0, clock=0, profiler=0.0004, offsets=[Offset(0, 0, 0)], lasting=1e6)
+    offsets = [Offset(SECOND, 333, 0), Offset(2 * SECOND, 333 + drift, 0)]
+    record(tmp_path / "traces", 1, clock=0, profiler=0.1257, offsets=offsets, lasting=1e6)
+    events = checked_events(merge(tmp_path, 5, 6))
+    for rank in (0, 1):
+        first, second = (
+            each for each in events if each["pid"] == rank and each["name"] in ("step 5", "step 6")
+        )
+        assert first["ts"] + first["dur"] == pytest.approx(second["ts"], rel=0, abs=1e-6)
 
 
 def test_a_clock_that_nobody_compared_is_set_by_the_steps(tmp_path: Path) -> None:

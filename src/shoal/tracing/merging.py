@@ -117,13 +117,19 @@ def _merged(paths: list[Path]) -> Iterator[Event]:
             if (
                 event["ph"] != "M" and own >= begun - 1
             ):  # what came before is the beginning of the record
-                yield _placed(record, event, record.time(own) - zero, len(paths))
+                yield _placed(record, event, own, zero, len(paths))
         yield from _tracks(record)
 
 
-def _placed(record: Record, event: Event, time: float, ranks: int) -> Event:
-    """An event of the profiler's as one of the timeline."""
-    placed: Event = event | {"pid": record.rank, "ts": round(time, 3)}
+def _placed(record: Record, event: Event, own: float, zero: float, ranks: int) -> Event:
+    """An event of the profiler's, of a time `own` by the rank's clock, as one of the timeline."""
+    begin = round(record.time(own) - zero, 3)
+    placed: Event = event | {"pid": record.rank, "ts": begin}
+    if isinstance(
+        event.get("dur"), int | float
+    ):  # by its end, or it would end in the next one after another clock's rounding
+        end = round(record.time(own + event["dur"]) - zero, 3)
+        placed["dur"] = round(end - begin, 3)
     if event["name"].startswith(MARK) and event.get("cat") == "user_annotation":
         return placed | {"tid": STEPS_TRACK, "name": event["name"].removeprefix("shoal "), "args": {}}
     key = event["pid"], event["tid"]
