@@ -125,9 +125,8 @@ def _placed(record: Record, event: Event, own: float, zero: float, ranks: int) -
     """An event of the profiler's, of a time `own` by the rank's clock, as one of the timeline."""
     begin = round(record.time(own) - zero, 3)
     placed: Event = event | {"pid": record.rank, "ts": begin}
-    if isinstance(
-        event.get("dur"), int | float
-    ):  # by its end, or it would end in the next one after another clock's rounding
+    if isinstance(event.get("dur"), int | float):
+        # By its end: rounded by itself it would reach into the next one.
         end = round(record.time(own + event["dur"]) - zero, 3)
         placed["dur"] = round(end - begin, 3)
     if event["name"].startswith(MARK) and event.get("cat") == "user_annotation":
