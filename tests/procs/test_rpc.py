@@ -206,11 +206,11 @@ def test_micro_batches_may_have_other_shapes(started: Callable[[str], Ranks]) ->
         assert found == pytest.approx(wanted, rel=1e-12)
 
 
-def order(world: shoal.World, frozen: bool) -> list[str]:
+def order(world: shoal.World, case: str) -> list[str]:
     """Forwards and backwards of this rank's stage, whose backward takes a while."""
     seen: list[str] = []
     model = build()
-    if frozen:
+    if case == "frozen":
         for layer in (model.embedding, model.blocks[0]):
             layer.requires_grad_(False)
     model = shoal.parallelize(model, world, CREWS["2"][1])
@@ -220,16 +220,23 @@ def order(world: shoal.World, frozen: bool) -> list[str]:
         wide.register_forward_hook(lambda *_: seen.append("F") if torch.is_grad_enabled() else None)
         next(narrow.parameters()).register_hook(lambda _: time.sleep(0.02))
         next(wide.parameters()).register_hook(lambda _: seen.append("B"))
+    if not world.first and case == "differentiated":
+
+        def differentiate(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+            if torch.is_grad_enabled():
+                torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+
+        step.model.get_submodule("blocks.1").register_forward_hook(differentiate)
     for batch in shoal.Loader(dataset(), world, batch_size=16, micro_batches=4).epochs(1):
         step(batch)
     return seen
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("frozen", [False, True])
-def test_no_forward_begins_where_a_backward_runs(started: Callable[[str], Ranks], frozen: bool) -> None:
-    """Also where no gradient goes on from there, which is what tells of its end."""
-    seen = started("pipeline=2").call(order, frozen)[1]
+@pytest.mark.parametrize("case", ["trained", "frozen", "differentiated"])
+def test_no_forward_begins_where_a_backward_runs(started: Callable[[str], Ranks], case: str) -> None:
+    """Also where no gradient goes on from there, which tells of its end, or a forward takes one."""
+    seen = started("pipeline=2").call(order, case)[1]
     assert "".join(seen) == "FB" * 12  # three batches of four
 
 
@@ -251,6 +258,35 @@ def test_calls_are_heard_from_this_machine_alone(started: Callable[[str], Ranks]
     two = started("pipeline=2")
     two.divide("pipeline=2")  # a world in which nobody listens yet
     assert two.call(listening) == [{"127.0.0.1"}] * 2
+
+
+def until_interrupted(world: shoal.World, victim: int) -> str:
+    step, data = parts(world, CREWS["1 + 2"][1])
+
+    def interrupt(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            raise KeyboardInterrupt
+
+    if world.rank == victim:
+        layer = next(m for m in step.model.modules() if isinstance(m, nn.Embedding | nn.Linear))
+        layer.register_forward_hook(interrupt)
+    try:
+        for batch in data.epochs(1):
+            step(batch)
+    except (shoal.StepError, KeyboardInterrupt) as error:
+        return repr(error) if world.rank == victim else str(error)
+    return "it has gone on"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_an_interrupted_rank_is_named_on_all_others(
+    started: Callable[[str], Ranks], victim: int
+) -> None:
+    """And none takes the step for done, or waits for what that rank had begun."""
+    results = started("pipeline=3").call(until_interrupted, victim)
+    assert results.pop(victim) == "KeyboardInterrupt()"
+    assert all(f"rank {victim} (stage" in found for found in results)
 
 
 def until_killed(world: shoal.World, victim: int, where: str) -> str:

@@ -180,7 +180,7 @@ class RemoteEngine(MeshEngine):
 
     def _drive(self, work: Work, turn: int, line: Line) -> list[Any]:
         """Have all micro-batches carried through the stages, and tell the others when that is over."""
-        failed: Exception | None = None
+        failed: BaseException | None = None
         carriers = Carriers(
             len(work.micros),
             lambda micro: self._carry(work, turn, micro, carriers),
@@ -197,7 +197,7 @@ class RemoteEngine(MeshEngine):
                     if message.error is not None:
                         raise self._error or message.error
                     values[message.micro] = message.value
-        except Exception as error:
+        except BaseException as error:  # an interrupt too: else the others would take it for done
             failed = error
             raise
         finally:
@@ -215,7 +215,7 @@ class RemoteEngine(MeshEngine):
                 if message.error is not None:
                     raise message.error
 
-    def _end(self, turn: int, failed: Exception | None) -> None:
+    def _end(self, turn: int, failed: BaseException | None) -> None:
         """Tell the others that the turn is over, also where some of them are gone."""
         told = None if failed is None else self._described(failed)
         if failed is None:
@@ -255,6 +255,9 @@ class RemoteEngine(MeshEngine):
         except Exception as error:
             self._error = self._error or error
             answer = (self._described(error), None)
+        except BaseException as error:
+            job.reply.set_result((self._described(error), None))
+            raise
         else:
             if self._number == self._crew.last and work.factor is not None:
                 line.mark(job.micro, over=False)  # of a loss, which is at once gone back from
@@ -287,11 +290,14 @@ class RemoteEngine(MeshEngine):
         return _on(_CPU, (loss * (work.factor * micro.weight), (loss.detach(), count)))
 
     def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
-        """Tell the main thread when gradients come to tensors, from the thread that computes them."""
+        """Tell the main thread when the backward comes to tensors, from the thread that it runs in.
+
+        Hooks of tensors would also be called by torch.autograd.grad in a forward.
+        """
         message, turn = Backward(micro, over), self._inbox.turn
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.post(turn, message))
+        for node in {leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}:
+            if node is not None:
+                node.register_prehook(lambda _: self.post(turn, message))
 
     def _run(self, received: Sequence[Any], inputs: Inputs) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
@@ -378,7 +384,7 @@ class RemoteEngine(MeshEngine):
         except Exception as caught:
             return self._described(caught), None
 
-    def _described(self, error: Exception) -> ShoalError:
+    def _described(self, error: BaseException) -> ShoalError:
         """An error as other ranks hear of it."""
         if isinstance(error, ShoalError):
             return error
