@@ -85,17 +85,17 @@ class Survivors:
                 others = [member for member in keys if member != self.rank]
                 ended = self.gone(others, unreachable=late)
                 living = [member for member in keys if member not in ended]
-                if self.store.check([keys[member] for member in living]):
+                missing = [member for member in living if not self.store.check([keys[member]])]
+                if not missing:
                     self.store.compare_set(decided, "", json.dumps(living))
                     break
+                if late:
+                    raise LaunchError(
+                        given=f"a wait of more than {limit:g} s for ranks to meet",
+                        found=f"rank {spans(missing)} lives and did not come",
+                        fix="see what keeps it; if it may take so long, shoal.init(timeout=…)",
+                    )
                 last, looked = False, time.monotonic()
-            if late:
-                missing = [member for member in living if not self.store.check([keys[member]])]
-                raise LaunchError(
-                    given=f"a wait of more than {limit:g} s for ranks to meet",
-                    found=f"rank {spans(missing)} lives and did not come",
-                    fix="see what keeps it; if it may take so long, shoal.init(timeout=…)",
-                )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         here: list[int] = json.loads(self.store.get(decided))

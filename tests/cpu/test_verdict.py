@@ -39,7 +39,15 @@ def call(**changes: Any) -> Collective:
 
 
 def judged(*found: Seen | Absent) -> Verdict:
-    return decide(found, seconds=5.2)
+    verdict = decide(found, seconds=5.2)
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize("other", [AWAY, COMPILES, SILENT, ENDED])
+def test_where_nobody_waits_any_more_nobody_is_to_blame(other: Seen | Absent) -> None:
+    """What one waited for may come while all are asked."""
+    assert decide([replace(WAITS, waits=None), other], seconds=5.2) is None
 
 
 def test_who_is_elsewhere_did_not_arrive() -> None:

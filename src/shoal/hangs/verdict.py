@@ -84,13 +84,15 @@ def from_plain(plain: Mapping[str, Any]) -> Seen:
     return Seen(**{**plain, "waits": waits and Collective(**waits), "recent": recent})
 
 
-def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict:
-    """Name the rank that the others have been waiting for, for `seconds`.
+def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
+    """Name the rank that the others have been waiting for, for `seconds`; None if nobody waits.
 
     A rank that does something else than the others comes first, then those whose process is gone,
     those that are elsewhere, those that do not answer. If all of them wait, they wait for each other.
     """
     waiting = [one for one in found if isinstance(one, Seen) and one.waits is not None]
+    if not waiting:
+        return None
     size = len(found)
     mismatch = _mismatch([one for one in found if isinstance(one, Seen)], waiting, size)
     if mismatch is not None:

@@ -155,9 +155,9 @@ class Watch:
             return
         answers = await self._ask(range(self._size), {"judge": self._rank})
         found = [self._understand(rank, answer) for rank, answer in enumerate(answers)]
-        if not any(isinstance(one, Seen) and one.waits is not None for one in found):
-            return  # what it waited for has come in the meantime
         decided = verdict.decide(found, seconds=seconds)
+        if decided is None:  # what this rank waited for has come while the others were asked
+            return
         if seconds < min(self.limit + decided.patience, max(self.limit, self._limits.prepare)):
             return
         report = self._put_into_words(decided, found)
