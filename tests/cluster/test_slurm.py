@@ -92,7 +92,7 @@ STARTED = {
 }
 
 
-LESS_USED = ("srun inside salloc", "arbitrary", "heterogeneous", "pmi2", "MPICH")
+LESS_USED = ("srun inside salloc", "arbitrary", "heterogeneous", "pmi2", "pmix", "MPICH")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def test_all_operations_over_gloo(start: Start, tmp_path: Path) -> None:
     assert "points, 3 samples of each: about" in ended.err
 
 
+@pytest.mark.long
 def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
     endless = "--repeats 1000000 --seconds 3600"
     running = start(*f"-n 2 --sizes 1KiB,4KiB {endless} -o m.json".split())

@@ -226,7 +226,8 @@ def by_torchrun(run: str, port: int) -> dict[str, object]:
     return {**names, **store, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_a_rank_that_never_comes_is_named(launcher: str, tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     run = tmp_path.name

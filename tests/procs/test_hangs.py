@@ -331,7 +331,7 @@ def test_what_takes_long_and_makes_nobody_wait_in_vain_is_no_hang(start: Start) 
     assert (ended.code, "found:" in ended.err) == (0, False), ended.err
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_stopped_at_once_is_no_hang(start: Start) -> None:
     """As a scheduler suspends a job: time in which nobody ran is nobody's fault."""
     run = start(

@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command.clean_up()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_script_without_a_guard_launches_again_and_again(start: Start) -> None:
     script = """
         import json, os, sys

@@ -83,9 +83,7 @@ def digest(ended: Ended) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "program", ["mpirun.openmpi", pytest.param("mpirun.mpich", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("program", ["mpirun.openmpi", "mpirun.mpich"])
 def test_stopped_and_resumed_it_ends_bit_equal(program: str, tmp_path: Path) -> None:
     """A signal to one rank; saves go on beside the training, over a group of their own."""
     stopped = mpirun.run(program, 2, TRAIN, tmp_path, "whole", "stopped")

@@ -175,7 +175,7 @@ def killed_and_back(nodes: Nodes, script: str) -> None:
     assert (seen.exact, seen.end) == (True, 5 * 41)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
     killed_and_back(nodes, f"MOST = 4\n{textwrap.dedent(TRAIN)}")
     expected = alone(tmp_path / "alone")

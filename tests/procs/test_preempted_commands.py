@@ -135,11 +135,8 @@ def test_one_rank_is_told(start: Start) -> None:
 @pytest.mark.parametrize(
     "signum",
     [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
-        *(
-            pytest.param(each, marks=pytest.mark.long)
-            for each in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
-        ),
+        pytest.param(each, marks=pytest.mark.long)
+        for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2)
     ],
 )
 def test_the_launcher_is_told(signum: signal.Signals, start: Start) -> None:
@@ -227,7 +224,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(command: list[str], start: S
     assert twice.members() == []
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_process_alone_is_told(start: Start) -> None:
     run = start("train.py")
     run.wait_ready(1)

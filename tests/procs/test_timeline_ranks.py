@@ -154,8 +154,13 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full if name == "fsdp" else pytest.mark.long)
+        for name in STRATEGIES
+    ],
+)
 def test_they_add_up_under_other_strategies(name: str, tmp_path: Path) -> None:
     layout, strategy = STRATEGIES[name]
     pipeline = name == "pipeline"
