@@ -37,7 +37,7 @@ test: lint ## lint, then the tests that need neither root nor system packages
 test-rest: venv ## what CI runs besides: system packages, more of long tables
 	@$(PY) -m pytest $(IN_PARALLEL) -m '(system or full) and not long'
 
-test-long: venv ## all the rest of long tables: an hour
+test-long: venv ## all the rest of long tables, which takes longest
 	@$(PY) -m pytest $(IN_PARALLEL) -m long
 
 test-all: test ## everything
