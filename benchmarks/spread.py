@@ -26,5 +26,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 def quartiles(values: Sequence[float]) -> Spread:
     """From the first quartile to the third: of many rounds on a machine with neighbours."""
+    if len(values) == 1:
+        return spread(values)
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median=middle, low=low, high=high)

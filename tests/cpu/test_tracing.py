@@ -225,7 +225,7 @@ def test_records_become_one_timeline_by_rank_0s_clock(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drift", [0, -7, 1234, 50_001])
 def test_steps_that_follow_each_other_do_so_by_another_clock(drift: int, tmp_path: Path) -> None:
-    """In nanoseconds a second; viewers leave out a range that begins in one and ends after it."""
+    """The drift in nanoseconds a second; ranges of one line lie within each other or apart."""
     record(tmp_path / "traces", 0, clock=0, profiler=0.0004, offsets=[Offset(0, 0, 0)], lasting=1e6)
     offsets = [Offset(SECOND, 333, 0), Offset(2 * SECOND, 333 + drift, 0)]
     record(tmp_path / "traces", 1, clock=0, profiler=0.1257, offsets=offsets, lasting=1e6)
