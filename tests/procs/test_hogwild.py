@@ -375,6 +375,16 @@ def test_on_one_machine_nobody_else_can_call() -> None:
             assert addresses == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("server", [None, False, True])
+def test_alone_it_trains_wherever_the_parameters_would_be(server: bool | None) -> None:
+    with shoal.init() as world:
+        model = shoal.parallelize(linear(), world, shoal.Hogwild(server=server, staleness=0))
+        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-3), shoal.Task(squares))
+        samples = torch.ones(8, WIDTH).double(), torch.ones(8, 1).double()
+        losses = [step(batch).loss for batch in shoal.Loader(samples, world, batch_size=4).epochs(2)]
+    assert losses[-1] < losses[0]
+
+
 def lie(world: shoal.World, server: bool | None) -> str:
     """Rank 0 says that it is another process, as if it were on another machine."""
     real = os.getpid

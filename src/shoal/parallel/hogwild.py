@@ -253,9 +253,9 @@ def _commons(
     server: bool | None, like: list[torch.Tensor], world: World
 ) -> tuple[Commons, Choice[str]]:
     """Where the parameters are, and why there. Raises StepError where they can't be. Collective."""
-    found = "a server was asked for" if server else shared(like, world)
+    found = "a server was asked for" if server and world.size > 1 else shared(like, world)
     if not isinstance(found, str):
-        reason = "all ranks are on one machine" if server is None else GIVEN
+        reason = GIVEN if server is False else "all ranks are on one machine"
         return found, Choice(what="parameters", value=SHARED, reason=reason)
     if server is False:
         raise StepError(
