@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cluster.slurm import Cluster
@@ -26,14 +25,14 @@ import torch, shoal
 def loss(output, batch):
     return (output - batch[1]).square().sum(), len(output)
 
-with shoal.init(timeout=5) as world:
+with shoal.init() as world:
     inputs = torch.randn(60, 4)
     samples = inputs, inputs.sum(1, keepdim=True)
     model = shoal.parallelize(torch.nn.Linear(4, 1), world, shoal.Hogwild(staleness=8))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.05), shoal.Task(loss))
     for batch in shoal.Loader(samples, world, batch_size=12).epochs(60):
         if step.number == 20:
-            Path(f"half-way-{world.rank}").touch()
+            Path(f"there-{world.rank}").touch()
             while not Path("go on").exists():
                 time.sleep(0.01)
         step(batch)
@@ -47,7 +46,7 @@ import torch, shoal
 def loss(output, batch):
     return output.square().sum(), len(output)
 
-with shoal.init(layout="pipeline=3", timeout=600) as world:
+with shoal.init(layout="pipeline=3") as world:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
     stages = {"a": ("0",), "b": ("1",), "c": ("2",)}
     model = shoal.parallelize(model, world, shoal.Remote(stages=stages))
@@ -56,7 +55,7 @@ with shoal.init(layout="pipeline=3", timeout=600) as world:
     for batch in data.epochs(10**6):
         step(batch)
         if step.number == 5:
-            Path(f"trained-{world.rank}").touch()
+            Path(f"there-{world.rank}").touch()
 """
 
 
@@ -75,9 +74,30 @@ def srun(folder: Path, *arguments: str) -> list[str]:
     return ["srun", *alone, sys.executable, *arguments]
 
 
-def python(cluster: Cluster, node: str, script: Path) -> psutil.Process:
-    (found,) = cluster.running(node, str(script))
-    return found
+class Ranks:
+    """One on each of the nodes, in the middle of their training; `log` is what they have said."""
+
+    def __init__(self, cluster: Cluster, folder: Path, text: str) -> None:
+        self._cluster, self._folder = cluster, folder
+        self._script = folder / "train.py"
+        self._script.write_text(text)
+        self._process = cluster.start(srun(folder, str(self._script)), folder=folder)
+        wait_for(lambda: len(list(folder.glob("there-*"))) == len(NODES))
+
+    def kill(self, number: int) -> None:
+        """Kill the rank of that number."""
+        (found,) = self._cluster.running(NODES[number], str(self._script))
+        found.kill()
+
+    def end(self) -> str:
+        """What they have said when the last of them has ended."""
+        running = self._cluster.running
+        wait_for(lambda: not any(running(node, str(self._script)) for node in NODES))
+        for node in NODES:
+            self._cluster.network.mend(node)
+        self._process.kill()  # it would wait for a host that could not tell it
+        self._process.communicate()
+        return (self._folder / "log").read_text()
 
 
 def test_stages_on_three_hosts_train_as_one_process_does(
@@ -100,15 +120,10 @@ def test_a_stage_that_is_killed_is_named_on_the_other_hosts(
     victim: int, cluster: Cluster, tmp_path: Path
 ) -> None:
     """Long before a step would be too long; the last one drives."""
-    script = tmp_path / "train.py"
-    script.write_text(STAGES)
-    with cluster.start(srun(tmp_path, str(script)), folder=tmp_path) as process:
-        wait_for(lambda: len(list(tmp_path.glob("trained-*"))) == 3)
-        begun = time.monotonic()
-        python(cluster, NODES[victim], script).kill()
-        process.communicate(timeout=120)
-    said = (tmp_path / "log").read_text()
-    assert said.count(f"rank {victim} on {NODES[victim]} is gone") >= 1, said
+    ranks = Ranks(cluster, tmp_path, STAGES)
+    begun = time.monotonic()
+    ranks.kill(victim)
+    assert f"rank {victim} on {NODES[victim]} is gone" in ranks.end()
     assert time.monotonic() - begun < GONE_WITHIN
 
 
@@ -117,19 +132,14 @@ def test_workers_push_to_a_server_on_another_host_and_go_on_without_one(
     fault: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     """One whose machine can't be reached is given the time that a step may take."""
-    script = tmp_path / "train.py"
-    script.write_text(SERVED)
-    with cluster.start(srun(tmp_path, str(script)), folder=tmp_path) as process:
-        wait_for(lambda: len(list(tmp_path.glob("half-way-*"))) == 3)
-        if fault == "killed":
-            python(cluster, NODES[2], script).kill()
-        else:
-            cluster.network.cut(NODES[2])
-        (tmp_path / "go on").touch()
-        wait_for(lambda: not any(cluster.running(node, str(script)) for node in NODES))
-        cluster.network.mend(NODES[2])
-        process.kill()  # it waits for a host that could not tell it
-    said = (tmp_path / "log").read_text()
+    if fault == "killed":
+        ranks = Ranks(cluster, tmp_path, SERVED)
+        ranks.kill(2)
+    else:
+        ranks = Ranks(cluster, tmp_path, SERVED.replace("init()", "init(timeout=10)"))
+        cluster.network.cut(NODES[2])
+    (tmp_path / "go on").touch()
+    said = ranks.end()
     losses = [float(line) for line in said.splitlines() if line[:1].isdigit()]
     assert len(losses) == 2, said
     assert max(losses) < 1e-3
@@ -141,12 +151,7 @@ def test_workers_push_to_a_server_on_another_host_and_go_on_without_one(
 def test_a_stage_that_is_cut_off_is_named_after_the_time_of_a_step(
     victim: int, cluster: Cluster, tmp_path: Path
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(STAGES.replace("timeout=600", "timeout=10"))
-    with cluster.start(srun(tmp_path, str(script)), folder=tmp_path) as process:
-        wait_for(lambda: len(list(tmp_path.glob("trained-*"))) == 3)
-        cluster.network.cut(NODES[victim])
-        wait_for(lambda: not any(cluster.running(node, str(script)) for node in NODES))
-        cluster.network.mend(NODES[victim])
-        process.kill()  # it waits for a host that could not tell it
-    assert f"{NODES[victim]} can't be reached from" in (tmp_path / "log").read_text()
+    text = STAGES.replace('layout="pipeline=3"', 'layout="pipeline=3", timeout=10')
+    ranks = Ranks(cluster, tmp_path, text)
+    cluster.network.cut(NODES[victim])
+    assert f"{NODES[victim]} can't be reached from" in ranks.end()

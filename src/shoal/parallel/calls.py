@@ -100,6 +100,7 @@ class Calls:
             yield
             for each in begun:
                 each.wait()
+                self._answered()
 
     @contextlib.contextmanager
     def explained(self, ranks: Sequence[int]) -> Iterator[None]:
