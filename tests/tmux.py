@@ -18,7 +18,7 @@ SHELL = "bash --norc --noprofile"
 
 
 class Tmux:
-    """A window of a server of its own, which ends with the test."""
+    """A window of a server of its own, which ends with the test; its shell is in the folder."""
 
     def __init__(self, folder: Path, width: int, height: int, **variables: str) -> None:
         self.raw = folder / "raw"
@@ -30,7 +30,7 @@ class Tmux:
         size = ["-x", str(width), "-y", str(height)]
         term = variables.get("TERM", "screen-256color")
         inner = f"env TERM={term} {SHELL}"
-        self._tmux("-f", "/dev/null", "new-session", "-d", *size, inner)
+        self._tmux("-f", "/dev/null", "new-session", "-d", "-c", str(folder), *size, inner)
         self._tmux("set-option", "-g", "status", "off")
         self._tmux("pipe-pane", f"cat >> {shlex.quote(str(self.raw))}")
 

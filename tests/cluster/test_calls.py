@@ -96,7 +96,7 @@ class Ranks:
         for node in NODES:
             self._cluster.network.mend(node)
         self._process.kill()  # it would wait for a host that could not tell it
-        self._process.communicate()
+        self._process.wait()
         return (self._folder / "log").read_text()
 
 

@@ -172,10 +172,12 @@ def record(
     profiler: float,
     offsets: list[Offset],
     lasting: float = 9e5,
+    late: tuple[float, float] = (0, 0),
 ) -> None:
     """A record of two steps that all ranks began at the times 1 s and 2 s, and of one operation.
 
-    The rank's clock is `clock` ns ahead of that time, its profiler's `profiler` µs.
+    The rank's clock is `clock` ns ahead of that time, its profiler's `profiler` µs; it marked the steps
+    `late` µs after it had noted their times.
     """
     here = {"pid": 7, "tid": 9}
     events: list[dict[str, Any]] = [
@@ -190,7 +192,7 @@ def record(
             "ph": "X",
             "cat": "user_annotation",
             "name": f"shoal step {step}",
-            "ts": (step - 4) * 1e6 + profiler,
+            "ts": (step - 4) * 1e6 + profiler + late[step - 5],
             "dur": lasting,
             **here,
         }
@@ -235,6 +237,16 @@ def test_steps_that_follow_each_other_do_so_by_another_clock(drift: int, tmp_pat
             each for each in events if each["pid"] == rank and each["name"] in ("step 5", "step 6")
         )
         assert first["ts"] + first["dur"] == pytest.approx(second["ts"], rel=0, abs=1e-6)
+
+
+@pytest.mark.parametrize("late", [(0, 3000), (3000, 0), (40, 50)])
+def test_a_rank_that_had_to_wait_while_it_marked_a_step_keeps_both(
+    late: tuple[float, float], tmp_path: Path
+) -> None:
+    record(tmp_path / "traces", 0, clock=0, profiler=7, offsets=[Offset(0, 0, 0)], late=late)
+    begins = steps_of(checked_events(merge(tmp_path, 5, 6)), 0)
+    least = min(late)
+    assert begins == pytest.approx({5: 1e5 + late[0] - least, 6: 1.1e6 + late[1] - least})
 
 
 def test_a_clock_that_nobody_compared_is_set_by_the_steps(tmp_path: Path) -> None:
