@@ -9,7 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import shoal
 from shoal.errors import LayoutError, StepError
 from shoal.hangs.stacks import communication, stack
 from shoal.parallel.carriers import Carriers
@@ -59,6 +62,26 @@ def test_stages_that_do_not_chain_are_refused_by_name(
 ) -> None:
     with pytest.raises(StepError) as caught:
         cut(stages)
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "found"),
+    [
+        ({"a": ("0",), "b": ("1", "second")}, "'second', which the model does not call"),
+        ({"a": ("0",), "b": ("1", "2"), "c": ("3",)}, "stage 'c' has no parameters"),
+    ],
+)
+def test_one_process_calls_nothing_and_refuses_what_ranks_would(
+    stages: Mapping[str, Sequence[str]], found: str, world: shoal.World
+) -> None:
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1), nn.Tanh())
+
+    right = shoal.Remote(stages={"a": ("0", "1"), "b": ("2", "3")})
+    assert shoal.parallelize(layers(), world, right)(torch.ones(3, 2)).shape == (3, 1)
+    with pytest.raises(StepError) as caught:
+        shoal.parallelize(layers(), world, shoal.Remote(stages=stages))
     assert found in str(caught.value)
 
 

@@ -60,6 +60,7 @@ def test_everything_is_said_at_any_width(width: int) -> None:
     assert "the default: deterministic algorithms are slower" in reasons
 
 
+@pytest.mark.full
 def test_a_contradictory_environment_is_shown_with_the_error() -> None:
     done = info(RANK="1", WORLD_SIZE="2", SLURM_PROCID="3")
     assert done.returncode == 2
@@ -86,6 +87,7 @@ finally:
 """
 
 
+@pytest.mark.full
 def test_one_process_opens_no_port_and_imports_no_more_than_it_needs() -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(

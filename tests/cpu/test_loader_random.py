@@ -211,6 +211,7 @@ with shoal.init() as world:
 """
 
 
+@pytest.mark.full
 def test_of_several_workers_one_tells_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=200, check=True

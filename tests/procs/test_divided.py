@@ -353,7 +353,7 @@ def test_a_model_made_share_by_share_has_the_values_and_ties_of_one_process(two:
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("accumulate", ["sharded", "whole"])
+@pytest.mark.parametrize("accumulate", ["sharded", pytest.param("whole", marks=pytest.mark.full)])
 def test_a_batch_that_failed_leaves_nothing_behind(two: Ranks, accumulate: str) -> None:
     with shoal.init() as world:
         expected = failing(world, accumulate)

@@ -142,6 +142,7 @@ ASLEEP = """
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_arrive_is_named_with_its_line(start: Start) -> None:
     """FAILURES 18: rank 1 sleeps before a collective."""
     run = start(ASLEEP)

@@ -235,6 +235,7 @@ def stopped(world: shoal.World, directory: Path) -> tuple[str, int]:
     return done.reason, done.step.number
 
 
+@pytest.mark.full
 def test_one_rank_may_end_it_for_all(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.call(stopped, tmp_path) == [("callback", 4)] * 2
 

@@ -108,7 +108,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
     (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
-    (Net, shoal.DDP(), "no strategy given serves the axis 'pipeline'"),
+    (Net, shoal.DDP(), "layout='replicate=-1'), or shoal.Pipeline(split=…) for this axis"),
 ]
 
 

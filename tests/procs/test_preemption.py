@@ -276,6 +276,7 @@ def told_late(world: shoal.World, directory: Path) -> tuple[int, bool]:
     return step.number, run._stopping._asked
 
 
+@pytest.mark.full
 def test_workers_leave_the_end_to_their_rank(
     ranks: Ranks, undisturbed: list[Ended], tmp_path: Path
 ) -> None:

@@ -193,7 +193,7 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
     [
         ("raise ValueError('boom')", 1, "ValueError: boom"),
         full("raise ConnectionError('boom') from ValueError()", 1, "ConnectionError: boom"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)"),
+        full("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)"),
         full("sys.exit(3)", 3, "ended with exit code 3"),
         full("sys.exit('no data')", 1, "no data"),
         full("os._exit(7)", 7, "ended with exit code 7"),
@@ -289,6 +289,7 @@ def test_ctrl_c_ends_ranks_without_handlers_quietly(start: Start) -> None:
     assert (ended.code, ended.out, ended.err) == (130, "", "")
 
 
+@pytest.mark.full
 def test_a_signal_while_the_run_starts(start: Start) -> None:
     run = start("import time\nwhile True: time.sleep(1)", "-n", "2", "script.py")
     # The fork server and its companion are there: torch is being imported, unless this comes late.
@@ -366,6 +367,7 @@ if rank == random.Random(attempt).randrange(4):
     assert min(back) > 0
 
 
+@pytest.mark.full
 def test_what_ranks_computed_counts_as_used_by_the_command(tmp_path: Path) -> None:
     """In `time`, and where a study asks which other programs were busy beside its jobs."""
     script = tmp_path / "busy.py"

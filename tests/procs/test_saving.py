@@ -255,6 +255,7 @@ def timed(world: shoal.World, directory: Path, every: Any) -> list[int]:
     return saved(directory)
 
 
+@pytest.mark.full
 def test_time_decides_on_all_ranks_alike(two: Ranks, tmp_path: Path) -> None:
     always = timed_on(two, tmp_path / "always", timedelta(microseconds=1))
     assert len(always) > STEPS  # a look every second step at the latest

@@ -24,6 +24,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 ATTRIBUTE = "_shoal_engine"
 
+_SERVING = {
+    "replicate": "shoal.DDP()",
+    "shard": "shoal.FSDP()",
+    "context": "shoal.Context()",
+    "tensor": "shoal.Tensor(plan=…)",
+    "pipeline": "shoal.Pipeline(split=…)",
+}
+"""What to type for each axis of a layout."""
+
 
 class Attachment:
     """Holds the engine of a module. A copied or pickled module has none: it belongs to one world."""
@@ -103,10 +112,11 @@ def _checked(strategy: Any, world: World) -> list[Any]:
     served = {axis for each in given for axis in each.axes}
     idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in served]
     if idle:
+        own = next(iter(given[-1].axes), "replicate")
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
             found=f"no strategy given serves the axis {idle[0]!r}",
-            fix="layout='replicate=-1' with shoal.DDP(), or a strategy that serves this axis",
+            fix=f"shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
         )
     return given
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from shoal.engine import Engine
 from shoal.errors import LayoutError, StepError
-from shoal.parallel.crew import Crew, crew_of, split_points
+from shoal.parallel.crew import crew_of, split_points
 from shoal.parallel.divided import division_of
 from shoal.parallel.holding import check_learns
 from shoal.parallel.local import LocalEngine
 from shoal.parallel.recompute import runs_again
-from shoal.parallel.stages import Stage, opened_by, refuse_tied, trace
+from shoal.parallel.stages import Outer, Stage, opened_by, refuse_tied, trace
 from shoal.world import World
 
 
@@ -67,18 +67,17 @@ class Remote:
             found = "a rank runs one stage"
         else:
             return
+        one_each = {name: (rank,) for rank, name in enumerate(self.stages)}
         raise StepError(
             given=f"shoal.Remote(workers={self.workers!r})",
             found=found,
-            fix="workers={'front': (0,), 'back': (1, 2)}, with the names of the stages",
+            fix=f"workers={one_each}, or several ranks for a stage",
         )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Keep this rank's stage of the model; in a world of one there is nothing to call."""
-        if world.size == 1:
-            return LocalEngine(model.to(world.device), world)
+        """Keep this rank's stage of the model; in a world of one, check its stages and keep all."""
         given = f"shoal.Remote(…) around {type(model).__name__}"
-        if world.layout.degree("pipeline") == 1:
+        if world.size > 1 and world.layout.degree("pipeline") == 1:
             raise LayoutError(
                 given=f"{given} with layout='{world.layout}'",
                 found="no axis for its stages",
@@ -86,18 +85,25 @@ class Remote:
             )
         _refuse_others(model, world, given)
         check_learns(model)
+        if world.size == 1:
+            self._cut(model, given)
+            return LocalEngine(model.to(world.device), world)
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
+        outer, stages = self._cut(model, given)
+        from shoal.parallel.driven import RemoteEngine  # which brings torch's RPC
+
+        return RemoteEngine(model, world, outer, stages, crew)
+
+    def _cut(self, model: nn.Module, given: str) -> tuple[Outer, list[Stage]]:
+        """The model's forward as a graph, and its stages."""
         names = [module for modules in self.stages.values() for module in modules]
         known = dict(model.named_modules())
         outer = trace(model, opened_by(name for name in names if name in known), "shoal.Remote(…)")
         calls = outer.calls()
         bare = {call for call in calls if not any(True for _ in _tensors(known[call]))}
-        points = split_points(calls, self.stages, frozenset(bare), given)
-        stages = outer.cut(points, given)
-        _check(model, stages, crew, given)
-        from shoal.parallel.driven import RemoteEngine  # which brings torch's RPC
-
-        return RemoteEngine(model, world, outer, stages, crew)
+        stages = outer.cut(split_points(calls, self.stages, frozenset(bare), given), given)
+        _check(model, stages, [*self.stages], given)
+        return outer, stages
 
 
 def _names(modules: object) -> bool:
@@ -134,7 +140,7 @@ def _refuse_others(model: nn.Module, world: World, given: str) -> None:
         )
 
 
-def _check(model: nn.Module, stages: Sequence[Stage], crew: Crew, given: str) -> None:
+def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], given: str) -> None:
     """Refuse parameters of two stages or of none, and stages that have none."""
     fix = "the modules that share it in one stage, or copies of their own"
     refuse_tied(stages, range(len(stages)), given, fix)
@@ -147,7 +153,7 @@ def _check(model: nn.Module, stages: Sequence[Stage], crew: Crew, given: str) ->
             found=f"parameters that its forward does not use: {', '.join(loose[:3])}",
             fix="remove them, or freeze them with requires_grad_(False) beforehand",
         )
-    for name, stage in zip(crew.names, stages, strict=True):
+    for name, stage in zip(names, stages, strict=True):
         if not any(True for _ in stage.body.parameters()):
             raise StepError(
                 given=given,
