@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -71,16 +72,18 @@ class Job(Generic[T]):
 class Mail:
     """What ranks tell each other through their store, where any of them may end at any moment.
 
-    A collective of Gloo's would keep those waiting that don't talk to the one that has ended.
+    A collective of Gloo's would keep those waiting that don't talk to the one that has ended. `name` is
+    its own in the store, where what another has told stays.
     """
 
-    def __init__(self, survivors: Survivors) -> None:
+    def __init__(self, survivors: Survivors, name: str) -> None:
+        self.name = name
         self._survivors = survivors
         self.members = list(survivors.members)
         self._rank = survivors.rank
         self._gone = survivors.gone
         self._store: Any = survivors.store
-        self._prefix = "-".join(["saves", *map(str, self.members)])
+        self._prefix = "-".join(["saves", name, *map(str, self.members)])
         self._number = 0
 
     @property
@@ -150,7 +153,8 @@ class Aside:
         survivors = self._world.survivors
         if survivors is not None:
             if self._mail is None or not self.fits:
-                self._mail, self.plan = Mail(survivors), None
+                name = self._mail.name if self._mail else self._world.broadcast(secrets.token_hex(8))
+                self._mail, self.plan = Mail(survivors, name), None
         elif self._group is None:
             ranks = dist.get_process_group_ranks(self._world.group)
             self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
