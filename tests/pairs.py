@@ -7,17 +7,22 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import shoal
 from ranks import RankError, Ranks
 from specification import SEED, TOLERANCE, Trained, distance
-from trials import HALVES, SAVED, STEPS, Training, expected, models, train
+from trials import APPROXIMATE, HALVES, SAVED, STEPS, Training, begun, expected, models, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "pairs.md"
 HALF = 0.04
 """How far four steps in 16 bits stray from those of one process in 16 bits."""
+SAME_WAY = 0.8
+"""The least cosine between where parameters went and where those of one process did."""
 
 SPREAD = {  # how it is spread: the axes of the layout, and what is written
     "DDP": ("replicate",),
@@ -68,6 +73,7 @@ SAME = [  # a pair that is one thing, or two values of one argument
     {"replicas", "DDP"},
 ]
 Pair = tuple[str, str]
+Parameters = Mapping[str, Any]
 
 _MIXED = [name for name in SPREAD if name != "HSDP"]
 _TOGETHER = [name for name in FEATURES if name not in ALONE]
@@ -75,6 +81,7 @@ TABLES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "features and ways": (FEATURES, [name for name in SPREAD if name != "replicas"]),
     "ways": (_MIXED[1:], _MIXED[:-1]),
     "features": (_TOGETHER[1:], _TOGETHER[:-1]),
+    "features and approximations": (FEATURES, [*APPROXIMATE]),
 }
 """By title, rows and columns."""
 
@@ -108,7 +115,7 @@ def attempt(ranks: Ranks, pair: Pair, directory: Path) -> str | None:
 
     AssertionError for all else: other numbers, other errors, ranks that don't agree.
     """
-    names = {*pair} if {*pair} & SPREAD.keys() else {*pair, "DDP"}
+    names = {*pair} if {*pair} & (SPREAD.keys() | APPROXIMATE.keys()) else {*pair, "DDP"}
     saves = "checkpoint" in names
     results = ranks.attempt(train, names, directory if saves else None)
     errors = [result for result in results if isinstance(result, RankError)]
@@ -121,13 +128,29 @@ def attempt(ranks: Ranks, pair: Pair, directory: Path) -> str | None:
     wanted = expected(names)
     if saves:
         with shoal.init(device="cpu", seed=SEED) as world:
-            found = [Training(world, names - SPREAD.keys()).run(SAVED, STEPS, directory)]
+            alone = names - SPREAD.keys() - APPROXIMATE.keys()
+            found = [Training(world, alone).run(SAVED, STEPS, directory)]
         begin = SAVED * len(models(names))
         wanted = Trained(wanted.parameters, wanted.norms[begin:], wanted.losses[begin:])
+    if APPROXIMATE.keys() & names:
+        start = begun(names)
+        for each in results:
+            assert all(np.array_equal(results[0].parameters[n], each.parameters[n]) for n in start), (
+                pair
+            )
+        assert _cosine(found[0].parameters, wanted.parameters, start) > SAME_WAY, pair
+        return None
     for each in found:
         error = distance(each, wanted)
         assert error < (HALF if HALVES.keys() & names else TOLERANCE), f"{' x '.join(pair)}: {error}"
     return None
+
+
+def _cosine(found: Parameters, wanted: Parameters, begin: Parameters) -> float:
+    """Between the ways that the parameters in `begin` have gone."""
+    pairs = [(found[n] - begin[n], wanted[n] - begin[n]) for n in begin]
+    mine, other = (np.concatenate([each.ravel() for each in ways]) for ways in zip(*pairs, strict=True))
+    return float(mine @ other / (np.linalg.norm(mine) * np.linalg.norm(other)))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ COMPILED = partial(torch.compile, backend="aot_eager")
 """All of torch.compile but the compiler, which takes half a minute."""
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+APPROXIMATE: dict[str, Any] = {  # what does not give the numbers of one process
+    "int8": shoal.DDP(compress="int8", bucket_mb=0.001),
+    "PowerSGD": shoal.DDP(compress=shoal.PowerSGD(rank=2)),
+    "LocalSGD": shoal.LocalSGD(every=2),
+    "DiLoCo": shoal.DiLoCo(every=2),
+    "Hogwild": shoal.Hogwild(staleness=1),
+}
 
 
 class Block(nn.Module):
@@ -136,6 +145,12 @@ def tasks(names: Names, called: dict[str, Any]) -> dict[str, shoal.Task]:
 def autocast(names: Names, device: str = "cpu") -> AbstractContextManager[Any]:
     kinds = [kind for name, kind in HALVES.items() if name in names]
     return torch.autocast(device, kinds[0]) if kinds else nullcontext()
+
+
+def begun(names: Names) -> dict[str, Any]:
+    """Parameters before the first step."""
+    called = {name: make() for name, make in models(names).items()}
+    return {f"{n}.{k}": p.detach().numpy() for n, m in called.items() for k, p in m.named_parameters()}
 
 
 def expected(names: Names) -> Trained:
@@ -252,6 +267,9 @@ class Training:
         return finished.norm, finished.loss
 
     def _trained(self) -> Trained:
+        if APPROXIMATE.keys() & {*self.names}:
+            for step in self.steps.values():  # where ranks meet that went their own ways
+                shoal.evaluate(step, dataset())
         found = self._parameters("")
         if "EMA" in self.names:
             for average in self.averages.values():
@@ -302,7 +320,12 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
         some.append(shoal.Pipeline(split=("blocks.0", "blocks.1", "norm"), schedule="zbv"))
     elif {"FSDP", "HSDP"} & {*names}:
         some.append(shoal.FSDP())
-    if "DDP" in names or [type(each) for each in some[-1:]] == [shoal.Placed]:
+    approximate = [APPROXIMATE[name] for name in names if name in APPROXIMATE]
+    if approximate and "unused" in names and isinstance(approximate[0], shoal.DDP):
+        some.append(replace(approximate[0], unused=True))
+    elif approximate:
+        some += approximate
+    elif "DDP" in names or [type(each) for each in some[-1:]] == [shoal.Placed]:
         some.append(
             shoal.DDP(
                 bucket_mb=0.001,

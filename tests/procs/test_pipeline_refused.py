@@ -171,7 +171,7 @@ def split_and_compiled(world: shoal.World) -> None:
     ("task", "found"),
     [
         (called, "each rank has some of its stages"),
-        (own_loop, "PipelineEngine owns the backward pass"),
+        (own_loop, "its strategy takes whole steps"),
         (unequal, "inputs of different shapes"),
         (with_an_option, "arguments with defaults keep them"),
         (few, "micro_batches=4"),

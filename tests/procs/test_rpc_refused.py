@@ -281,7 +281,7 @@ def converted(world: shoal.World) -> None:
     ("task", "found"),
     [
         (called, "step = shoal.Step(model, optimizer, task); step(batch) trains"),
-        (own_loop, "RemoteEngine owns the backward pass"),
+        (own_loop, "its strategy takes whole steps"),
         (scripted, "TorchScript can't call"),
         (detached, "does not depend on any trainable parameter"),
         (converted, "moved, converted or replaced after parallelize"),
