@@ -190,8 +190,8 @@ class Batch:
         if not isinstance(engine, OpenEngine):
             raise StepError(
                 given="a loop of one's own over a Batch",
-                found="its strategy takes whole steps: it runs backward itself, or has to know when the "
-                "optimizer steps",
+                found="its strategy takes whole steps: it runs backward itself, or has to know when "
+                "the optimizer steps",
                 fix="step = shoal.Step(model, optimizer, task), then step(batch)",
             )
         return engine
