@@ -25,7 +25,7 @@ from cluster import files
 from cluster.network import Network
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "tc", "unshare", "nsenter")
-_SECONDS = 100.0
+_SECONDS = 200.0
 _STATE = "cluster.json"
 _DELAY = "delay"
 

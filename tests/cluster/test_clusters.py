@@ -12,7 +12,7 @@ import pytest
 
 from cluster.slurm import missing
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 COMMANDS = Path(__file__).parents[1] / "clusters.py"
 
@@ -29,7 +29,7 @@ class Person:
             env={**os.environ, "SHOAL_CLUSTER": str(self.folder), "COLUMNS": "200"},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
             check=False,
         )
 

@@ -13,7 +13,7 @@ from cluster.slurm import Cluster, missing
 from shoal.doctor import directory
 from shoal.doctor.findings import Seen, State
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 from cluster.slurm import Cluster
 from shoal.analysis import Verdict, judge, read
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 # The delays are asleep, so that the ranks do not slow each other down.
 TRAIN = """

@@ -10,7 +10,7 @@ import pytest
 from cluster.slurm import Cluster
 from commands import wait_for
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 WHERE = """
 from shoal.environ import placement
