@@ -186,6 +186,23 @@ def test_what_is_not_a_number_touches_nothing(world: shoal.World, precision: str
     assert all(p.grad is None for p in step.model.parameters())
 
 
+def test_an_optimizer_that_fails_leaves_no_gradients(
+    world: shoal.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, other = build(world), build(world)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step.optimizer, "step", fail)
+        with pytest.raises(ArithmeticError):
+            step(batch_of(samples()))
+    data = samples()[0].flip(0), samples()[1]
+    assert step(batch_of(data))[:3] == other(batch_of(data))[:3]
+    assert_same(step.model, other.model)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_a_cosine_over_the_steps_ends_with_them(world: shoal.World, micro_batches: int) -> None:
     step = build(world)

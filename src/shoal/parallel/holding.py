@@ -86,8 +86,10 @@ class HoldingEngine(Engine):
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply, step, clear; see the contract."""
         self.multiply(factor)
-        optimizer.step()
-        self.discard()
+        try:
+            optimizer.step()
+        finally:
+            self.discard()  # whoever catches an error goes on with the next batch
 
     def discard(self) -> None:
         """Drop the gradients, and what was recorded of the batch that they are of."""
