@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 
 import shoal
@@ -287,6 +289,63 @@ def test_an_interrupted_rank_is_named_on_all_others(
     results = started("pipeline=3").call(until_interrupted, victim)
     assert results.pop(victim) == "KeyboardInterrupt()"
     assert all(f"rank {victim} (stage" in found for found in results)
+
+
+def with_late_gradients(world: shoal.World, late: int, name: str) -> list[float]:
+    """Norms of two steps, before which one fails whose gradients one rank is late to add."""
+    begun, failed, store = threading.Event(), threading.Event(), world.store(f"late/{name}")
+    get = dist_autograd.get_gradients  # type: ignore[attr-defined]
+    fails, losses = False, 0
+
+    def get_late(context: int) -> Any:
+        gradients = get(context)
+        begun.set()
+        if world.first:
+            store.set("late", "")
+        assert failed.wait(60)
+        return gradients
+
+    def failing(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        nonlocal losses
+        if fails and torch.is_grad_enabled():
+            store.wait(["computed"])  # no forward has to wait for that rank
+            losses += 1
+            if losses == 2:
+                if late == 0:
+                    store.wait(["late"])
+                elif late == 1:
+                    assert begun.wait(60)
+                raise ValueError("not this one")
+        return loss(output, batch)
+
+    model = shoal.parallelize(build(), world, CREWS["2"][1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = shoal.Step(model, optimizer, shoal.Task(failing))
+    batches = shoal.Loader(dataset(), world, batch_size=12, micro_batches=2).epochs(1)
+    step(next(batches))
+    fails, computed = True, itertools.count(1)
+    if world.first:
+        model.get_submodule("blocks.0").register_forward_hook(
+            lambda *_: store.set("computed", "") if next(computed) == 2 else None
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == late:
+            patch.setattr(dist_autograd, "get_gradients", get_late)
+        with pytest.raises((ValueError, shoal.StepError), match="not this one"):
+            step(next(batches))
+    failed.set()
+    fails = False
+    return [step(batch).norm for batch in batches]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("late", [0, 1])
+def test_no_gradient_of_a_step_that_failed_comes_into_the_next(
+    started: Callable[[str], Ranks], late: int
+) -> None:
+    two = started("pipeline=2")
+    in_time, behind = (two.call(with_late_gradients, rank, f"{late} {rank}") for rank in (-1, late))
+    assert behind[0] == behind[1] == pytest.approx(in_time[0], rel=1e-12)
 
 
 def until_killed(world: shoal.World, victim: int, where: str) -> str:

@@ -88,6 +88,8 @@ class RemoteEngine(MeshEngine):
         self._error: Exception | None = None
         """What went wrong in this rank's stage in this turn: others only hear of it."""
         self._calling = threading.Lock()
+        self._collecting = threading.Lock()
+        """Held while gradients are added, and where a turn ends: they are of it, or of none."""
         self._key = world.broadcast(secrets.token_hex(16))
         _ENGINES[self._key] = self
         world.barrier()  # a call that came sooner would find nothing
@@ -159,7 +161,8 @@ class RemoteEngine(MeshEngine):
                 found=f"{self._crew.title(self.world.rank)} has left it with an error",
                 fix="see that rank's own error",
             )
-            left = [each for each in self._inbox.end() if isinstance(each, Job)]
+            with self._collecting:
+                left = [each for each in self._inbox.end() if isinstance(each, Job)]
             for job in (*left, *line.left()):
                 job.reply.set_result((over, None))
             self.world.timeline.enter(before)
@@ -345,9 +348,14 @@ class RemoteEngine(MeshEngine):
         return reply.result()
 
     def collect(self, context: int, turn: int, micro: int) -> None:
-        """Add what a micro-batch, whose backward is over, gave to the gradients of parameters here."""
-        with torch.no_grad():
-            gradients = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
+        """Add what a micro-batch, whose backward is over, gave to the gradients of parameters here.
+
+        Nothing once the turn is over: it has failed, and what there was of its gradients is dropped.
+        """
+        gradients = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
+        with self._collecting, torch.no_grad():
+            if not self._inbox.lasts(turn):
+                return
             for parameter, gradient in gradients.items():
                 if id(parameter) not in self._own:  # of another model, which a loss ran through
                     continue

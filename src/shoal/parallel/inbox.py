@@ -82,6 +82,11 @@ class Inbox:
             left.append(queue.get())
         return left
 
+    def lasts(self, turn: int) -> bool:
+        """Whether that turn is not over yet. From any thread."""
+        with self._lock:
+            return turn > self._over
+
     def post(self, turn: int, message: Message) -> bool:
         """Send a message; False if that turn is over. From any thread."""
         with self._lock:
