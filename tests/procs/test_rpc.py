@@ -166,13 +166,14 @@ def test_checkpoints_go_on_in_one_process_and_with_other_workers(
 
 
 def asked(world: shoal.World, strategy: Any, caller: int) -> Tensor | None:
-    """One rank alone calls the model, while the others wait for it in a collective."""
-    step, _ = parts(world, strategy)
+    """One rank alone calls the model, whose mode holds, while the others wait in a collective."""
+    step, _ = parts(world, strategy, dropout=0.5)
     output = None
     if world.rank == caller:
         with torch.no_grad():
             output = step.model.eval()(tokens=dataset()[0])
     world.barrier()
+    assert all(part.training == (world.rank != caller) for part in step.model.modules())
     return output
 
 

@@ -31,7 +31,7 @@ from shoal.errors import ShoalError, StepError
 from shoal.parallel.calls import Calls
 from shoal.parallel.carriers import Carriers
 from shoal.parallel.crew import Crew
-from shoal.parallel.held import Inputs, by_name, hold
+from shoal.parallel.held import Inputs, by_name, evaluating, hold
 from shoal.parallel.holding import global_norm
 from shoal.parallel.inbox import Arrived, Backward, Carried, Inbox, Job, Line, Over
 from shoal.parallel.local import mixed
@@ -302,9 +302,9 @@ class RemoteEngine(MeshEngine):
             if node is not None:
                 node.register_prehook(lambda _: self.post(turn, message))
 
-    def _run(self, received: Sequence[Any], inputs: Inputs) -> Any:
+    def _run(self, received: Sequence[Any], inputs: Inputs, body: nn.Module | None = None) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
-        return self._stage.body(*_on(self.world.device, received), *needed)
+        return (body or self._stage.body)(*_on(self.world.device, received), *needed)
 
     def _carry(self, work: Work, turn: int, micro: int, carriers: Carriers) -> Any:
         """Take one micro-batch through all stages and back; the driver's, in a thread of its own."""
@@ -371,24 +371,29 @@ class RemoteEngine(MeshEngine):
 
     def call(self, inputs: Inputs) -> Any:
         """The model's output, from wherever it is called; not collective."""
-        error, output = self.called(inputs, self._crew.last)
+        error, output = self.called(inputs, self._crew.last, self.module.training)
         if error is not None:
             raise error
         return _on(self.world.device, output)
 
-    def called(self, inputs: Inputs, stage: int) -> Answer:
-        """What `stage` makes of the model's inputs, here or where it is."""
+    def called(self, inputs: Inputs, stage: int, training: bool) -> Answer:
+        """What `stage` makes of the model's inputs, here or where it is; `training` as the caller is.
+
+        A rank that trains need not know of a call by one that evaluates, and trains on.
+        """
         if stage != self._number:
             answer: Answer = self._calls.ask(
-                self._crew.ranks[stage][0], _called, self._key, _on(_CPU, inputs), stage
+                self._crew.ranks[stage][0], _called, self._key, _on(_CPU, inputs), stage, training
             )
             return answer
-        error, received = self.called(inputs, stage - 1) if stage else (None, ())
+        error, received = self.called(inputs, stage - 1, training) if stage else (None, ())
         if error is not None:
             return error, None
         try:
             with self._calling, torch.no_grad():
-                return None, _on(_CPU, self._run(received, _on(self.world.device, inputs)))
+                aside = self.module.training and not training
+                body = evaluating(self._stage.body) if aside else self._stage.body
+                return None, _on(_CPU, self._run(received, _on(self.world.device, inputs), body))
         except Exception as caught:
             return self._described(caught), None
 
@@ -424,9 +429,9 @@ def _over(key: str, turn: int, error: ShoalError | None) -> None:
     _engine(key).post(turn, Over(error))
 
 
-def _called(key: str, inputs: Inputs, stage: int) -> Answer:
+def _called(key: str, inputs: Inputs, stage: int, training: bool) -> Answer:
     """By RPC: take the model's inputs through a stage, outside of any turn."""
-    return _engine(key).called(inputs, stage)
+    return _engine(key).called(inputs, stage, training)
 
 
 def _engine(key: str) -> RemoteEngine:

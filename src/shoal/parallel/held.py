@@ -34,6 +34,18 @@ def bring(model: nn.Module, kept: Sequence[Stage], device: torch.device) -> None
     model.to(device)
 
 
+def evaluating(module: nn.Module) -> nn.Module:
+    """The module in evaluation, with the very same tensors; its own mode stays as it is."""
+    if isinstance(module, torch.jit.ScriptModule):  # which has no other mode beside its own
+        return module
+    twin = nn.Module.__new__(type(module))
+    vars(twin).update(vars(module), training=False)
+    twin._modules = {
+        name: None if part is None else evaluating(part) for name, part in module._modules.items()
+    }
+    return twin
+
+
 def by_name(
     signature: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any], kind: str
 ) -> Inputs:
