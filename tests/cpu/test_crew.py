@@ -17,6 +17,7 @@ from shoal.errors import LayoutError, StepError
 from shoal.hangs.stacks import communication, stack
 from shoal.parallel.carriers import Carriers
 from shoal.parallel.crew import crew_of, split_points
+from shoal.parallel.held import evaluating
 from shoal.parallel.inbox import Inbox, Job, Line, Over
 
 CALLS = ("first", "blocks.0", "drop", "blocks.1", "head")
@@ -98,6 +99,21 @@ def test_each_rank_runs_one_stage(workers: Any, ranks: int, found: str) -> None:
     with pytest.raises(LayoutError) as caught:
         crew_of(("front", "back"), workers, range(ranks), "given")
     assert found in str(caught.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_twin_evaluates_with_the_tensors_of_a_module_that_trains(compiled: bool) -> None:
+    linear = nn.Linear(2, 2)
+    module = nn.Sequential(linear, nn.Dropout(0.9), nn.BatchNorm1d(2))
+    if compiled:
+        module.compile(backend="eager")
+    twin = evaluating(module)
+    with torch.no_grad():
+        linear.weight.fill_(0.5)
+    inputs = torch.arange(8.0).view(4, 2)
+    found = twin(inputs)
+    assert all(part.training for part in module.modules())
+    assert torch.equal(found, module.eval()(inputs))
 
 
 def test_every_micro_batch_has_one_worker_of_each_stage() -> None:

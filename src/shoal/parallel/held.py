@@ -40,6 +40,7 @@ def evaluating(module: nn.Module) -> nn.Module:
         return module
     twin = nn.Module.__new__(type(module))
     vars(twin).update(vars(module), training=False)
+    vars(twin).pop("_compiled_call_impl", None)  # which would call the module, in its mode
     twin._modules = {
         name: None if part is None else evaluating(part) for name, part in module._modules.items()
     }
