@@ -201,7 +201,7 @@ class Batch:
         return [engine for engine in known if model in (None, engine.module)]
 
 
-def not_finite(result: Correction, batch: Batch) -> StepError:
+def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> StepError:
     """The error of a step whose loss or gradients are not numbers."""
     what = "loss" if not math.isfinite(result.loss) else "gradient norm"
     value = result.loss if what == "loss" else result.norm
@@ -210,7 +210,7 @@ def not_finite(result: Correction, batch: Batch) -> StepError:
     return StepError(
         given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
         f"(this rank: {share})",
-        found=f"a {what} of {value}, over all ranks; the parameters were not touched",
+        found=f"a {what} of {value}, over {over}; the parameters were not touched",
         fix="lower the learning rate, clip gradients (clip=1.0), or look at these samples with "
         "torch.autograd.set_detect_anomaly(True)",
     )

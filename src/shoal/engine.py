@@ -142,6 +142,8 @@ class Engine(ABC):
     one speaks, or each for its slice of them. Elsewhere `infer` may return None."""
     unseen: str = ""
     """Why what it computes can't be counted from where the step is taken; empty where it can."""
+    alone: bool = False
+    """Whether each rank takes steps of its own, so that one may fail where the others have stepped."""
     noise: str = "noise"
     """The stream of random numbers that this rank's forward draws from; see `World.reseed`."""
 

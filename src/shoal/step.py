@@ -164,6 +164,7 @@ class Step:
             decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
         except BaseException:
             self.engine.discard()  # whoever catches it goes on with the next batch
+            self._fail(batch)
             raise
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         if decided.finite:
@@ -173,11 +174,19 @@ class Step:
         else:
             self.engine.discard()
             if not skipped:
-                raise not_finite(decided, batch)
+                self._fail(batch)
+                over = "this rank's share" if self.engine.alone else "all ranks"
+                raise not_finite(decided, batch, over=over)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
         batch.taken = True
         return decided, skipped
+
+    def _fail(self, batch: Batch) -> None:
+        """Where the others may have taken this step, count it here too, as one without a sample."""
+        if self.engine.alone:
+            batch.taken = True
+            self._count(Correction(math.nan, 0.0, 0.0, 0.0, True), True)
 
     def catch_up(self) -> None:
         """Count the batches that a loop of one's own has finished on the model since the last call."""

@@ -87,6 +87,8 @@ class AveragingEngine(Engine):
     A loop of one's own can't drive it: it has to know when the optimizer has stepped.
     """
 
+    alone = True
+
     def __init__(self, module: nn.Module, world: World, every: int, together: int = 0) -> None:
         self.module = module
         self.world = world

@@ -85,6 +85,8 @@ class HogwildEngine(Engine):
     A loop of one's own can't drive it: it has to know when the optimizer has stepped.
     """
 
+    alone = True
+
     def __init__(self, module: nn.Module, world: World, options: Hogwild) -> None:
         self.module = module
         self.world = world
