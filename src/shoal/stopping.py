@@ -81,6 +81,9 @@ class Stopping:
     def __init__(self, world: World) -> None:
         self._world = world
         self._rank, self._size = world.rank, world.size  # those of the beginning: ranks may be lost
+        survivors = world.survivors
+        self._members = range(world.size) if survivors is None else list(survivors.members)
+        """The ranks by their first numbers: some may have been lost before this run."""
         self._pid = os.getpid()
         self._former: dict[int, Any] = {}
         self._requests: SimpleQueue[Reason | None] = SimpleQueue()
@@ -261,7 +264,8 @@ class Stopping:
         """Conclude without the ranks that have ended, where all others have answered."""
         survivors = self._world.survivors
         missing = self._missing(store) if survivors is not None else []
-        if survivors is not None and missing and survivors.gone(missing).issuperset(missing):
+        asked = [self._members[rank] for rank in missing]
+        if survivors is not None and missing and survivors.gone(asked).issuperset(asked):
             self._conclude(store, [rank for rank in range(self._size) if rank not in missing])
 
     def _conclude(self, store: Store, ranks: Sequence[int]) -> None:

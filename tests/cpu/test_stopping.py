@@ -38,6 +38,7 @@ class Part:
     shared: Shared
     rank: int
     size: int
+    survivors: None = None
 
     @property
     def first(self) -> bool:

@@ -21,16 +21,16 @@ import torch, shoal
 def loss(output, batch):
     return (output - batch[1]).square().sum(), len(output)
 
-victim, how, epochs = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-with shoal.init() as world:
-    me = world.rank
-    inputs = torch.randn(60, 4)
+victims, how, epochs = [*map(int, sys.argv[1].split(","))], sys.argv[2], int(sys.argv[3])
+
+def train(directory, victim, epochs):
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
     samples = inputs, inputs.sum(1, keepdim=True)
     net = torch.nn.Linear(4, 1)
     model = shoal.parallelize(net, world, shoal.Hogwild(staleness=5))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
     loader = shoal.Loader(samples, world, batch_size=12)
-    with shoal.Run("run", step, loader, trackers=()) as run:
+    with shoal.Run(directory, step, loader, trackers=()) as run:
         run.restore()
         for batch in loader.epochs(epochs):
             step(batch)
@@ -40,9 +40,15 @@ with shoal.init() as world:
                     raise ValueError("a mistake")
                 os.kill(os.getpid(), signal.SIGKILL)
             if step.number == 30:
-                Path(f"ready{me}").touch()
+                Path(f"ready{me}-{directory}").touch()
         run.save()
     print(f"{shoal.evaluate(step, samples)['samples']} samples on {world.size}", flush=True)
+
+with shoal.init() as world:
+    me = world.rank
+    for number, victim in enumerate(victims):
+        last = number + 1 == len(victims)
+        train("run" if last else f"run{number}", victim, epochs if last else 8)
 """
 
 Start = Callable[..., Command]
@@ -92,8 +98,23 @@ def test_a_worker_that_raises_ends_the_run(start: Start) -> None:
 @pytest.mark.full
 def test_after_a_death_a_signal_saves_and_stops(start: Start, tmp_path: Path) -> None:
     command = start("1", "dies", "1000000")
-    wait_for(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 2)), PATIENCE)
+    wait_for(lambda: all((tmp_path / f"ready{rank}-run").exists() for rank in (0, 2)), PATIENCE)
     command.process.terminate()
     ended = command.end(PATIENCE)
     assert ended.code == REQUEUE, ended.err
+    assert len(checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.full
+def test_one_run_after_another_loses_a_worker_and_the_last_one_stops(
+    start: Start, tmp_path: Path
+) -> None:
+    """Rank 0 in the first, of three; then the last of two, which the one that is left asks for."""
+    command = start("0,2", "dies", "1000000")
+    ready = tmp_path / "ready1-run"
+    wait_for(lambda: ready.exists() or command.process.poll() is not None, PATIENCE)
+    command.process.terminate()
+    ended = command.end(PATIENCE)
+    assert ended.code == REQUEUE, ended.err
+    assert ended.out.count("60 samples on 2") == 2
     assert len(checkpoints(tmp_path)) == 1

@@ -99,7 +99,7 @@ class AveragingEngine(Engine):
         self._local = LocalEngine(module, world)
         for tensor in (*module.parameters(), *module.buffers()):
             if world.size > 1:
-                torch.distributed.broadcast(tensor.detach(), 0, group=world.group)
+                torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
 
     @property
     def sent(self) -> int:

@@ -94,7 +94,7 @@ class HogwildEngine(Engine):
         self._parameters = [p.detach() for p in self._local.parameters]
         for tensor in (*module.parameters(), *module.buffers()):
             if world.size > 1:
-                torch.distributed.broadcast(tensor.detach(), 0, group=world.group)
+                torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
         self._worker = world.rank
         self._bound = options.staleness
         self._commons, choice = _commons(options.server, self._parameters, world)
