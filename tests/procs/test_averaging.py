@@ -197,6 +197,27 @@ def test_it_goes_on_with_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
     assert first.loss < 4
 
 
+def filled(world: shoal.World, late: bool) -> list[Tensor]:
+    """Trained from other values than the model was made with, which it gets before or after."""
+    model = network()
+    if late:
+        shoal.parallelize(model, world, shoal.DiLoCo(every=2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.3)
+    if not late:
+        shoal.parallelize(model, world, shoal.DiLoCo(every=2))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=RATE), shoal.Task(loss))
+    for batch in shoal.Loader(data(), world, batch_size=BATCH).epochs(1):
+        step(batch)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_weights_may_be_loaded_into_a_model_that_is_parallelized(ranks: Ranks) -> None:
+    for before, after in zip(ranks.call(filled, False), ranks.call(filled, True), strict=True):
+        assert close(before, after)
+
+
 def after(world: shoal.World, first: Any, second: Any, run: Path) -> list[list[Tensor]]:
     """Parameters that a run with `second` has from one with `first`, and where it goes on to."""
     found = []

@@ -171,6 +171,14 @@ class OuterEngine(AveragingEngine):
             self._anchors, lr=options.rate, momentum=options.momentum, nesterov=options.momentum > 0
         )
 
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """The first ones begin from where the parameters are: weights may have been loaded."""
+        if self._taken == 0:
+            torch._foreach_copy_(self._anchors, [p.detach() for p in self._local.parameters])
+        return super().gradients(task, batch, autocast=autocast, scale=scale)
+
     def state(self) -> dict[str, Any]:
         """Besides, where the ranks met last and the outer momentum, by the names of parameters."""
         momentum = {
