@@ -344,7 +344,8 @@ class Checkpoints:
             text = json.dumps(content, separators=(",", ":"), allow_nan=False)
             try:
                 records[STATE] = self._store.write(step, STATE, [text.encode()])
-                self._store.seal(step, Manifest(step, self._world.size, contents.info, records))
+                # One may have ended since, with its part written: the world is smaller then.
+                self._store.seal(step, Manifest(step, len(written), contents.info, records))
             except Exception:
                 self._store.discard(step)
                 raise
