@@ -138,7 +138,9 @@ class Step:
         """One optimizer step on the global batch. Collective.
 
         Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
-        step is skipped and the scale lowered instead); the parameters are untouched then.
+        step is skipped and the scale lowered instead); the parameters are untouched then. Where each
+        rank takes steps of its own (Hogwild, LocalSGD, DiLoCo) it is raised on that rank alone, and
+        whoever catches it has taken a step without a sample.
         """
         timeline = self.engine.world.timeline
         before = timeline.enter(FORWARD)

@@ -199,8 +199,8 @@ class Checkpoints:
         from shoal.checkpoint.tensors import chunks_of
 
         given = f"a checkpoint of step {step} in {self.directory}"
-        self.aside.prepare()
         self.aside.wait()
+        self.aside.prepare()
         self._store.expect(step)
         parts, own_parts, info_json = self._agreement.together(
             given, lambda: self._take_apart(state, rank_state, info)
