@@ -276,7 +276,7 @@ class RemoteEngine(MeshEngine):
         if work.factor is not None:
             self._mark(job.received, job.micro, over=True)
         with mixed(device, work.autocast):
-            output = self._run(job.received, inputs)
+            output = self._run(self._stage.body, job.received, inputs)
             if work.factor is not None:
                 self._mark(output, job.micro, over=False)
             if self._number < self._crew.last:
@@ -302,9 +302,9 @@ class RemoteEngine(MeshEngine):
             if node is not None:
                 node.register_prehook(lambda _: self.post(turn, message))
 
-    def _run(self, received: Sequence[Any], inputs: Inputs, body: nn.Module | None = None) -> Any:
+    def _run(self, body: nn.Module, received: Sequence[Any], inputs: Inputs) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
-        return (body or self._stage.body)(*_on(self.world.device, received), *needed)
+        return body(*_on(self.world.device, received), *needed)
 
     def _carry(self, work: Work, turn: int, micro: int, carriers: Carriers) -> Any:
         """Take one micro-batch through all stages and back; the driver's, in a thread of its own."""
@@ -393,7 +393,7 @@ class RemoteEngine(MeshEngine):
             with self._calling, torch.no_grad():
                 aside = self.module.training and not training
                 body = evaluating(self._stage.body) if aside else self._stage.body
-                return None, _on(_CPU, self._run(received, _on(self.world.device, inputs), body))
+                return None, _on(_CPU, self._run(body, received, _on(self.world.device, inputs)))
         except Exception as caught:
             return self._described(caught), None
 
