@@ -190,7 +190,9 @@ _PROGRAMS: dict[str, Callable[[nn.Module, tuple[Any, ...] | None, Path], None]] 
 
 
 def _refuse_divided(model: nn.Module, path: Path) -> None:
-    if divided(dict(model.named_parameters())):
+    engine = known_engine(model)
+    in_stages = engine is not None and engine.world.layout.degree("pipeline") > 1
+    if in_stages or divided(dict(model.named_parameters())):
         raise CheckpointError(
             given=f"shoal.export(…, {path.suffix!r}) of a {type(model).__name__}",
             found="its parameters are divided over ranks, and this format holds a whole program",

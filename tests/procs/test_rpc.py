@@ -186,6 +186,24 @@ def test_any_rank_may_call_the_model(started: Callable[[str], Ranks], caller: in
         torch.testing.assert_close(output, build()(dataset()[0]), rtol=1e-14, atol=0)
 
 
+def exported(world: shoal.World, strategy: Any, path: Path) -> str:
+    model = shoal.parallelize(build(), world, strategy)
+    with pytest.raises(shoal.CheckpointError) as caught:
+        shoal.export(model, path, example=(dataset()[0],))
+    return str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", [CREWS["2"][1], shoal.Pipeline(split=["blocks.1"])])
+@pytest.mark.parametrize("ending", ["ts", "pt2"])
+def test_no_program_is_made_of_one_stage(
+    started: Callable[[str], Ranks], strategy: Any, ending: str, tmp_path: Path
+) -> None:
+    for told in started("pipeline=2").call(exported, strategy, tmp_path / f"model.{ending}"):
+        assert "divided over ranks" in told
+        assert "shoal.load(model, 'model.safetensors')" in told
+
+
 def lengths(world: shoal.World, strategy: Any) -> list[float]:
     """Sentences of other lengths in the micro-batches of one batch."""
     model = shoal.parallelize(build(), world, strategy)
