@@ -113,6 +113,7 @@ def test_a_shoal_error_tells_its_place_once() -> None:
         "[/gloo/transport/tcp/pair.cc:534] Read error [127.0.0.1]:1: Connection reset by peer",
         "ncclRemoteError: A call failed possibly due to a network error; remote process exited",
         "[Errno 32] Broken pipe",
+        "found: ValueError: boom\nfix:   see that rank's own error; others only hear of it",
     ],
 )
 def test_consequences_are_recognised_also_as_causes_of_other_errors(message: str) -> None:

@@ -16,10 +16,12 @@ from ..errors import ShoalError
 from ..launchers import REQUEUE
 from ..places import is_library
 
-# How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore).
+# How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore), and
+# an error of its own that it told them of.
 _BY_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
-    r"|communicator was aborted|failed to recv|peer closed",
+    r"|communicator was aborted|failed to recv|peer closed"
+    r"|see that rank's own error",
     re.IGNORECASE,
 )
 
