@@ -249,6 +249,29 @@ def test_it_goes_on_from_another_strategy(
         assert not close(end, trained)
 
 
+def thawed(world: shoal.World, directory: Path) -> list[int]:
+    """Steps of a run of which some parameters are trained only after it was resumed."""
+    numbers = []
+    for frozen in (True, False):
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 1)).double()
+        net[0].requires_grad_(not frozen)
+        model = shoal.parallelize(net, world, shoal.DiLoCo(every=3))
+        step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=RATE), shoal.Task(loss))
+        loader = shoal.Loader(data(), world, batch_size=BATCH)
+        with shoal.Run(directory, step, loader, trackers=()) as run:
+            run.restore()
+            for batch in loader.epochs(1 if frozen else 2):
+                step(batch)
+            run.save()
+        numbers.append(step.number)
+    return numbers
+
+
+def test_what_was_frozen_sets_out_from_where_it_is(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.call(thawed, tmp_path) == [[5, 10]] * SIZE
+
+
 class Experts(nn.Module):
     """Of which a rank uses one, with parameters of other shapes than the others'; and a table."""
 

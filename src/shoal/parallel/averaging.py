@@ -195,7 +195,7 @@ class OuterEngine(AveragingEngine):
         loaded = dict(self.module.named_parameters())
         anchors, momentum = state.get("anchors", loaded), state.get("momentum", {})
         for name, anchor in zip(self._names, self._anchors, strict=True):
-            anchor.copy_(anchors[name].detach())
+            anchor.copy_(anchors.get(name, loaded[name]).detach())  # it may have been frozen then
             kept = momentum.get(name)
             if kept is None:
                 self._outer.state.pop(anchor, None)
