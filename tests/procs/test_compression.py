@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 import shoal
 from ranks import Ranks
 from shoal.parallel import compression, engine_of, worth
-from shoal.parallel.compression import Bucket, Compress
+from shoal.parallel.compression import BLOCK, Bucket, Compress
 from shoal.parallel.replicate import DDPEngine
 from shoal.parallel.wire import Wire
 
@@ -163,6 +164,126 @@ def spoiled(world: shoal.World, how: Compress) -> tuple[bool, bool]:
 @pytest.mark.parametrize("how", [*HALVES, "int8", shoal.PowerSGD(whole=0), shoal.TopK()], ids=str)
 def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(how: Compress, ranks: Ranks) -> None:
     assert ranks.call(spoiled, how) == [(False, True)] * SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_8_bits_of_16_turn_no_sign(dtype: torch.dtype) -> None:
+    """However the scale is rounded in 16 bits, the largest element is no more than the last level."""
+    generator = torch.Generator().manual_seed(0)
+    for exponent in range(4, 24):
+        given = torch.randn(1, 32 * BLOCK, generator=generator).mul(2.0**-exponent).to(dtype)
+        found = compression._restored(*compression._quantised(given), dtype)
+        assert not (found.sign() * given.sign() < 0).any()
+        assert float((found - given).abs().max()) <= 0.01 * float(given.abs().max()) + 2.0**-24
+
+
+@pytest.mark.parametrize("how", FEEDBACK, ids=str)
+@pytest.mark.parametrize("before", FEEDBACK, ids=str)
+def test_another_method_goes_on_with_what_is_left(before: Compress, how: Compress) -> None:
+    """Also where only some parameters of a bucket have something left."""
+    with shoal.init(device="cpu") as world:
+        wire, kept = Wire(world), compression.method(before)
+        total = [torch.zeros_like(each) for each in gradient(0)]
+        chosen = compression.method(how)
+        for step in range(8):
+            if step == 4:
+                chosen.load_state(kept.state())
+            mine = gradient(0)
+            compression.reduce(kept if step < 4 else chosen, Bucket(list("abcd"), mine), wire)
+            for sums, mean in zip(total, mine, strict=True):
+                sums += mean
+        left = chosen.state()["left"]
+        for name, sums, each in zip("abcd", total, gradient(0), strict=True):
+            assert torch.allclose(sums + left.get(name, 0.0 * each), 8 * each, rtol=0, atol=1e-9)
+        if isinstance(how, shoal.PowerSGD):
+            assert not any(left[name].any() for name in "bd" if name in left)  # it sends vectors whole
+
+
+def test_a_bucket_without_elements(ranks: Ranks) -> None:
+    assert ranks.call(of_nothing) == [True] * SIZE
+
+
+def of_nothing(world: shoal.World) -> bool:
+    for how in (*HALVES, *FEEDBACK):
+        compression.reduce(compression.method(how), Bucket(["empty"], [torch.zeros(0, 5)]), Wire(world))
+    return True
+
+
+class Failing:
+    """A loss that is no number in one step, on one rank."""
+
+    def __init__(self, world: shoal.World) -> None:
+        self.fails = False
+        self._here = world.rank == 1
+
+    def __call__(self, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        squares, count = loss(output, batch)
+        return squares * (math.nan if self.fails and self._here else 1.0), count
+
+
+def through_failures(world: shoal.World, how: Compress, own: bool, skip: bool) -> list[Tensor]:
+    """Where training ends whose third and sixth batch fails; with `skip`, that never had them."""
+    model = shoal.parallelize(Net(), world, shoal.DDP(compress=how, bucket_mb=0.001))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    failing = Failing(world)
+    step = shoal.Step(model, optimizer, shoal.Task(failing))
+    for number, batch in enumerate(shoal.Loader(data(), world, batch_size=BATCH).epochs(3)):
+        failing.fails = number in (2, 5)
+        if skip and failing.fails:
+            continue
+        with pytest.raises(shoal.StepError) if failing.fails else contextlib.nullcontext():
+            if own:
+                for micro in batch:
+                    batch.backward(*failing(model(micro[0]), micro))
+                batch.finish(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                step(batch)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", FEEDBACK, ids=str)
+@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_batch_that_fails_leaves_nothing(how: Compress, own: bool, ranks: Ranks) -> None:
+    failed, never = (ranks.call(through_failures, how, own, skip) for skip in (False, True))
+    for one, other in zip(failed, never, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+class Heads(nn.Module):
+    """Of which the second is used when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(WIDTH, 1).double(), nn.Linear(WIDTH, 1).double()
+        self.both = True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.first(inputs)
+        return found + self.second(inputs) if self.both else found
+
+
+def left_of_second(world: shoal.World, how: Compress) -> list[float]:
+    strategy = shoal.DDP(compress=how, unused=True, bucket_mb=0.00001)
+    heads = Heads()
+    model = shoal.parallelize(heads, world, strategy)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
+    engine: Any = engine_of(model)
+    found = []
+    for batch in shoal.Loader(data(), world, batch_size=BATCH).epochs(1):
+        step(batch)
+        found.append(float(engine.state()["compression"]["left"]["second.weight"].norm()))
+        heads.both = False
+    return found
+
+
+@pytest.mark.parametrize("how", ["int8", shoal.TopK(share=0.1)], ids=str)
+def test_what_nobody_uses_waits_for_who_does(how: Compress, ranks: Ranks) -> None:
+    for found in ranks.call(left_of_second, how):
+        assert found == found[:1] * 4
+        assert found[0] > 0
 
 
 class Net(nn.Module):

@@ -96,6 +96,14 @@ class Method(Protocol):
         """Take back what `state` returned, on any number of ranks."""
         ...
 
+    def keep(self, unused: Sequence[str]) -> None:
+        """The means since the last time are taken, but for those of parameters that nobody has used."""
+        ...
+
+    def forget(self) -> None:
+        """They are not: what is kept is what was kept before them."""
+        ...
+
 
 def check(compress: object) -> Compress:
     """`compress` if it names a method. Raises StepError."""
@@ -157,6 +165,12 @@ class Half:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Nothing is kept."""
 
+    def keep(self, unused: Sequence[str]) -> None:
+        """Nothing is kept."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
 
 class Feedback:
     """What was left out so far, of each parameter, to be added to its next gradient.
@@ -166,6 +180,8 @@ class Feedback:
 
     def __init__(self) -> None:
         self.left: dict[str, Tensor] = {}
+        self._before: list[tuple[dict[str, Any], str, Any]] = []
+        """What stood where something was kept since the last step that was taken: a step may fail."""
 
     def settle(self, wire: Wire) -> None:
         """Each rank keeps the mean of what all have left out: in the next mean it counts the same."""
@@ -180,13 +196,40 @@ class Feedback:
         """Go on with what was left out."""
         self.left = {name: value.clone() for name, value in state.get("left", {}).items()}
 
+    def keep(self, unused: Sequence[str]) -> None:
+        """See the protocol."""
+        nobodys = set(unused)
+        self._go_back([each for each in self._before if each[0] is self.left and each[1] in nobodys])
+        self._before.clear()
+
+    def forget(self) -> None:
+        """See the protocol."""
+        self._go_back(self._before)
+        self._before.clear()
+
+    def _go_back(self, entries: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+        for table, name, value in reversed(entries):
+            if value is None:
+                table.pop(name, None)
+            else:
+                table[name] = value
+
+    def _set(self, table: dict[str, Any], name: str, value: Any) -> None:
+        self._before.append((table, name, table.get(name)))
+        table[name] = value
+
     def _with_left(self, bucket: Bucket) -> Tensor:
         """The gradients of `bucket` and what was left of them, joined."""
         flat = joined(bucket.gradients)
-        known = [self.left.get(name) for name in bucket.names]
-        if all(each is not None for each in known):
-            left = joined([each.to(flat) for each in known if each is not None])
-            flat.add_(left, alpha=bucket.scale)
+        parts = flat.split([gradient.numel() for gradient in bucket.gradients])
+        known = [
+            (part, self.left[name].to(flat).reshape(-1))
+            for name, part in zip(bucket.names, parts, strict=True)
+            if name in self.left
+        ]
+        if known:
+            own, left = zip(*known, strict=True)
+            torch._foreach_add_(own, left, alpha=bucket.scale)
         return flat
 
     def _leave(self, bucket: Bucket, rest: Tensor) -> None:
@@ -195,7 +238,7 @@ class Feedback:
             rest = torch.zeros_like(rest)
         sizes = [gradient.numel() for gradient in bucket.gradients]
         for name, gradient, part in zip(bucket.names, bucket.gradients, rest.split(sizes), strict=True):
-            self.left[name] = part.view_as(gradient) / bucket.scale
+            self._set(self.left, name, part.view_as(gradient) / bucket.scale)
 
 
 class Bits(Feedback):
@@ -227,15 +270,17 @@ class Bits(Feedback):
 def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Levels in int8, and for each block its scale; NaN where it has something that is not finite."""
     blocks = rows.view(len(rows), -1, BLOCK)
-    scales = (blocks.abs().amax(2, keepdim=True) / _LEVELS).float()
+    # In 16 bits a scale may be rounded so far that the largest element is beyond the last level.
+    scales = blocks.abs().amax(2, keepdim=True).float() / _LEVELS
     scales = torch.where(blocks.isfinite().all(2, keepdim=True), scales, math.nan)
-    steps = torch.where(scales > 0, blocks / scales.to(blocks), 0.0)
+    steps = torch.where(scales > 0, blocks / scales, 0.0).clamp_(-_LEVELS, _LEVELS)
     return steps.round_().to(torch.int8).view(len(rows), -1), scales.squeeze(2)
 
 
 def _restored(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    blocks = levels.view(len(levels), -1, BLOCK).to(dtype) * scales.to(dtype).unsqueeze(2)
-    return blocks.view(len(levels), -1)
+    wide = torch.promote_types(dtype, torch.float32)
+    blocks = levels.view(len(levels), -1, BLOCK).to(wide) * scales.unsqueeze(2)
+    return blocks.to(dtype).view(len(levels), -1)
 
 
 class Largest(Feedback):
@@ -248,7 +293,7 @@ class Largest(Feedback):
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
         """See the protocol."""
         wanted = self._with_left(bucket)
-        count = max(1, round(self._share * wanted.numel()))
+        count = min(max(1, round(self._share * wanted.numel())), wanted.numel())
         places = wanted.nan_to_num(math.inf, math.inf, -math.inf).abs().topk(count).indices
         values = wanted[places]
         rest = wanted.index_fill(0, places, 0.0)
@@ -270,7 +315,7 @@ class LowRank(Feedback):
         super().__init__()
         self._rank = options.rank
         self._whole = options.whole
-        self._before = 0
+        self._taken = 0
         """The steps that other attempts of the run have taken."""
         self._steps: dict[str, int] = {}
         self._bases: dict[str, Tensor] = {}
@@ -278,7 +323,8 @@ class LowRank(Feedback):
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
         """See the protocol."""
         first = bucket.names[0]
-        taken = self._steps[first] = self._steps.get(first, self._before) + 1
+        taken = self._steps.get(first, self._taken) + 1
+        self._set(self._steps, first, taken)
         matrices = [
             (name, gradient)
             for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
@@ -286,12 +332,22 @@ class LowRank(Feedback):
         ]
         compressed = {name for name, _ in matrices}
         others = [
-            g for name, g in zip(bucket.names, bucket.gradients, strict=True) if name not in compressed
+            (name, gradient)
+            for name, gradient in zip(bucket.names, bucket.gradients, strict=True)
+            if name not in compressed
         ]
         if others:
-            put_back(wire.mean(joined(others)), others)
+            names, gradients = zip(*others, strict=True)
+            self._send_whole(Bucket(names, gradients, bucket.scale), wire)
         if matrices:
             self._approximate(matrices, bucket.scale, wire)
+
+    def _send_whole(self, bucket: Bucket, wire: Wire) -> None:
+        """With what is left of them, if a run goes on from where another method was."""
+        put_back(wire.mean(self._with_left(bucket)), bucket.gradients)
+        for name in bucket.names:
+            if name in self.left:
+                self._set(self.left, name, torch.zeros_like(self.left[name]))
 
     def _approximate(self, matrices: Sequence[tuple[str, Tensor]], scale: float, wire: Wire) -> None:
         wanted = []
@@ -309,7 +365,7 @@ class LowRank(Feedback):
             mean = column @ row.T
             self._leave(Bucket([name], [gradient], scale), (matrix - mean).reshape(-1))
             if bool(row.isfinite().all()):
-                self._bases[name] = row
+                self._set(self._bases, name, row)
                 gradient.copy_(mean.view_as(gradient))
             else:
                 gradient.fill_(math.nan)
@@ -319,14 +375,14 @@ class LowRank(Feedback):
         return {
             **super().state(),
             "bases": dict(self._bases),
-            "steps": max(self._steps.values(), default=self._before),
+            "steps": max(self._steps.values(), default=self._taken),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there; other ranks may cut other buckets."""
         super().load_state(state)
         self._bases = {name: value.clone() for name, value in state.get("bases", {}).items()}
-        self._before = state.get("steps", 0)
+        self._taken = state.get("steps", 0)
         self._steps = {}
 
     def _pays(self, gradient: Tensor) -> bool:
@@ -341,8 +397,7 @@ class LowRank(Feedback):
             # The same on all ranks, which don't meet for it.
             generator = torch.Generator().manual_seed(sum(name.encode()) + matrix.shape[1])
             known = torch.randn(matrix.shape[1], self._rank, generator=generator)
-        known = self._bases[name] = known.to(matrix)
-        return known
+        return known.to(matrix)
 
 
 def _orthogonal(columns: Tensor) -> Tensor:

@@ -262,10 +262,20 @@ class DDPEngine(LocalEngine):
             found = compression.Bucket(names, gradients, self._scale)
             compression.reduce(self._method if self._primed else None, found, self.wire)
 
+    def multiply(self, factor: float) -> None:
+        """The batch has come to its end: what compression has left out of it is kept."""
+        if self._method is not None:
+            named = self.module.named_parameters()
+            # Compression has sent what was left of these too, and it reached no gradient.
+            self._method.keep([n for n, p in named if p.requires_grad and p.grad is None])
+        super().multiply(factor)
+
     def discard(self) -> None:
-        """Drop the gradients, the tally's too."""
+        """Drop the gradients, the tally's too, and what compression has left out of a failed batch."""
         super().discard()
         self._tally.grad = None
+        if self._method is not None:
+            self._method.forget()
 
     def _pending(self) -> bool:
         return self._tally.grad is not None
