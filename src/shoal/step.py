@@ -171,11 +171,12 @@ class Step:
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
         if decided.finite:
             self.engine.update(self.optimizer, decided.factor)
-            if self.schedule is not None:
-                self.schedule.step()
+            self._follow_schedule()
         else:
             self.engine.discard()
-            if not skipped:
+            if skipped and self.engine.alone:
+                self._follow_schedule()  # others may have stepped
+            elif not skipped:
                 self._fail(batch)
                 over = "this rank's share" if self.engine.alone else "all ranks"
                 raise not_finite(decided, batch, over=over)
@@ -188,7 +189,12 @@ class Step:
         """Where the others may have taken this step, count it here too, as one without a sample."""
         if self.engine.alone:
             batch.taken = True
+            self._follow_schedule()
             self._count(Correction(math.nan, 0.0, 0.0, 0.0, True), True)
+
+    def _follow_schedule(self) -> None:
+        if self.schedule is not None:
+            self.schedule.step()
 
     def catch_up(self) -> None:
         """Count the batches that a loop of one's own has finished on the model since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,28 @@ def go_on(world: shoal.World, strategy: Any, at: int, how: str, directory: Path)
         samples = shoal.evaluate(step, (torch.ones(6, 3),))["samples"]
         run.save()
     return told, step.number, samples
+
+
+def rates(world: shoal.World, strategy: Any, how: str) -> tuple[int, float]:
+    """How far the ranks have come, and at what rate they learn, after rank 1 has failed or skipped."""
+    model = shoal.parallelize(nn.Linear(3, 1), world, strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loss = Loss(2 if world.rank == 1 and how != "overflows" else -1, how)
+    precision = "fp16" if how == "overflows" else "fp32"
+    step = shoal.Step(model, optimizer, shoal.Task(loss), precision=precision, schedule=schedule)
+    for number, batch in enumerate(shoal.Loader((torch.ones(16, 3),), world, batch_size=4).epochs(1)):
+        loss.steps = number
+        if step._scale is not None:
+            step._scale.value = 2.0**60 if number == 2 and world.rank == 1 else 1.0
+        with suppress(ValueError, shoal.StepError):
+            step(batch)
+    return step.number, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("how", ["raises", "nan", "overflows"])
+def test_the_schedule_of_who_fails_alone_is_that_of_the_others(how: str, ranks: Ranks) -> None:
+    assert ranks.call(rates, shoal.LocalSGD(every=3), how) == [(4, 2.0**-4)] * 2
 
 
 @pytest.mark.parametrize(
