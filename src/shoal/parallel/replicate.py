@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -228,6 +229,9 @@ class DDPEngine(LocalEngine):
         named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
+            if not some:
+                self.world.say("shoal: compression of gradients: none, since there are no real ones")
+                return
             choice = worth.choose(some, self.wire)
             self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
             if choice.value is None:
@@ -386,10 +390,15 @@ def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
-    """Of the first one's dtype as many as have so many bytes, one at least."""
+    """Of the real dtype that most bytes are of as many as have so many bytes, one at least."""
+    bytes_of: Counter[torch.dtype] = Counter()
+    for _, tensor in named:
+        if tensor.is_floating_point() and tensor.numel():
+            bytes_of[tensor.dtype] += tensor.nbytes
+    most_of = max(bytes_of, key=bytes_of.__getitem__, default=None)
     size = 0
     for name, tensor in named:
-        if tensor.dtype == named[0][1].dtype and (not size or size + tensor.nbytes <= most):
+        if tensor.dtype == most_of and tensor.numel() and (not size or size + tensor.nbytes <= most):
             size += tensor.nbytes
             yield name, tensor
 
