@@ -324,17 +324,22 @@ class DDPEngine(LocalEngine):
         return loss_sum, whole(count, tally.dtype, self.world.size), value
 
     def _prime(self) -> None:
-        """One reduced backward of zeros, so that the reducer rebuilds its buckets now.
+        """Reduce gradients of zeros once, so that the reducer rebuilds its buckets now.
 
-        It rebuilds them after the first backward anyway, in the order in which gradients came. A
-        resumed run would do so again, and sum in another order than the uninterrupted run in that
-        one step, which shows in the last bit from 3 ranks on. The order given here is the reverse
-        order of the parameters, torch's own first guess, fresh or resumed.
+        The reducer rebuilds its buckets after the first backward anyway, in the order in which
+        gradients arrived. A resumed run would do so again and sum in another order than the
+        uninterrupted run in that one step, which shows in the last bit from 3 ranks on. Priming fixes
+        the order to the reverse order of the parameters, torch's own first guess, whether the run is
+        fresh or resumed.
+
+        Each leaf gets a backward of its own: autograd runs the roots of one backward in an arbitrary
+        order, and buckets in that order would hold the last gradients first, so that no all-reduce
+        could start before backward has ended.
         """
         self._reducer.prepare_for_forward()
         self._reducer.prepare_for_backward([])
-        leaves = [*self.parameters, self._tally]
-        torch.autograd.backward(leaves[::-1], [torch.zeros_like(leaf) for leaf in leaves[::-1]])
+        for leaf in reversed([*self.parameters, self._tally]):
+            torch.autograd.backward(leaf, torch.zeros_like(leaf))
         self.discard()
         self._reducer._rebuild_buckets()
         self._primed = True
