@@ -1,25 +1,24 @@
-"""Fewer bytes over slow links: time, bytes and loss of each way, beside plain DDP, in one run.
+"""Time, bytes and loss of every way to send fewer gradients over a slow link, compared with plain DDP.
 
     python benchmarks/compression.py [--nodes 2 4] [--rates 200mbit 1gbit none] [--rounds 6] [--json]
 
-Starts a Slurm cluster on this machine, a network namespace and a link for each node, which needs root,
-slurm-wlm, munge and iproute2. In one job each way trains a model of its own, 2.4 million parameters on
-a task that a random network teaches; a round is some steps of each way, in an order that turns. Bytes
-are those that the kernel counted on the first node's interface. The loss is that of samples which
-nobody trained on: after equal steps, and after the time that plain DDP took for half of them. Then each
-way goes on alone until it has the loss that DDP has at the end, or has taken as long: how much sooner
-than DDP it comes there.
+Starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for each node. In
+one job each strategy trains a model, 2.4 million parameters on a task that a random network teaches. A
+round is some steps of each strategy, in an order that rotates. The baseline is plain DDP, the loop of
+PyTorch's tutorial. Bytes are those that the kernel counted on the first node's interface. The loss is
+that of held-out samples: after equal steps, and after the time that plain DDP took for half of them.
+Then each strategy continues alone until it has the loss that plain DDP has at the end, or has taken as
+long: `sooner` is the ratio of the two times.
 
-Aims: at 200 Mbit/s a way that takes a third of DDP's time to the same loss; "auto" within 5 % of the
-best; on a link without a limit never slower than plain DDP.
+Aims: at 200 Mbit/s a strategy that takes a third of plain DDP's time to the same loss; "auto" within
+5 % of the best; on a link without a limit never slower than plain DDP.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +30,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
+import nodes
 import shoal
 from spread import quartiles
 
@@ -42,7 +44,7 @@ STEPS = 8
 UNCOUNTED = 2
 """Rounds, but learned from: as long as PowerSGD sends whole gradients."""
 WAYS: dict[str, Any] = {
-    "DDP": shoal.DDP(),
+    "shoal.DDP": shoal.DDP(),
     "fp16": shoal.DDP(compress="fp16"),
     "bf16": shoal.DDP(compress="bf16"),
     "int8": shoal.DDP(compress="int8"),
@@ -78,16 +80,51 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
     return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
 
 
-class Contender:
-    """A way, its model, and what was measured of it."""
+PLAIN = "plain DDP"
 
-    def __init__(self, world: shoal.World, strategy: Any, data: tuple[Tensor, Tensor]) -> None:
-        self.model = shoal.parallelize(network(3, HIDDEN), world, strategy)
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.step = shoal.Step(self.model, optimizer, shoal.Task(loss), clip=1.0)
+
+def plain(world: shoal.World, model: nn.Module, data: tuple[Tensor, Tensor]) -> Iterator[None]:
+    """Train with torch's DDP as its tutorials do."""
+    replica = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-3)
+    dataset = TensorDataset(*data)
+    sampler: Any = DistributedSampler(dataset, world.size, world.rank)
+    loader = DataLoader(dataset, BATCH // world.size, sampler=sampler)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            F.cross_entropy(replica(inputs), labels).backward()
+            nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def through_shoal(
+    world: shoal.World, model: nn.Module, strategy: Any, data: tuple[Tensor, Tensor]
+) -> Iterator[None]:
+    """Train with a strategy of Shoal's."""
+    loader = shoal.Loader(data, world, batch_size=BATCH)
+    shoal.parallelize(model, world, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+    for batch in loader.epochs(100):
+        step(batch)
+        yield
+
+
+class Contender:
+    """A strategy or plain DDP, its model, and what was measured of it."""
+
+    def __init__(self, world: shoal.World, name: str, data: tuple[Tensor, Tensor]) -> None:
+        self.model = network(3, HIDDEN)
         inputs, labels = data
-        loader = shoal.Loader((inputs[:SAMPLES], labels[:SAMPLES]), world, batch_size=BATCH)
-        self.batches: Iterator[shoal.Batch] = loader.epochs(100)
+        training = (inputs[:SAMPLES], labels[:SAMPLES])
+        self.steps = (
+            plain(world, self.model, training)
+            if name == PLAIN
+            else through_shoal(world, self.model, WAYS[name], training)
+        )
         self.held_out = (inputs[SAMPLES:], labels[SAMPLES:])
         self.times: list[float] = []
         self.bytes: list[int] = []
@@ -98,7 +135,7 @@ class Contender:
         self.world.barrier()
         sent, begun = int(COUNTER.read_text()), time.perf_counter()
         for _ in range(STEPS):
-            self.step(next(self.batches))
+            next(self.steps)
         self.world.barrier()
         self.times.append(time.perf_counter() - begun)
         self.bytes.append(int(COUNTER.read_text()) - sent)
@@ -116,15 +153,14 @@ def train(rounds: int, results: Path) -> None:
     """What each rank does."""
     with shoal.init() as world:
         data = lesson()
-        ways = {name: Contender(world, strategy, data) for name, strategy in WAYS.items()}
+        ways = {name: Contender(world, name, data) for name in (PLAIN, *WAYS)}
         names = list(ways)
         for number in range(-UNCOUNTED, rounds):
             turn = number % len(names)
             for name in names[turn:] + names[:turn]:
                 ways[name].round()
-        plain = ways["DDP"]
         for way in ways.values():
-            while world.broadcast(way.behind(plain)):
+            while world.broadcast(way.behind(ways[PLAIN])):
                 way.round()
         if world.first:
             found = {n: {"s": w.times, "bytes": w.bytes, "loss": w.losses} for n, w in ways.items()}
@@ -144,16 +180,16 @@ def reached(at: list[float], losses: list[float], wanted: float) -> float | None
 
 
 def told(found: dict[str, Any]) -> dict[str, Any]:
-    """Of each way seconds and bytes of a step, its ratio to DDP, and the losses."""
-    plain = found["DDP"]
-    rounds, whole = len(plain["s"]), sum(plain["s"][UNCOUNTED:])
+    """Return for each strategy seconds and bytes of a step, its ratio to plain DDP, and the losses."""
+    base = found[PLAIN]
+    rounds, whole = len(base["s"]), sum(base["s"][UNCOUNTED:])
     rows = {}
     for name, way in found.items():
         seconds, sent = way["s"][UNCOUNTED:rounds], way["bytes"][UNCOUNTED:rounds]
-        ratios = [own / other for own, other in zip(seconds, plain["s"][UNCOUNTED:], strict=True)]
+        ratios = [own / other for own, other in zip(seconds, base["s"][UNCOUNTED:], strict=True)]
         losses = way["loss"][UNCOUNTED - 1 :]
         at = [sum(way["s"][UNCOUNTED : UNCOUNTED + n]) for n in range(len(losses))]
-        sooner = reached(at, losses, plain["loss"][-1])
+        sooner = reached(at, losses, base["loss"][-1])
         rows[name] = {
             "step": asdict(quartiles([each / STEPS for each in seconds])),
             "ratio": asdict(quartiles(ratios)),
@@ -177,51 +213,28 @@ def main() -> None:
     if given.results is not None:
         train(given.rounds, given.results)
         return
-    sys.path.append(str(Path(__file__).parents[1] / "tests"))
-    from cluster.slurm import Cluster, missing
-
-    if missing():
-        parser.error(missing())
     everything = {}
-    for nodes in given.nodes:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Cluster(Path(folder) / "cluster", nodes=nodes) as cluster,
-        ):
+    for count in given.nodes:
+        with nodes.started(count) as cluster, tempfile.TemporaryDirectory() as folder:
             for rate in given.rates:
-                cluster.network.rate(None if rate == "none" else rate)
+                nodes.limit(cluster, rate)
                 results = Path(folder) / rate
-                ranks = [
-                    "srun",
-                    f"-N{nodes}",
-                    f"-n{nodes}",
-                    sys.executable,
-                    str(Path(__file__).resolve()),
-                ]
-                ranks += ["--rounds", str(given.rounds), "--results", str(results)]
-                done = subprocess.run(  # `Cluster.run` gives up too soon for this
-                    cluster.inside("ctl", ranks),
-                    env=cluster.environment(),
-                    capture_output=True,
-                    text=True,
-                    timeout=3600,
-                    check=False,
-                )
-                if done.returncode:
-                    raise RuntimeError(done.stderr)
-                chosen = [line for line in done.stdout.splitlines() if "compression of" in line]
+                arguments = ["--rounds", str(given.rounds), "--results", str(results)]
+                printed = nodes.run_ranks(cluster, __file__, arguments)
+                chosen = [line for line in printed.splitlines() if "compression of" in line]
                 print(
-                    f"{nodes} nodes, {rate}: s and MB a step, time / DDP's, loss; {'; '.join(chosen)}"
+                    f"{count} nodes, {rate}: seconds and MB per step, time / plain DDP's, loss; "
+                    f"{'; '.join(chosen)}"
                 )
-                rows = everything[f"{nodes} {rate}"] = told(json.loads(results.read_text()))
+                rows = everything[f"{count} {rate}"] = told(json.loads(results.read_text()))
                 for name, row in rows.items():
                     step, ratio = row["step"], row["ratio"]
                     sooner = "not" if row["sooner"] is None else f"{row['sooner']:.2f} times sooner"
                     print(
                         f"  {name:9} {step['median']:.3f} s  {row['megabytes']:7.3f} MB  "
                         f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})  "
-                        f"loss {row['loss']:.3f}, at DDP's half time {row['loss_at_half_time']:.3f}, "
-                        f"at DDP's last loss {sooner}"
+                        f"loss {row['loss']:.3f}, at half of plain DDP's time "
+                        f"{row['loss_at_half_time']:.3f}, at plain DDP's last loss {sooner}"
                     )
     if given.json:
         print(json.dumps(everything))
