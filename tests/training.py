@@ -125,7 +125,7 @@ def buckets(world: shoal.World) -> int:
     """How many buckets the gradients are reduced in."""
     engine = engine_of(parallel(world, 0.3))
     assert isinstance(engine, DDPEngine)
-    return len(engine._reducer._get_zeros_like_grad_buckets())
+    return len(engine._reducer._reducer._get_zeros_like_grad_buckets())
 
 
 def inputs(noise: float, batch: Any) -> Tensor:

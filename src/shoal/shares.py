@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from shoal._torch.mesh import local_slices
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -42,13 +44,7 @@ def parts(tensor: Tensor) -> int:
 def copy_share(source: Tensor, target: Tensor) -> None:
     """Copy into `target` this rank's part of `source`, which is whole."""
     if is_divided(target):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sizes, offsets = compute_local_shape_and_global_offset(
-            target.shape, target.device_mesh, target.placements
-        )
-        spans = zip(offsets, sizes, strict=True)
-        source = source[tuple(slice(offset, offset + size) for offset, size in spans)]
+        source = source[local_slices(target)]
     share(target).copy_(source)
 
 

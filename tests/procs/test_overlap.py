@@ -80,7 +80,7 @@ def through_shoal(world: shoal.World, directory: str, static: bool) -> Arrivals:
         batches = data.epochs(2)
         if static:  # a static graph is primed by its first backward, in which no bucket is sent
             step(next(batches))
-        seen = record(model, engine._ddp)
+        seen = record(model, engine._reducer._ddp)
         step(next(batches))
         arrivals = list(seen)
         run.save()

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 
 from shoal.mpi.patience import Patience
 
@@ -53,7 +52,7 @@ class Record:
         return sum(shape.numel() * getattr(torch, dtype).itemsize for shape, dtype in pairs)
 
 
-class Operation(Work):
+class Operation(dist.Work):
     """Requests of MPI under way; what is done once they are over, or why they failed.
 
     `finish` is called once, with the statuses of the requests, on whichever thread finds them over.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.autograd import version
+from shoal._torch.modules import remove_forward_hooks
 from shoal.moves import move, send
 
 
@@ -35,10 +37,10 @@ class Copies:
             return send(tensor, device)
         key = (id(tensor), device, torch.is_grad_enabled())
         # The tensor is kept with its copy: another one can't have its id meanwhile.
-        _, version, copy = self._made.get(key, (tensor, -1, tensor))
-        if version != tensor._version:
+        _, copied, copy = self._made.get(key, (tensor, -1, tensor))
+        if copied != version(tensor):
             copy = send(tensor, device)
-            self._made[key] = (tensor, tensor._version, copy)
+            self._made[key] = (tensor, version(tensor), copy)
         return copy
 
 
@@ -73,10 +75,9 @@ def arrange(model: nn.Module, places: dict[nn.Module, torch.device]) -> None:
 def without_arrivals(model: nn.Module) -> nn.Module:
     """`model`, a copy that nobody else has, on the CPU and without the hooks."""
     for module in model.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, Arrival) or isinstance(getattr(hook, "__self__", None), Copies):
-                    del hooks[key]
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
-                    module._forward_hooks_always_called.pop(key, None)
+        remove_forward_hooks(module, _is_arrival)
     return model.cpu()
+
+
+def _is_arrival(hook: Any) -> bool:
+    return isinstance(hook, Arrival) or isinstance(getattr(hook, "__self__", None), Copies)

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal import environ, network
+from shoal._torch.c10d import default_store, has_rpc_agent
 from shoal.errors import LaunchError, StepError
 from shoal.world import MARGIN_SECONDS, World
 
@@ -44,7 +45,7 @@ class Calls:
                 found="this torch is built without it (USE_TENSORPIPE)",
                 fix="the wheels of pytorch.org have it; or a strategy that does without",
             )
-        if rpc._is_current_rpc_agent_set():  # type: ignore[attr-defined]
+        if has_rpc_agent():
             raise StepError(
                 given="a strategy that uses torch RPC, in a process that has called rpc.init_rpc",
                 found="torch has one RPC agent in a process",
@@ -176,7 +177,7 @@ def _interface(world: World) -> dict[str, str]:
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """How RPC finds the other ranks: by the store of the world."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     yield PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()
 
 

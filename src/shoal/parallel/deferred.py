@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
+from shoal._torch.autograd import storage_key
+from shoal._torch.dispatch import TorchDispatchMode, tree_iter, tree_map
+from shoal._torch.modules import buffers, parameters
 from shoal.shares import copy_share
 
 RESIDENT = 2**30
@@ -47,7 +48,7 @@ class _Place:
     @classmethod
     def of(cls, tensor: Tensor) -> _Place:
         offset = int(tensor.storage_offset())
-        return cls(_key(tensor), tensor.dtype, offset, tensor.size(), tensor.stride())
+        return cls(storage_key(tensor), tensor.dtype, offset, tensor.size(), tensor.stride())
 
     def within(self, memory: _Memory) -> Tensor:
         empty = torch.empty(0, dtype=self.dtype)
@@ -94,7 +95,7 @@ class Record:
 
     def value(self, tensor: Tensor) -> Tensor:
         """What `tensor` held after all calls, computed again."""
-        return _Place.of(tensor).within(self.values({_key(tensor)}))
+        return _Place.of(tensor).within(self.values({storage_key(tensor)}))
 
     def values(self, wanted: set[int]) -> _Memory:
         """What the storages `wanted` held after all calls, computed again."""
@@ -181,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         if operation.overloadpacket.__name__ not in _OVERWRITING:
             return set()
         target, *others = positional
-        key = _key(target)
+        key = storage_key(target)
         whole = target.is_contiguous() and target.nbytes == self.record.sizes[key]
         return {key} if whole and key not in _storages(others) else set()
 
@@ -247,7 +248,7 @@ def _to_meta(module: nn.Module) -> None:
 def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
     replaced: dict[int, Tensor] = {}
     for part in module.modules():
-        for held in (part._parameters, part._buffers):
+        for held in (parameters(part), buffers(part)):
             for name, tensor in held.items():
                 if tensor is not None:
                     new = replaced.get(id(tensor))
@@ -281,8 +282,6 @@ def _places(tree: Any) -> Any:
 
 
 def _storages(tree: Any) -> _Memory:
-    return {_key(value): value.untyped_storage() for value in tree_iter(tree) if _is_plain(value)}
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return {
+        storage_key(value): value.untyped_storage() for value in tree_iter(tree) if _is_plain(value)
+    }

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from shoal._torch.modules import buffers, copy_with_children, parameters
 from shoal.errors import StepError
 from shoal.parallel.deferred import give_memory
 from shoal.parallel.stages import Stage
@@ -38,13 +39,7 @@ def evaluating(module: nn.Module) -> nn.Module:
     """The module in evaluation, with the very same tensors; its own mode stays as it is."""
     if isinstance(module, torch.jit.ScriptModule):  # which has no other mode beside its own
         return module
-    twin = nn.Module.__new__(type(module))
-    vars(twin).update(vars(module), training=False)
-    vars(twin).pop("_compiled_call_impl", None)  # which would call the module, in its mode
-    twin._modules = {
-        name: None if part is None else evaluating(part) for name, part in module._modules.items()
-    }
-    return twin
+    return copy_with_children(module, evaluating, training=False)
 
 
 def by_name(
@@ -67,6 +62,6 @@ def _share(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
     for name in names:
         owner, _, attribute = name.rpartition(".")
         ours, theirs = source.get_submodule(owner), target.get_submodule(owner)
-        for kind in ("_parameters", "_buffers"):
-            if attribute in getattr(ours, kind) and attribute in getattr(theirs, kind):
-                getattr(theirs, kind)[attribute] = getattr(ours, kind)[attribute]
+        for mine, other in ((parameters(ours), parameters(theirs)), (buffers(ours), buffers(theirs))):
+            if attribute in mine and attribute in other:
+                other[attribute] = mine[attribute]  # type: ignore[assignment]  # of the same kind

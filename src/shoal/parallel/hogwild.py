@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from shoal._torch.autograd import version
 from shoal.batch import Batch
 from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine, Totals
@@ -191,7 +192,7 @@ class HogwildEngine(Engine):
 
     def _now(self) -> list[int]:
         """Numbers that change with the values that the module has for its parameters."""
-        return [p._version for p in self._parameters]
+        return [version(p) for p in self._parameters]
 
     def _part(self) -> None:
         """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal._torch.mesh import flatten
 from shoal.layout import AXES, DATA_AXES
 from shoal.parallel.holding import HoldingEngine, as_scalar, global_norm
 from shoal.shares import parts, share
@@ -21,7 +22,7 @@ def summing_group(world: World) -> dist.ProcessGroup | None:
     """Of ranks that have other samples, or other slices of them; None where there are no others."""
     if world.layout.degree("context") == 1:
         return world.data_group if world.data_size > 1 else None
-    return world.mesh[(*DATA_AXES, "context")]._flatten("slices").get_group()
+    return flatten(world.mesh[(*DATA_AXES, "context")], "slices").get_group()
 
 
 class MeshEngine(HoldingEngine):

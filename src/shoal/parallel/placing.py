@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.modules import buffers, children, parameters
 from shoal.errors import StepError
 from shoal.parallel.holding import first
 from shoal.parallel.stages import balanced
@@ -67,7 +68,7 @@ def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[
             if spots.setdefault(module, spot) != spot:
                 raise _contradiction(given, f"{names[module]} and {name} are one module", spots[module])
             names.setdefault(module, name)
-        for key, child in module._modules.items():  # named_children leaves out second names
+        for key, child in children(module).items():  # named_children leaves out second names
             if child is not None:
                 visit(f"{name}.{key}".lstrip("."), child, spot)
 
@@ -231,7 +232,7 @@ def _hosts(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    held = chain(module._parameters.items(), module._buffers.items())
+    held = chain(parameters(module).items(), buffers(module).items())
     return ((key, tensor) for key, tensor in held if tensor is not None)
 
 

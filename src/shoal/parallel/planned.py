@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from shoal._torch.autograd import saved_result
 from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import StepError
@@ -162,7 +163,7 @@ def _check_graph(loss: Tensor) -> None:
     while waiting:
         node, inside = waiting.pop()
         name = "" if node is None else node.name()
-        if name.startswith("LogSoftmax") and is_divided(node._saved_result) and not inside:
+        if name.startswith("LogSoftmax") and is_divided(saved_result(node)) and not inside:
             raise _refused("it takes a log-softmax of them that is not part of a cross-entropy")
         if node is None or "FromTorchTensor" in name:
             continue  # what lies behind the last DTensor is the model

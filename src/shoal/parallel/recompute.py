@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from shoal._torch.checkpointing import checkpoint, is_checkpointed
 from shoal.errors import StepError
 from shoal.parallel.units import find_units
 from shoal.world import World
@@ -56,8 +57,6 @@ class Recompute:
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Let the units run again in backward; names stay as they are."""
-        from torch.distributed._composable.checkpoint_activation import checkpoint
-
         units = find_units(model, self.units)
         if not units:
             raise StepError(
@@ -81,9 +80,7 @@ def runs_again(model: nn.Module) -> bool:
 
 def units_that_run_again(model: nn.Module) -> list[nn.Module]:
     """The parts of `model` that run again in backward."""
-    from torch.distributed._composable.contract import _get_registry
-
-    return [part for part in model.modules() if "checkpoint" in (_get_registry(part) or {})]
+    return [part for part in model.modules() if is_checkpointed(part)]
 
 
 def _decide(

@@ -9,7 +9,6 @@ the engine tells the reducer itself when a backward is the last of a batch.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.autograd import after_backward
+from shoal._torch.ddp import GradientReducer
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
@@ -133,25 +134,20 @@ class DDPEngine(LocalEngine):
         # On the device of the last parameters, whose bucket is the first: on all ranks the same.
         place = self.parameters[-1].device
         self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(self.parameters), device=place))
-        with warnings.catch_warnings():
-            # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
-            warnings.simplefilter("ignore", FutureWarning)
-            ddp = nn.parallel.DistributedDataParallel(
-                _Holder(module, self._tally),
-                process_group=world.group,
-                bucket_cap_mb=options.bucket_mb,
-                gradient_as_bucket_view=options.bucket_views,
-                static_graph=options.static_graph,
-                find_unused_parameters=options.unused,
-            )
-        self._ddp = ddp
-        self._reducer: Any = ddp.reducer
+        self._reducer = GradientReducer(
+            _Holder(module, self._tally),
+            process_group=world.group,
+            bucket_cap_mb=options.bucket_mb,
+            gradient_as_bucket_view=options.bucket_views,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.unused,
+        )
         self._buffers = any(True for _ in module.buffers())
         self._method: compression.Method | None = None
         self._scale = 1.0
         self._names = {id(p): name for name, p in module.named_parameters()}
         if options.compress is not None:
-            self._compress(options.compress, ddp)
+            self._compress(options.compress)
         # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
         # real backward, because it records how often each parameter is used.
         self._primed = options.unused and not options.static_graph
@@ -181,9 +177,8 @@ class DDPEngine(LocalEngine):
             # Before any other backward: the reducer takes the first that it sees for the graph.
             self._prime_static(loss, value)
         if last:
-            self._reducer.prepare_for_forward()
             roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
-            self._reducer.prepare_for_backward(roots)
+            self._reducer.begin(roots)
         self._last, self._scale = last, scale
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
         if last:
@@ -194,7 +189,7 @@ class DDPEngine(LocalEngine):
         totals = super().totals()
         if self._buffers and self.options.sync_buffers:
             with self.world.timeline.within(COMMUNICATION):
-                self._ddp._sync_buffers()
+                self._reducer.broadcast_buffers()
         return totals
 
     def _mark_end(self, _: Tensor) -> None:
@@ -205,13 +200,12 @@ class DDPEngine(LocalEngine):
         """
         if self._last:
             enter = self.world.timeline.enter
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type]
+            after_backward(lambda: enter(COMMUNICATION))
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
         if self._buffers:
-            self._ddp._sync_buffers()
+            self._reducer.broadcast_buffers()
         if self._method is not None:
             self._method.settle(self.wire)
 
@@ -224,7 +218,7 @@ class DDPEngine(LocalEngine):
         if self._method is not None:
             self._method.load_state(state.get("compression", {}))
 
-    def _compress(self, how: Compress, ddp: nn.parallel.DistributedDataParallel) -> None:
+    def _compress(self, how: Compress) -> None:
         """Let each bucket pass through here on its way to the other ranks."""
         named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
         if how == "auto":
@@ -238,9 +232,7 @@ class DDPEngine(LocalEngine):
                 return
             how = choice.value
         self._method = compression.method(how)
-        reduced = _weakly(self._reduced)
-        # torch refuses hooks whose annotations are text, as they are in this file.
-        ddp.register_comm_hook(None, lambda state, bucket: reduced(bucket))
+        self._reducer.register_hook(_weakly(self._reduced))
 
     def _reduced(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """The means of the gradients in a bucket of torch's, nearly."""
@@ -289,7 +281,7 @@ class DDPEngine(LocalEngine):
         if not self._unused_checked:
             self._check_unused()
         try:
-            self._reducer._rebuild_buckets()  # done long ago; it still checks that all are reduced
+            self._reducer.rebuild_buckets()  # done long ago; it still checks that all are reduced
         except RuntimeError:
             self._check_converted()
             self._check_replaced()
@@ -336,12 +328,11 @@ class DDPEngine(LocalEngine):
         order, and buckets in that order would hold the last gradients first, so that no all-reduce
         could start before backward has ended.
         """
-        self._reducer.prepare_for_forward()
-        self._reducer.prepare_for_backward([])
+        self._reducer.begin()
         for leaf in reversed([*self.parameters, self._tally]):
             torch.autograd.backward(leaf, torch.zeros_like(leaf))
         self.discard()
-        self._reducer._rebuild_buckets()
+        self._reducer.rebuild_buckets()
         self._primed = True
 
     def _prime_static(self, loss: Tensor, value: Tensor) -> None:
@@ -349,24 +340,17 @@ class DDPEngine(LocalEngine):
         kept = [(leaf, leaf.grad) for leaf in (*self.parameters, self._tally)]
         for leaf, _ in kept:
             leaf.grad = None
-        self._reducer.prepare_for_forward()
-        self._reducer.prepare_for_backward([])
-        queue = torch.autograd.Variable._execution_engine.queue_callback
-
-        def after_backward(gradient: Tensor) -> None:
-            queue(self._reducer._delay_all_reduce)
-
-        handle = loss.register_hook(after_backward)
+        self._reducer.begin()
+        handle = loss.register_hook(lambda _: self._reducer.reduce_after_backward())
         roots, seeds = [loss, self._tally], [torch.zeros_like(loss), value]
         torch.autograd.backward(roots, seeds, retain_graph=True)
         handle.remove()
         # The reducer notes the order of the gradients only in the second backward of a static graph.
-        self._reducer.prepare_for_forward()
-        self._reducer.prepare_for_backward([])
+        self._reducer.begin()
         torch.autograd.backward(roots, seeds, retain_graph=True)
         for leaf, gradient in kept:
             leaf.grad = gradient
-        self._reducer._rebuild_buckets()
+        self._reducer.rebuild_buckets()
         self._primed = True
 
     def _report_unused(self, names: Sequence[str]) -> None:

@@ -16,11 +16,14 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from shoal._torch.autograd import in_backward
+from shoal._torch.fsdp import drop_accumulated
+from shoal._torch.mesh import concatenate, flatten
 from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import StepError
 from shoal.parallel.planned import PlannedEngine
-from shoal.parallel.waits import mark_groups, param_groups
+from shoal.parallel.waits import mark_groups
 from shoal.task import Task
 from shoal.world import World
 
@@ -79,7 +82,7 @@ class FSDPEngine(PlannedEngine):
         super().discard()
         if self._unsummed:
             for part in self._sharded:
-                _drop_unsummed(part)
+                drop_accumulated(part)
             self._unsummed = False
 
     def _differentiate(self, loss: Tensor, seed: Tensor, *, last: bool) -> None:
@@ -119,7 +122,7 @@ def _gather_anew(part: nn.Module, *_: object) -> None:
 
     torch would compute with it, though the shares may have changed meanwhile.
     """
-    if isinstance(part, FSDPModule) and not torch._C._current_autograd_node():
+    if isinstance(part, FSDPModule) and not in_backward():
         part.reshard()
 
 
@@ -137,16 +140,7 @@ def _mesh(world: World) -> DeviceMesh:
     """Over which parameters are divided, with slices of sequences like other samples; and copied."""
     divided = world.mesh["shard"]
     if world.layout.degree("context") > 1:
-        divided = world.mesh["shard", "context"]._flatten("shard_context")
+        divided = flatten(world.mesh["shard", "context"], "shard_context")
     if world.layout.degree("replicate") == 1:
         return divided
-    return DeviceMesh._concatenate([world.mesh["replicate"], divided])
-
-
-def _drop_unsummed(part: FSDPModule) -> None:
-    """Forget gradients that wait for the last micro-batch, for which FSDP2 has no call."""
-    for group in param_groups(part):
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    return concatenate([world.mesh["replicate"], divided])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import _functional_collectives
 
+from shoal._torch.fsdp import parameter_groups
 from shoal.timeline import COMMUNICATION, Timeline
 from shoal.world import World
 
@@ -37,22 +38,11 @@ def tensors_awaited(timeline: Timeline) -> AbstractContextManager[None]:
 
 def mark_groups(part: FSDPModule, world: World) -> None:
     """From now on, where FSDP2 waits for the parameters and gradients of `part`."""
-    for group in param_groups(part):
+    for group in parameter_groups(part):
         for name in _OF_GROUPS:
             wait = getattr(group, name, None)
             if wait is not None:
                 setattr(group, name, _marked(wait, lambda: world.timeline))
-
-
-def param_groups(part: FSDPModule) -> list[Any]:
-    """FSDP2's groups of the parameters of `part`."""
-    state: Any = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group
-    return [
-        group
-        for group in ([state._fsdp_param_group] if groups is None else groups)
-        if group is not None
-    ]
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from shoal._torch.dispatch import TorchDispatchMode
 
 
 class Counting:

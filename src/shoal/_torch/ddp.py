@@ -1,0 +1,58 @@
+"""torch's DistributedDataParallel driven as a reducer of gradients, without its forward.
+
+The public class reduces only what was computed through its own forward. Everything here is a private
+name of the reducer behind it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal._torch.autograd import after_backward
+
+
+class GradientReducer:
+    """Reduces the gradients of a module's parameters in buckets while backward computes.
+
+    `options` are those of DistributedDataParallel, which replicates rank 0's parameters and buffers.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        with warnings.catch_warnings():
+            # torch 2.13 renamed broadcast_buffers; 2.11 has only the old name.
+            warnings.simplefilter("ignore", FutureWarning)
+            self._ddp = nn.parallel.DistributedDataParallel(module, **options)
+        self._reducer: Any = self._ddp.reducer
+
+    def begin(self, roots: Sequence[Tensor] = ()) -> None:
+        """Reduce the gradients of the next backward.
+
+        With `roots`, the reducer walks the graph from them and marks unused parameters as ready.
+        """
+        self._reducer.prepare_for_forward()
+        self._reducer.prepare_for_backward(list(roots))
+
+    def rebuild_buckets(self) -> None:
+        """Rebuild the buckets in the order in which gradients arrived, if that has not been done.
+
+        Raises RuntimeError when a bucket still waits for a gradient.
+        """
+        self._reducer._rebuild_buckets()
+
+    def reduce_after_backward(self) -> None:
+        """Start all reductions after the backward under way, as a static graph's first one needs."""
+        after_backward(self._reducer._delay_all_reduce)
+
+    def broadcast_buffers(self) -> None:
+        """Send rank 0's buffers to all ranks. Collective."""
+        self._ddp._sync_buffers()
+
+    def register_hook(self, hook: Callable[[Any], torch.futures.Future[Tensor]]) -> None:
+        """Pass each bucket to `hook` in place of the all-reduce."""
+        # torch refuses hooks whose annotations are text, as they are in modules like this one.
+        self._ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))

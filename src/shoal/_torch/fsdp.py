@@ -1,0 +1,25 @@
+"""Private names of FSDP2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def parameter_groups(part: FSDPModule) -> list[Any]:
+    """Return the groups in which FSDP2 gathers and reduces the parameters of `part`."""
+    state: Any = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def drop_accumulated(part: FSDPModule) -> None:
+    """Drop gradients that wait for the last micro-batch; FSDP2 has no public call that does."""
+    for group in parameter_groups(part):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
