@@ -19,7 +19,7 @@ from shoal._torch import autograd, c10d, checkpointing, ddp, dispatch, fsdp, mes
 
 @pytest.fixture
 def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield dist.group.WORLD
     dist.destroy_process_group()
 
