@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from shoal.batch import Batch
+from shoal.compiled import Compiler
 from shoal.engine import Totals
 from shoal.errors import StepError
 from shoal.parallel.divided import divide_alike, division_of
@@ -43,6 +44,11 @@ class PlannedEngine(MeshEngine, LocalEngine):
         """As in one process, where torch can compile what a plan does."""
         self._check_compiled(how)
         super().compile(how)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """As in one process, where torch can compile what a plan does."""
+        self._check_compiled("inductor")
+        super().compile_with(compiler)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float

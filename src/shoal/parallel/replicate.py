@@ -19,6 +19,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from shoal.batch import IN_A_LOOP
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
@@ -208,7 +209,7 @@ class DDPEngine(LocalEngine):
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: enter(COMMUNICATION))  # type: ignore[arg-type]
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
         if self._buffers:
             self._ddp._sync_buffers()
@@ -313,7 +314,7 @@ class DDPEngine(LocalEngine):
             raise StepError(
                 given="the gradients of a batch",
                 found="no backward of its last micro-batch",
-                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro))",
+                fix=IN_A_LOOP,
             )
         self._tally.grad = None
         if norm.device.type == "cpu":
