@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face transformers, through shoal.train or a loop of one's own.
+"""A causal language model of Hugging Face transformers, through shoal.train or your own loop.
 
 python examples/finetune.py
 python examples/finetune.py --own-loop --run runs/finetune-own
@@ -80,9 +80,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
-def train_own(net: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> nn.Module:
+def train_own(model: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> None:
     """What shoal.train does, by hand."""
-    model = shoal.parallelize(net, world)
+    shoal.parallelize(model, world)
     optimizer = make_optimizer(model)
     loader = shoal.Loader(data, world, batch_size=options.batch_size, collate_fn=collate)
     with shoal.Run(options.run, model, loader, optimizer=optimizer) as run:
@@ -96,7 +96,6 @@ def train_own(net: nn.Module, data: Any, options: argparse.Namespace, world: sho
             optimizer.zero_grad()
             run.tick(every=100)
         run.save()
-    return model
 
 
 def main(options: argparse.Namespace) -> None:
@@ -106,9 +105,9 @@ def main(options: argparse.Namespace) -> None:
         model = make_model(lora=options.lora)
         task = shoal.Task(loss)
         if options.own_loop:
-            model = train_own(model, training, options, world)
+            train_own(model, training, options, world)
         else:
-            model = shoal.train(
+            shoal.train(
                 model,
                 task,
                 training,
@@ -119,7 +118,7 @@ def main(options: argparse.Namespace) -> None:
                 collate_fn=collate,
                 clip=1.0,
                 world=world,
-            ).model
+            )
         metrics = {"correct": correct}
         result = shoal.evaluate(model, held_out, task=task, metrics=metrics, collate_fn=collate)
         if options.lora and world.first:

@@ -120,7 +120,7 @@ def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 def _model(source: Run | Step | nn.Module) -> nn.Module:
     if isinstance(source, Run):
-        return next(iter(source.steps.values())).model
+        return next(iter(source.train_states.values())).model
     return source.model if isinstance(source, Step) else bare(source)
 
 

@@ -147,4 +147,4 @@ class Observer:
     def _why_not(self, step: TrainState, counting: Counting) -> str:
         if step.compiled:
             return "compiled code runs no operations that could be seen"
-        return step.engine.unseen or counting.failed or "a loop of one's own does not compute in a Step"
+        return step.engine.unseen or counting.failed or "your own loop does not compute in a Step"

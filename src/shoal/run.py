@@ -109,7 +109,7 @@ class Run:
     ) -> None:
         window = None if profile is None else _window(profile)
         self.directory = _own_directory(directory)
-        self.steps = train_states(model, optimizer, schedule)
+        self.train_states = train_states(model, optimizer, schedule)
         if not isinstance(loader, Loader):
             raise DataError(
                 given=f"shoal.Run(directory, model, {type(loader).__name__})",
@@ -122,7 +122,7 @@ class Run:
         self.state = dict(state or {})
         loader.compare_ranks()
         self._config = dict(config or {})
-        self.contents = Contents(self.world, self.steps, loader, self.state, self._config)
+        self.contents = Contents(self.world, self.train_states, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
         )
@@ -144,7 +144,9 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._observer = Observer(self.world, self.directory, self.steps, loader, self.events, window)
+        self._observer = Observer(
+            self.world, self.directory, self.train_states, loader, self.events, window
+        )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
@@ -152,16 +154,21 @@ class Run:
         self._begun = False
         self._closed = False
         self._free = False
-        self._recording = Recording(self.events, self.steps, loader)
+        self._recording = Recording(self.events, self.train_states, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
         self._stopping.start()
 
     @property
+    def steps(self) -> dict[str, Step]:
+        """The Steps that it was given, by name; a single one is "step"."""
+        return {name: each for name, each in self.train_states.items() if isinstance(each, Step)}
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken since the start of training, by the first Step or model."""
-        return next(iter(self.steps.values())).number
+        return next(iter(self.train_states.values())).number
 
     def restore(self) -> Restored | None:
         """Go on from the newest complete checkpoint; None if there is none yet. Collective.
@@ -227,15 +234,15 @@ class Run:
             self._observer.begin()
         now = time.time()
         batch = self.loader.last
-        if batch is not None and all(step.last is None for step in self.steps.values()):
+        if batch is not None and all(each.last is None for each in self.train_states.values()):
             raise StepError(
                 given="run.tick() after a batch",
                 found="no Step of this Run has taken one, nor batch.finish(model) on its model",
                 fix="step(batch) with the Step that the Run was given, or batch.finish(model) with its "
                 "model, then run.tick()",
             )
-        for step in self.steps.values():
-            step.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
+        for each in self.train_states.values():
+            each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
         moved = self._recording.tick(now)
         self._observer.tick()
         if self._progress is not None and self._progress.due(now):
@@ -406,12 +413,12 @@ class Run:
         self._recording.start(began, self._config)
 
     def _numbers(self) -> dict[str, int]:
-        return {name: step.number for name, step in self.steps.items()}
+        return {name: each.number for name, each in self.train_states.items()}
 
     def _losses(self) -> dict[str, float]:
         return {
             "loss" if name == "step" else name: step.last.loss
-            for name, step in self.steps.items()
+            for name, step in self.train_states.items()
             if step.last is not None
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from shoal.trial import check_loss_adds_up
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "script")
+Given = TypeVar("Given")
 _ALONE = "step"
 """The name of the only Step or model of a Run."""
 
@@ -259,10 +260,8 @@ def train_states(
 
     A single one has the name "step". Raises StepError for what a Run can't save and count.
     """
-    models, optimizers, schedules = (
-        dict(each) if isinstance(each, Mapping) else {} if each is None else {_ALONE: each}
-        for each in (model, optimizer, schedule)
-    )
+    models: dict[str, Step | nn.Module] = _by_name(model)
+    optimizers, schedules = _by_name(optimizer), _by_name(schedule)
     given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
     if not models:
         raise _not_trainable(given, "no Step and no model whose progress could be counted")
@@ -275,6 +274,12 @@ def train_states(
         name: _train_state(name, each, optimizers.get(name), schedules.get(name))
         for name, each in models.items()
     }
+
+
+def _by_name(given: Given | Mapping[str, Given] | None) -> dict[str, Given]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {} if given is None else {_ALONE: given}
 
 
 def _train_state(

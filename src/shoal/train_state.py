@@ -50,6 +50,7 @@ class TrainState:
         self.last: Result | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
         """Forward and backward run in it, so that their FLOPs can be counted."""
+        self._epoch_ended = False
         self._follow_schedule_from_here()
         if isinstance(engine, OpenEngine):
             engine.count_in(self)

@@ -203,7 +203,7 @@ def test_a_run_takes_several_models_by_name(world: shoal.World, tmp_path: Path) 
             schedule.step()
             run.tick()
         run.save()
-    names = {name: state.number for name, state in run.steps.items()}
+    names = {name: state.number for name, state in run.train_states.items()}
     assert names == {"first": 3, "second": 3}
     schedule.load_state_dict(torch.optim.lr_scheduler.StepLR(second.optimizer, 1, 0.5).state_dict())
     with shoal.Run(

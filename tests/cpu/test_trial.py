@@ -270,7 +270,7 @@ def token_loss(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, int]
     return F.cross_entropy(scores, (batch[1] % 5).flatten(), reduction=reduction), batch[1].numel()
 
 
-COLUMNS = {"inputs": lambda batch: batch.x, "collate_fn": Columns}
+COLUMNS: dict[str, Any] = {"inputs": lambda batch: batch.x, "collate_fn": Columns}
 SAMPLES_OF = list(zip(X, Y, strict=True))
 
 
