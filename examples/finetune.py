@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face transformers, through shoal.train or a loop of one's own.
+"""A causal language model of Hugging Face transformers, through shoal.train or your own loop.
 
 python examples/finetune.py
 python examples/finetune.py --own-loop --run runs/finetune-own
@@ -80,23 +80,22 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
-def train_own(net: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> shoal.Step:
+def train_own(model: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> None:
     """What shoal.train does, by hand."""
-    model = shoal.parallelize(net, world)
+    shoal.parallelize(model, world)
     optimizer = make_optimizer(model)
-    step = shoal.Step(model, optimizer, shoal.Task(loss))  # by which the run knows both
     loader = shoal.Loader(data, world, batch_size=options.batch_size, collate_fn=collate)
-    with shoal.Run(options.run, step, loader) as run:
+    with shoal.Run(options.run, model, loader, optimizer=optimizer) as run:
         run.restore()
         for batch in loader.epochs(options.epochs):
             for micro in batch:
-                batch.backward(*loss(model(**micro), micro))
+                total, count = loss(model(**micro), micro)
+                batch.backward(total=total, count=count)
             batch.finish(model, clip=1.0)
             optimizer.step()
             optimizer.zero_grad()
             run.tick(every=100)
         run.save()
-    return step
 
 
 def main(options: argparse.Namespace) -> None:
@@ -104,12 +103,13 @@ def main(options: argparse.Namespace) -> None:
     held_out = questions(500, options.longest, seed=1)
     with shoal.init(seed=0) as world:
         model = make_model(lora=options.lora)
+        task = shoal.Task(loss)
         if options.own_loop:
-            step = train_own(model, training, options, world)
+            train_own(model, training, options, world)
         else:
-            step = shoal.train(
+            shoal.train(
                 model,
-                shoal.Task(loss),
+                task,
                 training,
                 directory=options.run,
                 optimizer=make_optimizer,
@@ -118,9 +118,9 @@ def main(options: argparse.Namespace) -> None:
                 collate_fn=collate,
                 clip=1.0,
                 world=world,
-            ).step
+            )
         metrics = {"correct": correct}
-        result = shoal.evaluate(step, held_out, metrics=metrics, collate_fn=collate)
+        result = shoal.evaluate(model, held_out, task=task, metrics=metrics, collate_fn=collate)
         if options.lora and world.first:
             model.save_pretrained(f"{options.run}/adapter")  # PEFT's own format
         world.say(f"held-out loss {result['loss']:.4f}, {result['correct']:.1%} of the tokens correct")

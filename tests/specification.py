@@ -165,12 +165,13 @@ def train(
     )
     if mutation:
         mutate(mutation, world, engine_of(model))
-    step = shoal.Step(model, optimizer, task, clip=row.clip, precision=precision)
+    step = None if row.raw else shoal.Step(model, optimizer, task, clip=row.clip, precision=precision)
     norms, losses = [], []
     for batch in itertools.islice(data.epochs(10_000), steps):
-        if row.raw:
+        if step is None:
             for micro in batch:
-                batch.backward(*loss(row, model(micro[0]), micro[1]), model)
+                total, count = loss(row, model(micro[0]), micro[1])
+                batch.backward(total=total, count=count, model=model)
             finished = batch.finish(model, clip=row.clip)
             optimizer.step()
             optimizer.zero_grad()

@@ -213,10 +213,14 @@ class Training:
         self.losses: list[float] = []
 
     def _step(self, name: str) -> shoal.Step:
+        model, task = self.models[name], tasks(self.names, self.models)[name]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        if "own loop" in self.names:  # which says itself what the options of a Step would say
+            return shoal.Step(model, optimizer, task)
         return shoal.Step(
-            self.models[name],
-            torch.optim.AdamW(self.models[name].parameters(), lr=LEARNING_RATE),
-            tasks(self.names, self.models)[name],
+            model,
+            optimizer,
+            task,
             precision=next((half for half in HALVES if half in self.names), "fp32"),
             clip=CLIP if "clip" in self.names else None,
             compile=next((how for how in ("inductor", "script") if how in self.names), None),
@@ -260,8 +264,8 @@ class Training:
             with autocast(self.names, self.world.device.type):
                 inputs = shown(self.names, micro) if call is self.models.get("critic") else micro[0]
                 total, count = step.task.loss(call(inputs), micro)
-            batch.backward(total, count, step.model)
-        finished = batch.finish(step.model, clip=step.clip)
+            batch.backward(total=total, count=count, model=step.model)
+        finished = batch.finish(step.model, clip=CLIP if "clip" in self.names else None)
         step.optimizer.step()
         step.optimizer.zero_grad()
         return finished.norm, finished.loss
@@ -276,7 +280,9 @@ class Training:
                 average._swap()
             found |= self._parameters(" averaged")
         if "evaluate" in self.names:
-            self.losses.append(float(shoal.evaluate([*self.steps.values()][-1], dataset())["loss"]))
+            with autocast(self.names if "own loop" in self.names else (), self.world.device.type):
+                result = shoal.evaluate([*self.steps.values()][-1], dataset())
+            self.losses.append(float(result["loss"]))
         return Trained(found, self.norms, self.losses)
 
     def _parameters(self, ending: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shoal
 
 
 def loss(output, batch):
-    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+    return F.cross_entropy(output, batch[1])
 
 
 def sgd(model):
@@ -27,7 +27,7 @@ loader = shoal.Loader(data, world, batch_size=64)
 for batch in loader.epochs(10):
     optimizer.zero_grad()
     for micro in batch:
-        batch.backward(*loss(parallel(micro[0]), micro))
+        batch.backward(mean=loss(parallel(micro[0]), micro), count=len(micro[1]))
     batch.finish(parallel)
     optimizer.step()
 

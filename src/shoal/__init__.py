@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
     from shoal.ema import EMA
     from shoal.ending import Evaluation
+    from shoal.engine import Result
     from shoal.errors import (
         AgreementError,
         CheckpointError,
@@ -58,6 +59,7 @@ _HOMES = {
     "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
     "ema": ("EMA",),
     "ending": ("Evaluation",),
+    "engine": ("Result",),
     "errors": (
         "AgreementError",
         "CheckpointError",
@@ -125,6 +127,7 @@ __all__ = [
     "PowerSGD",
     "Recompute",
     "Remote",
+    "Result",
     "Rows",
     "Run",
     "Schedule",

@@ -1,34 +1,40 @@
-"""One global batch as one rank sees it, and what a loop of one's own calls on it."""
+"""One global batch as one rank sees it, and what your own loop calls on it."""
 
 from __future__ import annotations
 
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
-from shoal.engine import Correction, Engine, OpenEngine, check_clip, correct
-from shoal.errors import StepError
+from shoal.compiled import bare
+from shoal.engine import Correction, Engine, OpenEngine, Result, check_clip, correct
+from shoal.errors import ShoalError, StepError
 from shoal.rows import Rows, gather_rows
+from shoal.sameness import check_same_environment
 from shoal.task import Count, Micro, Noise, check_loss
 from shoal.timeline import BACKWARD, UPDATE
 
 if TYPE_CHECKING:
+    from shoal.data import Loader
     from shoal.world import World
 
 
+IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
+
+
 class Batch:
-    """One global batch as this rank sees it: its micro-batches, for `Step` or for a loop of one's own.
+    """One global batch as this rank sees it: its micro-batches, for `Step` or for your own loop.
 
     `first` is the position of the global batch's first sample since the start of training, `size` how
     many samples it has over all ranks; it is `taken` once a step has been made of it. After one that
-    `ends_epoch` the next epoch begins, or training ends. A loop of one's
-    own is as exact as `Step`:
+    `ends_epoch` the next epoch begins, or training ends. Your own loop is as exact as `Step`:
 
-        for micro in batch:
-            batch.backward(*loss(model(micro[0]), micro))
+        for x, y in batch:
+            total = F.cross_entropy(model(x), y, reduction="sum")
+            batch.backward(total=total, count=len(y))
         batch.finish(model, clip=1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -37,6 +43,7 @@ class Batch:
     __slots__ = (
         "_backwards",
         "_current",
+        "_loader",
         "_noise",
         "_world",
         "ends_epoch",
@@ -57,6 +64,7 @@ class Batch:
         seed: int,
         wait: float = 0.0,
         world: World | None = None,
+        loader: Loader | None = None,
         ends_epoch: bool = False,
     ) -> None:
         self.first = first
@@ -67,6 +75,7 @@ class Batch:
         self.wait = wait
         self.taken = False
         self._world = world
+        self._loader = loader
         self._current = -1
         self._backwards: list[OpenEngine] = []
         self._noise: Noise | None = None
@@ -100,7 +109,7 @@ class Batch:
             raise StepError(
                 given="batch.backward, batch.micro or batch.noise outside a loop over the batch",
                 found="no micro-batch is under way",
-                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro))",
+                fix=IN_A_LOOP,
             )
         return self.micros[self._current]
 
@@ -116,45 +125,85 @@ class Batch:
         """The rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
         return gather_rows(tensor, self.micro)
 
-    def backward(self, loss: Tensor, count: Count, model: nn.Module | None = None) -> None:
+    @overload
+    def backward(self, *, total: Tensor, count: Count, model: nn.Module | None = None) -> None: ...
+
+    @overload
+    def backward(self, *, mean: Tensor, count: Count, model: nn.Module | None = None) -> None: ...
+
+    def backward(
+        self,
+        *positional: object,
+        total: Tensor | None = None,
+        mean: Tensor | None = None,
+        count: Count | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
         """Backward of the current micro-batch; gradients are reduced over ranks after the last.
 
-        `loss` is the sum over the micro-batch's samples, `count` what it was taken over. `model` is
-        needed where several models have been parallelized, and names the one that learns.
+        Give either `total`, the sum of the losses of the micro-batch (`reduction="sum"`), or `mean`,
+        their mean; `count` is the number of samples or tokens that the sum or the mean was taken over.
+        Give the `total` where a micro-batch may count none, since the mean does not exist there.
+        `model` names the model that learns, where several have been parallelized.
+
+        Raises StepError for a loss that does not say which of the two it is; where the batch before
+        was not finished; for a Step over the model with options that a loop ignores; and
+        AgreementError, on all ranks, where at the first batch of a Loader the ranks have other data.
         """
         micro = self.micro
-        loss, count = check_loss((loss, count))
+        loss = _loss_sum(positional, total, mean, count)
         engine = self._engine(model)
         if engine not in self._backwards:
-            engine.begin()
+            self._begin(engine)
         last = self._current == len(self.micros) - 1
         with engine.world.timeline.within(BACKWARD):
-            engine.backward(loss, count, micro, self.size, scale=1.0, last=last)
+            engine.backward(*loss, micro, self.size, scale=1.0, last=last)
         self._backwards.append(engine)
 
-    def finish(self, model: nn.Module, *, clip: float | None = None) -> Correction:
+    def finish(self, model: nn.Module, *, clip: float | None = None) -> Result:
         """Make the gradients those of `Σ loss / Σ count` over the global batch, and clip them.
 
         Returns the global mean loss and the gradient norm before clipping. Raises StepError when
-        they are not finite; the parameters are untouched then, and the gradients dropped.
+        they are not finite; the parameters are untouched then, and the gradients dropped. Raises it
+        also, at the first batch, where the loss function of a Step over this model returns a mean.
         """
         engine = self._engine(model)
         self._check_backwards(engine)
         check_clip(clip)
         engine.world.stepping()
+        states = engine.states
         with engine.world.timeline.within(UPDATE):
             try:
-                result = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
-                if not result.finite:
-                    raise not_finite(result, self)
-            except StepError:
+                for state in states:
+                    state.try_loss(self)
+                decided = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
+                if not decided.finite:
+                    raise not_finite(decided, self)
+            except ShoalError:
                 engine.discard()
                 raise
-            engine.multiply(result.factor)
-        engine.finished = result
-        engine.uncounted += 1
+            engine.multiply(decided.factor)
+        result = Result(decided.loss, decided.norm, decided.counted)
+        for state in states:
+            state.count(result)
         self.taken = True
         return result
+
+    def compare_ranks(self) -> None:
+        """At a Loader's first batch, raise AgreementError where ranks have other data. Collective."""
+        if self._loader is not None:
+            self._loader.compare_ranks()
+
+    def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
+        """Micro-batches of `sizes` samples each, collated anew; see `Loader.again`."""
+        return None if self._loader is None else self._loader.again(first, sizes)
+
+    def _begin(self, engine: OpenEngine) -> None:
+        for state in engine.states:
+            state.check_loop()
+        engine.begin()
+        check_same_environment(engine.world)
+        self.compare_ranks()
 
     def _check_backwards(self, engine: OpenEngine) -> None:
         done = self._backwards.count(engine)
@@ -163,8 +212,7 @@ class Batch:
             raise StepError(
                 given=f"batch.finish(model) for {len(self.micros)} micro-batch(es)",
                 found=f"batch.backward was called {done} times, not once for each",
-                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro)), and add "
-                "several losses of a model up before it",
+                fix=f"{IN_A_LOOP}, and add several losses of a model up before it",
             )
 
     def _engine(self, model: nn.Module | None) -> OpenEngine:
@@ -182,14 +230,15 @@ class Batch:
                 else "no parallelized model"
             )
             raise StepError(
-                given="a loop of one's own over a Batch",
+                given="your own loop over a Batch",
                 found=found,
-                fix="batch.backward(loss, count, model) with model = shoal.parallelize(Model(), world)",
+                fix="batch.backward(total=loss_sum, count=n, model=model) with "
+                "model = shoal.parallelize(Model(), world)",
             )
         engine = engines[0]
         if not isinstance(engine, OpenEngine):
             raise StepError(
-                given="a loop of one's own over a Batch",
+                given="your own loop over a Batch",
                 found="its strategy takes whole steps: it runs backward itself, or has to know when "
                 "the optimizer steps",
                 fix="step = shoal.Step(model, optimizer, task), then step(batch)",
@@ -198,7 +247,8 @@ class Batch:
 
     def _engines(self, model: nn.Module | None) -> list[Engine]:
         known = self._world.engines if self._world is not None else []
-        return [engine for engine in known if model in (None, engine.module)]
+        wanted = None if model is None else bare(model)
+        return [engine for engine in known if wanted in (None, engine.module)]
 
 
 def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> StepError:
@@ -213,4 +263,32 @@ def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> 
         found=f"a {what} of {value}, over {over}; the parameters were not touched",
         fix="lower the learning rate, clip gradients (clip=1.0), or look at these samples with "
         "torch.autograd.set_detect_anomaly(True)",
+    )
+
+
+def _loss_sum(
+    positional: tuple[object, ...], total: Tensor | None, mean: Tensor | None, count: Count | None
+) -> tuple[Tensor, Count]:
+    """The sum of the losses of a micro-batch, and its count; StepError where that can't be known."""
+    named = {"total": total, "mean": mean, "count": count}
+    given = [*("…" for _ in positional), *(f"{n}=…" for n, v in named.items() if v is not None)]
+    call = f"batch.backward({', '.join(given)})"
+    if positional:
+        found = "arguments without names: a sum and a mean can't be told apart by their values"
+    elif total is not None and mean is not None:
+        found = "a total and a mean: one of them is the loss"
+    elif total is None and mean is None:
+        found = "no loss"
+    elif count is None:
+        found = "no count: how many samples or tokens the loss was taken over"
+    else:
+        loss, count = check_loss((total if mean is None else mean, count), call=call)
+        if mean is None:
+            return loss, count
+        return loss * (count.reshape(()).to(loss.device) if isinstance(count, Tensor) else count), count
+    raise StepError(
+        given=call,
+        found=found,
+        fix="batch.backward(total=loss, count=len(y)) with reduction='sum', or "
+        "batch.backward(mean=loss, count=len(y)) with a mean loss",
     )

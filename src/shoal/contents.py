@@ -18,7 +18,7 @@ from shoal.streams import random_state, set_random_state
 from shoal.world import World
 
 if TYPE_CHECKING:
-    from shoal.step import Step
+    from shoal.train_state import TrainState
 
 
 class Stateful(Protocol):
@@ -58,7 +58,7 @@ class Contents:
     def __init__(
         self,
         world: World,
-        steps: Mapping[str, Step],
+        steps: Mapping[str, TrainState],
         loader: Loader,
         state: Mapping[str, Stateful],
         config: Mapping[str, Any],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.compiled import bare
 from shoal.errors import CheckpointError, StepError
 from shoal.shares import share
 
@@ -31,6 +32,7 @@ class EMA:
             )
         self.decay = decay
         self.updates = 0
+        model = bare(model)
         self._parameters = dict(model.named_parameters())
         first = {id(parameter): name for name, parameter in self._parameters.items()}
         every = model.named_parameters(remove_duplicate=False)

@@ -7,6 +7,7 @@ with `apply`, and an engine.
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -14,12 +15,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from shoal.compiled import Compiler
 from shoal.errors import StepError
 from shoal.task import Count, Micro, Task
 
 if TYPE_CHECKING:
     from shoal.batch import Batch
+    from shoal.train_state import TrainState
     from shoal.world import World
+
+
+class Result(NamedTuple):
+    """What one global batch came to, the same on all ranks; times in seconds on this rank.
+
+    Both `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
+    `counted` what the sum was divided by, `norm` the gradient norm before clipping. Under an
+    asynchronous strategy they are of this rank's share alone. A step whose fp16 gradients overflowed
+    is `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
+    `communication`, for which the rank waited in them; by the clock of the host, so on CUDA that is
+    how long it took to queue them, and to wait for the loss. `batch.finish` leaves the times at 0: it
+    sees neither the forward nor the update of your loop.
+    """
+
+    loss: float
+    norm: float
+    counted: float
+    skipped: bool = False
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+    communication: float = 0.0
 
 
 class Totals(NamedTuple):
@@ -182,10 +207,23 @@ class Engine(ABC):
     def compile(self, how: str) -> None:
         """Run the forward compiled: "inductor" or "script"."""
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - nothing may differ
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the forward compiled by `compiler`, wherever the module is called.
+
+        For a model that is given as `torch.compile(model)`, with the backend and options of that call.
+        """
+        raise StepError(
+            given=f"torch.compile({type(self.module).__name__}) and {self.world.layout}",
+            found="its strategy compiles the parts of a model, not the whole",
+            fix="shoal.parallelize(model, world) of the bare model; then shoal.Step(model, …, "
+            "compile='inductor'), or torch.compile(model) in your own loop",
+        )
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027 - nothing may differ
         """Make buffers, parameters and optimizer state that differ between ranks the same.
 
-        Called before evaluating and before state is taken. Collective.
+        Called before evaluating, where the optimizer may be unknown, and before state is taken.
+        Collective.
         """
 
     def state(self) -> dict[str, Any]:
@@ -200,21 +238,30 @@ class Engine(ABC):
 
 
 class OpenEngine(Engine):
-    """An engine whose forward and backward the user may drive himself, one micro-batch at a time.
+    """An engine whose forward and backward the user's own loop may call, one micro-batch at a time.
 
-    Nothing tells it when such a loop's optimizer has stepped: one that must know can't be open.
+    Nothing tells it when the optimizer of such a loop has stepped: one that must know can't be open.
     """
 
-    finished: Correction | None = None
-    """What the batch came to that a loop of one's own finished last, until its Step has counted it."""
-    uncounted: int = 0
-    """How many such batches its Step has not counted yet."""
+    def __init__(self) -> None:
+        self._states: list[weakref.ref[TrainState]] = []
+
+    def count_in(self, state: TrainState) -> None:
+        """From now on `state` counts the batches of loops that call `batch.finish` on this model."""
+        self._states = [reference for reference in self._states if reference() is not None]
+        self._states.append(weakref.ref(state))
+
+    @property
+    def states(self) -> list[TrainState]:
+        """Who counts the batches that are finished on this model, oldest first."""
+        return [state for reference in self._states if (state := reference()) is not None]
 
     @abstractmethod
     def begin(self) -> None:
-        """A loop of one's own comes to its first backward of a batch.
+        """The first `batch.backward` of a batch calls it.
 
-        Forgets a batch that was skipped, its gradients cleared; raises StepError where it was not.
+        Forgets a batch that the loop skipped: one whose gradients were cleared, and after which no
+        optimizer has stepped. Raises StepError where a batch was neither skipped nor finished.
         """
 
     @abstractmethod

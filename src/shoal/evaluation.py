@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.data import Loader
 from shoal.data.mapped import Collate
+from shoal.engine import Engine
 from shoal.errors import DataError, StepError
 from shoal.modes import evaluation
 from shoal.moves import move
+from shoal.parallel import engine_of
 from shoal.step import Step
-from shoal.task import Count
+from shoal.task import Count, Micro, Task
 from shoal.timeline import EVALUATION
 from shoal.world import World
 
@@ -56,9 +59,10 @@ class Accuracy:
 
 
 def evaluate(
-    step: Step,
+    model: Step | nn.Module,
     dataset: Any,
     *,
+    task: Task | None = None,
     metrics: Mapping[str, Metric | Any] | None = None,
     targets: Callable[[Any], Any] | None = None,
     batch_size: int | None = None,
@@ -66,21 +70,25 @@ def evaluate(
     num_workers: int = 0,
     batches: int | None = None,
 ) -> dict[str, Any]:
-    """The loss and the `metrics` of the step's model over `dataset`. Collective.
+    """The loss and the `metrics` of a model over `dataset`. Collective.
 
-    Every sample is visited once, in eval mode, without gradients, in the step's precision; the modes
-    of all modules are put back. A metric is a function (output, target) -> (sum, count), or any
+    `model` is a Step; or, for your own loop, a parallelized model, given with the `task` whose loss is
+    to be evaluated. Every sample is visited once, in eval mode, without gradients, in the Step's
+    precision (a model's is that of a `torch.autocast` around the call); the modes of all modules are
+    put back. A metric is a function (output, target) -> (sum, count), or any
     torchmetrics Metric; `targets(batch)` gives what it compares with (the second element of a tuple
     and "labels" of a mapping by default). `batch_size` is global, 256 per data rank unless given.
     `batches` looks at so many global batches only.
 
     Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
     """
-    world = step.engine.world
+    subject = _subject(model, task)
+    engine, task = subject.engine, subject.task
+    world = engine.world
     metrics = _checked({} if metrics is None else metrics)
     with world.timeline.during(EVALUATION):
         # First, since ranks may be fewer then, which divide the dataset.
-        step.engine.settle(step.optimizer)
+        engine.settle(subject.optimizer)
         loader = Loader(
             dataset,
             world,
@@ -94,18 +102,18 @@ def evaluate(
         }
         sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
         samples = 0
-        with evaluation(step.model), torch.no_grad():
+        with evaluation(engine.module), torch.no_grad():
             for batch in islice(loader.epochs(1), batches):
                 for micro in batch.micros:
-                    output = step.infer(micro, batch.seed)
+                    output = subject.infer(micro, batch.seed)
                     samples += micro.samples if micro.weight else 0
-                    if output is None and not step.engine.speaks:
+                    if output is None and not engine.speaks:
                         continue
                     # A stand-in goes through everything too, and so does what peers repeat: what can't
                     # work fails on all ranks, and a loss that runs another model is collective.
-                    weight = micro.weight if step.engine.speaks else 0.0
-                    beside = step.engine.beside(output, micro)
-                    sums.add("loss", step.task.reduce(output, beside, batch.seed), weight)
+                    weight = micro.weight if engine.speaks else 0.0
+                    beside = engine.beside(output, micro)
+                    sums.add("loss", task.reduce(output, beside, batch.seed), weight)
                     target = (targets or default_targets)(beside.value) if metrics else None
                     for name, metric in metrics.items():
                         if name not in foreign:
@@ -119,6 +127,32 @@ def evaluate(
         for name, metric in foreign.items():
             result[name] = _merged(metric, world)
         return result
+
+
+class _Subject(NamedTuple):
+    """What is evaluated, and how."""
+
+    engine: Engine
+    task: Task
+    infer: Callable[[Micro, int], Any]
+    optimizer: torch.optim.Optimizer | None
+
+
+def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
+    if isinstance(model, Step) and task is None:
+        return _Subject(model.engine, model.task, model.infer, model.optimizer)
+    if isinstance(model, nn.Module) and isinstance(task, Task):
+        engine = engine_of(model)
+        return _Subject(engine, task, partial(engine.infer, task, autocast=None), None)
+    raise StepError(
+        given=f"shoal.evaluate({type(model).__name__}, …"
+        + (")" if task is None else f", task={type(task).__name__})"),
+        found="a Step, which has its own Task"
+        if isinstance(model, Step)
+        else "neither a Step nor a model with a Task, so the loss can't be known",
+        fix="shoal.evaluate(step, data), or in your own loop "
+        "shoal.evaluate(model, data, task=shoal.Task(loss))",
+    )
 
 
 class Sums:

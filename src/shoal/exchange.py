@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint import Agreement
+from shoal.compiled import bare
 from shoal.errors import CheckpointError
 from shoal.modes import evaluation
 from shoal.moves import move
@@ -91,6 +92,7 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
     such names. Raises CheckpointError, before anything changes, if names or shapes differ or two names
     become one.
     """
+    model = bare(model)
     found = source if isinstance(source, Mapping) else _read(Path(source))
     here = _of_all_ranks(model)
     named = {_bare(name, here): tensor for name, tensor in found.items()}
@@ -118,8 +120,8 @@ def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
 def _model(source: Run | Step | nn.Module) -> nn.Module:
     if isinstance(source, Run):
-        return next(iter(source.steps.values())).model
-    return source.model if isinstance(source, Step) else source
+        return next(iter(source.train_states.values())).model
+    return source.model if isinstance(source, Step) else bare(source)
 
 
 def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:

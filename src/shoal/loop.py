@@ -18,14 +18,14 @@ from shoal.data import Loader
 from shoal.data.ordering import Ordering
 from shoal.ema import EMA
 from shoal.ending import Evaluation, Verdict
-from shoal.engine import Spreading, Strategy
+from shoal.engine import Result, Spreading, Strategy
 from shoal.errors import StepError
 from shoal.evaluation import evaluate as evaluate_on
 from shoal.layout import Layout
 from shoal.parallel import parallelize
 from shoal.run import Run
 from shoal.saving import Every, check_every
-from shoal.step import Result, Step
+from shoal.step import Step
 from shoal.streams import random_state, set_random_state
 from shoal.task import Task
 from shoal.world import World, init

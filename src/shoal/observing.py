@@ -21,7 +21,7 @@ from shoal.usage.sampler import Job, Sampler, noting
 from shoal.world import CHECKED_STEPS, World
 
 if TYPE_CHECKING:
-    from shoal.step import Step
+    from shoal.train_state import TrainState
 
 WINDOW_SECONDS = 10.0
 LOOK_SECONDS = 0.1
@@ -41,7 +41,7 @@ class Observer:
         self,
         world: World,
         directory: Path,
-        steps: Mapping[str, Step],
+        steps: Mapping[str, TrainState],
         loader: Loader,
         events: Events,
         profile: Window | None,
@@ -144,7 +144,7 @@ class Observer:
                 fields["peak"] = peak.value
             self._events.write("flops", fields | {"peak_reason": peak.reason})
 
-    def _why_not(self, step: Step, counting: Counting) -> str:
+    def _why_not(self, step: TrainState, counting: Counting) -> str:
         if step.compiled:
             return "compiled code runs no operations that could be seen"
-        return step.engine.unseen or counting.failed or "a loop of one's own does not compute in a Step"
+        return step.engine.unseen or counting.failed or "your own loop does not compute in a Step"

@@ -24,13 +24,14 @@ from shoal.timeline import (
 )
 
 if TYPE_CHECKING:
-    from shoal.step import Result, Step
+    from shoal.engine import Result
+    from shoal.train_state import TrainState
 
 
 class Recording:
     """The events of a run's beginning, of its steps and of its end; several Steps have names."""
 
-    def __init__(self, events: Events, steps: Mapping[str, Step], loader: Loader) -> None:
+    def __init__(self, events: Events, steps: Mapping[str, TrainState], loader: Loader) -> None:
         self._events = events
         self._steps = steps
         self._loader = loader

@@ -10,6 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from shoal.checkpoint import (
     Agreement,
     AnyPath,
@@ -31,9 +35,8 @@ from shoal.events import Events
 from shoal.observing import Observer
 from shoal.progress import Progress
 from shoal.recording import Recording
-from shoal.sameness import check_same_data
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
-from shoal.step import Step
+from shoal.step import Step, train_states
 from shoal.stopping import Reason, Stopped, Stopping
 from shoal.timeline import CHECKPOINT, UPDATE
 from shoal.tracing.windows import Window, checked, recordable
@@ -66,16 +69,20 @@ class Restored(NamedTuple):
 class Run:
     """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
 
-    `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
-    else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
-    the rank. `config` holds plain values that checkpoints are to keep for people: rates, paths. The
-    newest `keep` checkpoints are kept, and those of every `keep_every`-th step. They are kept in
-    `checkpoints`, where that is given: another directory, or a URL of a file system that fsspec knows
-    (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
-    `must_save` is set. `trackers` take what
-    `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is none.
-    torch's profiler records the steps from the first to the last of `profile`, for a timeline of all
-    ranks (`shoal report runs/a --trace 100:105`).
+    `model` is a Step; or, for your own loop, a parallelized model, given with its `optimizer` and, if
+    it has one, its `schedule`; or several of them by name (two for a GAN), with the optimizers and
+    schedules of the models by the same names. The first one counts: a Step counts its own steps, a
+    model each `batch.finish`. Your own loop steps the schedule, once after each optimizer step or once
+    after each epoch; the Run saves and restores it.
+
+    `state` is whatever else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it
+    should not depend on the rank. `config` holds plain values that checkpoints are to keep for people:
+    rates, paths. The newest `keep` checkpoints are kept, and those of every `keep_every`-th step. They
+    are kept in `checkpoints`, where that is given: another directory, or a URL of a file system that
+    fsspec knows (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run
+    where `must_save` is set. `trackers` take what `world.log` is given: TensorBoard if it is installed,
+    unless others are chosen; () is none. torch's profiler records the steps from the first to the last
+    of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
@@ -86,9 +93,11 @@ class Run:
     def __init__(
         self,
         directory: str | Path,
-        step: Step | Mapping[str, Step],
+        model: Step | nn.Module | Mapping[str, Step | nn.Module],
         loader: Loader,
         *,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
         state: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
         checkpoints: str | Path | None = None,
@@ -100,10 +109,10 @@ class Run:
     ) -> None:
         window = None if profile is None else _window(profile)
         self.directory = _own_directory(directory)
-        self.steps = _named_steps(step)
+        self.train_states = train_states(model, optimizer, schedule)
         if not isinstance(loader, Loader):
             raise DataError(
-                given=f"shoal.Run(directory, step, {type(loader).__name__})",
+                given=f"shoal.Run(directory, model, {type(loader).__name__})",
                 found="it does not know the global batch or where it stands",
                 fix="loader = shoal.Loader(dataset, world, batch_size=512)",
             )
@@ -111,9 +120,9 @@ class Run:
         self.world: World = loader.world
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
-        check_same_data(self.world, loader.state_dict())
+        loader.compare_ranks()
         self._config = dict(config or {})
-        self.contents = Contents(self.world, self.steps, loader, self.state, self._config)
+        self.contents = Contents(self.world, self.train_states, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
         )
@@ -135,7 +144,9 @@ class Run:
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
         self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._observer = Observer(self.world, self.directory, self.steps, loader, self.events, window)
+        self._observer = Observer(
+            self.world, self.directory, self.train_states, loader, self.events, window
+        )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
         self.world.recorder = self.log
         self.world.directory = self.directory
@@ -143,16 +154,21 @@ class Run:
         self._begun = False
         self._closed = False
         self._free = False
-        self._recording = Recording(self.events, self.steps, loader)
+        self._recording = Recording(self.events, self.train_states, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
         self._stopping.start()
 
     @property
+    def steps(self) -> dict[str, Step]:
+        """The Steps that it was given, by name; a single one is "step"."""
+        return {name: each for name, each in self.train_states.items() if isinstance(each, Step)}
+
+    @property
     def step(self) -> int:
-        """Optimizer steps taken since the start of training, by the first Step."""
-        return next(iter(self.steps.values())).number
+        """Optimizer steps taken since the start of training, by the first Step or model."""
+        return next(iter(self.train_states.values())).number
 
     def restore(self) -> Restored | None:
         """Go on from the newest complete checkpoint; None if there is none yet. Collective.
@@ -218,13 +234,15 @@ class Run:
             self._observer.begin()
         now = time.time()
         batch = self.loader.last
-        self._catch_up()
-        if batch is not None and all(step.last is None for step in self.steps.values()):
+        if batch is not None and all(each.last is None for each in self.train_states.values()):
             raise StepError(
                 given="run.tick() after a batch",
                 found="no Step of this Run has taken one, nor batch.finish(model) on its model",
-                fix="step(batch) with the Step that the Run was given, then run.tick()",
+                fix="step(batch) with the Step that the Run was given, or batch.finish(model) with its "
+                "model, then run.tick()",
             )
+        for each in self.train_states.values():
+            each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
         moved = self._recording.tick(now)
         self._observer.tick()
         if self._progress is not None and self._progress.due(now):
@@ -251,7 +269,6 @@ class Run:
         self._check_open()
         self._check_free()
         Agreement(self.world).together(f"saving in {self.directory}", self._fence.check)
-        self._catch_up()
         at = (self._numbers(), self._position())
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
             _, path, job = self._saved
@@ -295,7 +312,6 @@ class Run:
         Numbers are floats or tensors of one element. Rank 0's are what people see; see `World.log`.
         """
         self._check_open()
-        self._catch_up()
         numbers = {name: float(value) for name, value in values.items()}
         self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
         self._curves.write(numbers, self.step)
@@ -396,17 +412,13 @@ class Run:
         began = self.world.broadcast(round(time.time(), 6))
         self._recording.start(began, self._config)
 
-    def _catch_up(self) -> None:
-        for step in self.steps.values():
-            step.catch_up()
-
     def _numbers(self) -> dict[str, int]:
-        return {name: step.number for name, step in self.steps.items()}
+        return {name: each.number for name, each in self.train_states.items()}
 
     def _losses(self) -> dict[str, float]:
         return {
             "loss" if name == "step" else name: step.last.loss
-            for name, step in self.steps.items()
+            for name, step in self.train_states.items()
             if step.last is not None
         }
 
@@ -434,22 +446,4 @@ def _check_folder(name: object) -> None:
         found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
         f"none of {', '.join(sorted(_OWN))}",
         fix="run.save(to='best')",
-    )
-
-
-def _named_steps(step: Step | Mapping[str, Step]) -> dict[str, Step]:
-    named = {"step": step} if isinstance(step, Step) else step
-    if isinstance(named, Mapping) and named and all(isinstance(s, Step) for s in named.values()):
-        for name in named:
-            if not (isinstance(name, str) and name.isprintable()):
-                raise StepError(
-                    given=f"shoal.Run(directory, {{{name!r}: shoal.Step(…)}}, loader)",
-                    found=f"{name!r} is no name that could be printed",
-                    fix="a short text for each Step, such as 'generator'",
-                )
-        return dict(named)
-    raise StepError(
-        given=f"shoal.Run(directory, {type(step).__name__}, loader)",
-        found="no Step whose progress could be counted",
-        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
     )

@@ -1,4 +1,4 @@
-"""Do all ranks run the same code with the same packages? Compared before the first step."""
+"""Do all ranks run the same code with the same packages on the same data? Compared before training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from shoal.alike import differences
 from shoal.errors import AgreementError
 from shoal.installed import packages
-from shoal.world import World
+
+if TYPE_CHECKING:
+    from shoal.world import World
 
 
 def check_same_environment(world: World) -> None:

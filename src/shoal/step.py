@@ -3,57 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.batch import Batch, not_finite
-from shoal.engine import Correction, OpenEngine, check_clip, correct
-from shoal.errors import CheckpointError, StepError
-from shoal.names import (
-    check_model,
-    check_optimizer,
-    members,
-    named,
-    numbered,
-    parameter_names,
-    shapes,
-)
+from shoal.compiled import compiler_of
+from shoal.engine import Correction, OpenEngine, Result, check_clip, correct
+from shoal.errors import StepError
 from shoal.parallel import engine_of
 from shoal.sameness import check_same_environment
-from shoal.shares import divided
 from shoal.task import Micro, Task
 from shoal.timeline import CHECKPOINT, FORWARD
+from shoal.train_state import TrainState
 from shoal.trial import check_loss_adds_up
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILERS = ("inductor", "script")
-
-
-class Result(NamedTuple):
-    """What one step came to, the same on all ranks; times in seconds on this rank.
-
-    Of this rank's share alone where the strategy is asynchronous. `loss` is the mean over the global
-    batch, `norm` the gradient norm before clipping. A step whose fp16 gradients overflowed is
-    `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
-    `communication`, for which the rank waited in them; by the clock of the host, so on CUDA that is
-    how long it took to queue them, and to wait for the loss.
-    """
-
-    loss: float
-    norm: float
-    counted: float
-    skipped: bool
-    forward: float
-    backward: float
-    update: float
-    communication: float = 0.0
+Given = TypeVar("Given")
+_ALONE = "step"
+"""The name of the only Step or model of a Run."""
 
 
 @dataclass
@@ -80,7 +54,7 @@ class LossScale:
             self.good += 1
 
 
-class Step:
+class Step(TrainState):
     """Takes a Batch through forward, backward and one optimizer step, equally at any split.
 
     `precision` is "fp32" (the parameters' own dtype, no autocast), "bf16" or "fp16" (autocast; fp16
@@ -117,22 +91,18 @@ class Step:
                 found="the third is a Task, which says what is computed from a batch",
                 fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
-        self.model = model
-        self.engine = engine_of(model)
-        parameter_names(model, optimizer)  # refuses what no step can drive
-        self.optimizer = optimizer
+        super().__init__(engine_of(model), optimizer, schedule)
+        compiler = compiler_of(model)
+        if compiler is not None:
+            self.engine.compile_with(compiler)
         self.task = task
         self.precision = precision
         self.clip = check_clip(clip)
-        self.schedule = _check_schedule(schedule, optimizer)
-        self.number = 0
-        self.last: Result | None = None
-        self.counting: AbstractContextManager[object] = nullcontext()
-        """Forward and backward run in it: whoever counts what they compute."""
         self._autocast = PRECISIONS[precision]
         self._scale = LossScale() if precision == "fp16" else None
         self._compile = compile
         self._prepared = False
+        self._tried = False
 
     def __call__(self, batch: Batch) -> Result:
         """One optimizer step on the global batch. Collective.
@@ -151,14 +121,15 @@ class Step:
             timeline.enter(before)
         f, b, c, u = timeline.spent[FORWARD:CHECKPOINT]
         times = (f - begun[0]) / 1e9, (b - begun[1]) / 1e9, (c - begun[2]) / 1e9, (u - begun[3]) / 1e9
-        return self._count(decided, skipped, *times)
+        return self.count(Result(decided.loss, decided.norm, decided.counted, skipped, *times))
 
     def _advance(self, batch: Batch) -> tuple[Correction, bool]:
         """One optimizer step; whether it was skipped."""
         self.engine.world.stepping()
-        self.catch_up()
         if not self._prepared:
             self._prepare(batch)
+        elif not self.engine.alone:  # its ranks don't come to a second Loader at the same time
+            batch.compare_ranks()
         scale = 1.0 if self._scale is None else self._scale.value
         try:
             with self.counting:
@@ -190,38 +161,60 @@ class Step:
         if self.engine.alone:
             batch.taken = True
             self._follow_schedule()
-            self._count(Correction(math.nan, 0.0, 0.0, 0.0, True), True)
+            self.count(Result(math.nan, 0.0, 0.0, skipped=True))
 
     def _follow_schedule(self) -> None:
         if self.schedule is not None:
             self.schedule.step()
 
-    def catch_up(self) -> None:
-        """Count the batches that a loop of one's own has finished on the model since the last call."""
-        if isinstance(self.engine, OpenEngine) and self.engine.finished is not None:
-            self.number += self.engine.uncounted - 1
-            self._count(self.engine.finished, False)
-            self.engine.finished, self.engine.uncounted = None, 0
+    def check_loop(self) -> None:
+        """Raise StepError if the Step has options, which `batch.backward` would ignore."""
+        options = {
+            "precision": None if self._autocast is None else repr(self.precision),
+            "clip": self.clip,
+            "schedule": self.schedule and type(self.schedule).__name__,
+            "compile": None if self._compile is None else repr(self._compile),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        if given:
+            shown = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise StepError(
+                given=f"shoal.Step(model, optimizer, task, {shown}) and batch.backward on its model",
+                found=f"in your own loop these options have no effect: {', '.join(given)}",
+                fix="; ".join(self._written_in_a_loop(name) for name in given)
+                + "; or step(batch) in place of the loop over the batch",
+            )
+
+    def _written_in_a_loop(self, option: str) -> str:
+        device = self.engine.world.device.type
+        return {
+            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around the forward (fp16 "
+            "needs the loss scaling of a Step)",
+            "clip": f"batch.finish(model, clip={self.clip})",
+            "schedule": "shoal.Run(directory, model, loader, optimizer=optimizer, schedule=schedule), "
+            "and schedule.step() after optimizer.step()",
+            "compile": "model = torch.compile(model) before shoal.parallelize(model, world)",
+        }[option]
+
+    def check_schedule(self, *, epoch_ended: bool) -> None:
+        """Nothing to check: the Step itself steps its schedule."""
+
+    def try_loss(self, batch: Batch) -> None:
+        """Try the Task's loss function on `batch`, once. Collective.
+
+        Raises StepError, on all ranks, where it returns a mean for a sum.
+        """
+        if not self._tried:
+            check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
+            self._tried = True
 
     def infer(self, micro: Micro, seed: int) -> Any:
         """The model's output on a micro-batch in this step's precision. Collective."""
         return self.engine.infer(self.task, micro, seed, autocast=self._autocast)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All from which this step goes on, the optimizer's state by parameter name. Collective."""
-        self.engine.settle(self.optimizer)
-        return self.form()
-
     def form(self) -> dict[str, Any]:
         """What `state_dict` returns, but for values that still differ between ranks. Collective."""
-        state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "optimizer": named(self.optimizer, self._names),
-            "number": self.number,
-            "engine": self.engine.state(),
-        }
-        if self.schedule is not None:
-            state["schedule"] = self.schedule.state_dict()
+        state = super().form()
         if self._scale is not None:
             state["scale"] = {"value": self._scale.value, "good": self._scale.good}
         return state
@@ -231,121 +224,95 @@ class Step:
 
         Raises CheckpointError before anything changes, as `check_state` does.
         """
-        self.check_state(state)
-        optimizer = numbered(self.optimizer, state["optimizer"], self._names)
-        own = self.model.state_dict().keys()
-        self.model.load_state_dict({n: value for n, value in state["model"].items() if n in own})
-        self.optimizer.load_state_dict(optimizer)
-        if self.schedule is not None:
-            self.schedule.load_state_dict(state["schedule"])
+        super().load_state_dict(state)
         if self._scale is not None:
             self._scale.value = state["scale"]["value"]
             self._scale.good = state["scale"]["good"]
-        if isinstance(self.engine, OpenEngine):
-            self.engine.finished, self.engine.uncounted = None, 0  # of batches that were not saved
-        self.engine.load_state(state["engine"])
-        self.number = state["number"]
-
-    def template(self) -> dict[str, Any]:
-        """Where the tensors of a state are to be read to that this rank holds parts of."""
-        parameters = dict(self.model.named_parameters())
-        return {
-            "model": divided(self.model.state_dict(), torch.empty_like),
-            "optimizer": {"state": divided({name: parameters[name] for name in self._names})},
-        }
-
-    def elsewhere(self) -> list[tuple[str, ...]]:
-        """Where in a state is what other ranks hold and this one does not. Collective."""
-        own = self.model.state_dict().keys()
-        others = [name for name in self._of_all_ranks(dict.fromkeys(own)) if name not in own]
-        return [*(("model", n) for n in others), *(("optimizer", "state", n) for n in others)]
-
-    def elements(self) -> int:
-        """How many elements the parameters of the model have, over all ranks. Collective."""
-        mine = {name: p.numel() for name, p in self.model.named_parameters()}
-        return sum(self._of_all_ranks(mine).values())
 
     @property
     def compiled(self) -> bool:
         """Whether forward and backward are run by other code than the model's."""
-        return self._compile is not None
+        return self._compile is not None or super().compiled
 
     @property
     def dtype(self) -> torch.dtype:
         """What most of the model computes in: that of mixed precision, or of its parameters."""
-        sizes: Counter[torch.dtype] = Counter()
-        for parameter in self.model.parameters():
-            sizes[parameter.dtype] += parameter.numel()
-        return self._autocast or max(sizes, key=sizes.__getitem__, default=torch.float32)
+        return self._autocast or super().dtype
 
-    @property
-    def _names(self) -> list[str]:
-        return parameter_names(self.model, self.optimizer)  # groups may have been added
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if `state` is of another model, optimizer, schedule or precision.
-
-        Collective: ranks may hold parts of the model, and `state` is of all of it.
-        """
-        here = self._of_all_ranks(shapes(self.model.state_dict()))
-        check_model(self.model, state["model"], here)
-        groups = self._of_all_ranks(members(self.optimizer, self._names))
-        check_optimizer(self.optimizer, state["optimizer"], groups)
-        parts = {"schedule": self.schedule, "scale": self._scale}
-        for part, own in parts.items():
-            if (part in state) != (own is not None):
-                raise CheckpointError(
-                    given=f"a Step {'with' if own is not None else 'without'} a {part}",
-                    found=f"a checkpoint {'with' if part in state else 'without'} one",
-                    fix="build the Step as in the run that wrote the checkpoint (schedule=, "
-                    "precision=), or start afresh: shoal.Run('runs/b', …)",
-                )
-
-    def _of_all_ranks(self, mine: dict[str, Any]) -> dict[str, Any]:
-        world = self.engine.world
-        if world.data_size == world.size:  # every rank has the whole model
-            return mine
-        return {name: value for part in world.gather(mine) for name, value in part.items()}
-
-    def _count(
-        self,
-        decided: Correction,
-        skipped: bool,
-        forward: float = 0.0,
-        backward: float = 0.0,
-        communication: float = 0.0,
-        update: float = 0.0,
-    ) -> Result:
-        self.number += 1
-        loss, norm, counted, _, _ = decided
-        self.last = Result(loss, norm, counted, skipped, forward, backward, update, communication)
-        return self.last
+    def _options(self) -> dict[str, object]:
+        return {**super()._options(), "scale": self._scale}
 
     def _prepare(self, batch: Batch) -> None:
         check_same_environment(self.engine.world)
-        check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
+        batch.compare_ranks()
+        self.try_loss(batch)
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True
 
 
-def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """`schedule` if it can be stepped without a metric and steers `optimizer`."""
-    if schedule is None:
-        return None
-    kind = type(schedule).__name__
-    if not isinstance(schedule, LRScheduler):
-        found = "it is not a torch.optim.lr_scheduler.LRScheduler"
-    elif isinstance(schedule, ReduceLROnPlateau):
-        found = "it is stepped with a metric after validation, not with each optimizer step"
-    elif schedule.optimizer is not optimizer:
-        found = f"it steers another {type(schedule.optimizer).__name__} than the one given"
-    else:
-        return schedule
-    raise StepError(
-        given=f"schedule={kind}",
+def train_states(
+    model: Step | nn.Module | Mapping[str, Step | nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
+) -> dict[str, TrainState]:
+    """By name what `shoal.Run` is given: each Step as it is, each model with what belongs to it.
+
+    A single one has the name "step". Raises StepError for what a Run can't save and count.
+    """
+    models: dict[str, Step | nn.Module] = _by_name(model)
+    optimizers, schedules = _by_name(optimizer), _by_name(schedule)
+    given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
+    if not models:
+        raise _not_trainable(given, "no Step and no model whose progress could be counted")
+    alone = {name for name, each in models.items() if not isinstance(each, Step)}
+    for what, names in (("optimizer", optimizers.keys()), ("schedule", schedules.keys())):
+        if not names <= alone:
+            others = ", ".join(map(repr, sorted(names - alone)))
+            raise _not_trainable(given, f"{what}= for {others}, which is no model of this Run")
+    return {
+        name: _train_state(name, each, optimizers.get(name), schedules.get(name))
+        for name, each in models.items()
+    }
+
+
+def _by_name(given: Given | Mapping[str, Given] | None) -> dict[str, Given]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {} if given is None else {_ALONE: given}
+
+
+def _train_state(
+    name: str, model: Step | nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None
+) -> TrainState:
+    if not (isinstance(name, str) and name.isprintable()):
+        raise StepError(
+            given=f"shoal.Run(directory, {{{name!r}: …}}, loader)",
+            found=f"{name!r} is no name that could be printed",
+            fix="a short text for each Step or model, such as 'generator'",
+        )
+    if isinstance(model, Step):
+        return model
+    given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
+    if not isinstance(model, nn.Module):
+        raise _not_trainable(given, "no Step and no model whose progress could be counted")
+    engine = engine_of(model)
+    if optimizer is None:
+        raise _not_trainable(given, "a model without optimizer=, which a checkpoint has to hold")
+    if not isinstance(engine, OpenEngine):
+        raise StepError(
+            given=given,
+            found="the strategy of this model takes whole steps, so your own loop can't train it",
+            fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
+        )
+    return TrainState(engine, optimizer, schedule)
+
+
+def _not_trainable(given: str, found: str) -> StepError:
+    return StepError(
+        given=given,
         found=found,
-        fix="shoal.Schedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is "
-        "yours to step: plateau.step(shoal.evaluate(step, data)['loss']), "
-        "Run(…, state={'plateau': plateau})",
+        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader); for your own loop "
+        "shoal.Run(directory, model, loader, optimizer=optimizer), or of several models "
+        "shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
     )

@@ -153,10 +153,13 @@ class Task:
         return _takes_noise(self.loss)
 
 
-def check_loss(result: object, function: Callable[..., object] | None = None) -> tuple[Tensor, Count]:
+def check_loss(
+    result: object, function: Callable[..., object] | None = None, *, call: str = ""
+) -> tuple[Tensor, Count]:
     """`result` as (sum, count), or a StepError that says what it is instead.
 
-    `function` is the loss function that returned it; None where a loop of one's own computed it.
+    `function` is the loss function that returned it; None where your own loop computed it, and gave
+    it in `call`.
     """
     if isinstance(result, tuple) and len(result) == 2:
         loss, count = result
@@ -174,13 +177,13 @@ def check_loss(result: object, function: Callable[..., object] | None = None) ->
     else:
         of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
         found = f"a {type(result).__name__}{of} instead of a tuple of two, (sum, count)"
-    example = "F.cross_entropy(output, y, reduction='sum'), len(y)"
+    total = "F.cross_entropy(output, y, reduction='sum')"
     raise StepError(
-        given="batch.backward(loss, count)"
-        if function is None
-        else f"the loss function {place(function)}",
+        given=call if function is None else f"the loss function {place(function)}",
         found=found if function is None else f"it returned {found}",
-        fix=f"batch.backward({example})" if function is None else f"return {example}",
+        fix=f"batch.backward(total={total}, count=len(y))"
+        if function is None
+        else f"return {total}, len(y)",
     )
 
 

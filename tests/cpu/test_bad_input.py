@@ -49,7 +49,8 @@ class Rig:
 
     def backward(self, batch: shoal.Batch, model: nn.Module | None = None) -> None:
         for micro in batch:
-            batch.backward(*loss(self.model(micro[0]), micro), model)
+            total, count = loss(self.model(micro[0]), micro)
+            batch.backward(total=total, count=count, model=model)
 
     def finish(self, **options: Any) -> Any:
         batch = self.batch()
@@ -68,7 +69,8 @@ class Rig:
         batch = self.batch()
         for micro in batch:
             for _ in range(2):
-                batch.backward(*loss(self.model(micro[0]), micro))
+                total, count = loss(self.model(micro[0]), micro)
+                batch.backward(total=total, count=count)
         return batch.finish(self.model)
 
 
@@ -338,7 +340,7 @@ TABLE = [
         DataError, "Tensor.*inputs", "neither", "inputs=",
     ),
     Bad(
-        "outside", lambda r: r.batch().backward(X.sum(), 1),
+        "outside", lambda r: r.batch().backward(total=X.sum(), count=1),
         StepError, "outside a loop", "no micro", OWN_LOOP,
     ),
     Bad(
@@ -348,11 +350,11 @@ TABLE = [
     Bad("twice", lambda r: r.twice_backward(), StepError, "for 1 micro", "called 2 times", OWN_LOOP),
     Bad(
         "finish another", lambda r: r.batch().finish(nn.Linear(1, 1)),
-        StepError, "a loop of one's own", "no engine", r"batch.backward\(loss, count, model\)",
+        StepError, "your own loop", "no engine", r"batch.backward\(.*model=model\)",
     ),
     Bad(
         "which model", Rig.two_models,
-        StepError, "loop", "2 parallelized", r"backward\(loss, count, model\)",
+        StepError, "loop", "2 parallelized", r"backward\(.*model=model\)",
     ),
     Bad(
         "one number", metric(lambda o, t: 1.0),

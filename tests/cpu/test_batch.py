@@ -43,7 +43,7 @@ def test_a_loop_of_ones_own_is_as_exact_as_its_mean(world: shoal.World) -> None:
     micros = [Micro(inputs[:2], 0, 2, 1.0), Micro(inputs[2:], 2, 3, 1.0)]
     found = Batch(0, 5, micros, seed=0, world=world)
     for values, count in zip(found, counts, strict=True):
-        found.backward(model(values).square().sum(), torch.tensor(count))
+        found.backward(total=model(values).square().sum(), count=torch.tensor(count))
     finished = found.finish(model, clip=0.25)
     mean = model(inputs).square().sum() / 4
     expected = torch.autograd.grad(mean, list(model.parameters()))
@@ -59,8 +59,8 @@ def test_a_loop_of_ones_own_asks_which_of_two_models_learns(world: shoal.World) 
     found = Batch(0, 1, [Micro(torch.ones(1, 1), 0, 1, 1.0)], seed=0, world=world)
     for values in found:
         with pytest.raises(StepError, match="2 parallelized models"):
-            found.backward(second(first(values)).sum(), 1)
-        found.backward(second(first(values)).sum(), 1, second)
+            found.backward(total=second(first(values)).sum(), count=1)
+        found.backward(total=second(first(values)).sum(), count=1, model=second)
     assert all(p.grad is None for p in first.parameters())
     assert all(p.grad is not None for p in second.parameters())
 
@@ -70,14 +70,14 @@ def test_a_loop_of_ones_own_without_an_engine(world: shoal.World) -> None:
     model = nn.Linear(1, 1)
     for values in found:
         with pytest.raises(StepError, match="no parallelized model"):
-            found.backward(model(values).sum(), 1)
+            found.backward(total=model(values).sum(), count=1)
 
 
 def test_a_loop_of_ones_own_notices_what_is_not_a_number(world: shoal.World) -> None:
     model = shoal.parallelize(nn.Linear(1, 1), world)
     found = Batch(64, 1, [Micro(torch.ones(1, 1), 64, 1, 1.0)], seed=0, world=world)
     for values in found:
-        found.backward(model(values).sum() * math.inf, 1)
+        found.backward(total=model(values).sum() * math.inf, count=1)
     with pytest.raises(StepError, match="samples 64 to 64"):
         found.finish(model)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 
 import shoal
 from shoal.modes import evaluation
@@ -111,11 +114,18 @@ def train(model: nn.Module, loss: Loss, data: Any = (X, Y), **options: Any) -> s
     batch_size = options.pop("batch_size", SAMPLES)
     micro_batches = options.pop("micro_batches", 1)
     inputs = options.pop("inputs", None)
+    collate_fn = options.pop("collate_fn", None)
     with shoal.init() as world:
         shoal.parallelize(model, world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = shoal.Step(model, optimizer, shoal.Task(loss, inputs=inputs), **options)
-        loader = shoal.Loader(data, world, batch_size=batch_size, micro_batches=micro_batches)
+        loader = shoal.Loader(
+            data,
+            world,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            collate_fn=collate_fn,
+        )
         return step(next(loader.epochs(1)))
 
 
@@ -225,6 +235,72 @@ def test_the_trial_leaves_no_trace() -> None:
     assert [module.training for module in net.modules()] == [True, True, False]
     assert norm.running_mean is not None
     assert not norm.running_mean.any()
+
+
+class Columns:
+    """A batch of an object that can't be cut in halves."""
+
+    def __init__(self, samples: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = (torch.stack(column) for column in zip(*samples, strict=True))
+
+
+class Flowing(IterableDataset[tuple[Tensor, Tensor]]):
+    """The samples one after the other, none of which can be fetched again."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(X, Y, strict=True)
+
+
+class Jittered(Dataset[tuple[Tensor, Tensor]]):
+    """Samples with noise from the global generator."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return X[index] + torch.randn(6), Y[index]
+
+
+def of_columns(reduction: str, output: Tensor, batch: Columns) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch.y, reduction=reduction), len(batch.y)
+
+
+def token_loss(reduction: str, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    scores = output[:, None].expand(-1, 3, -1).flatten(0, 1)
+    return F.cross_entropy(scores, (batch[1] % 5).flatten(), reduction=reduction), batch[1].numel()
+
+
+COLUMNS: dict[str, Any] = {"inputs": lambda batch: batch.x, "collate_fn": Columns}
+SAMPLES_OF = list(zip(X, Y, strict=True))
+
+
+@pytest.mark.parametrize("data", [SAMPLES_OF, Jittered()], ids=["samples", "augmented"])
+def test_a_mean_over_batches_that_cannot_be_cut_is_told(data: Any) -> None:
+    with pytest.raises(shoal.StepError, match="it is a mean, not a sum"):
+        train(nn.Linear(6, 5), partial(of_columns, "mean"), data, **COLUMNS)
+    with pytest.warns(match="draws random") if isinstance(data, Jittered) else nullcontext():
+        assert np.isfinite(train(nn.Linear(6, 5), partial(of_columns, "sum"), data, **COLUMNS).loss)
+
+
+def test_a_mean_over_the_tokens_of_one_sample_is_told() -> None:
+    tokens = (X, torch.arange(SAMPLES * 3).reshape(SAMPLES, 3))
+    with pytest.raises(shoal.StepError, match="it is a mean, not a sum"):
+        train(nn.Linear(6, 5), partial(token_loss, "mean"), tokens, batch_size=1)
+    assert np.isfinite(train(nn.Linear(6, 5), partial(token_loss, "sum"), tokens, batch_size=1).loss)
+
+
+def test_a_loss_that_could_not_be_tried_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    train(nn.Linear(6, 5), of_sum_of_columns, Flowing(), **COLUMNS)
+    said = capsys.readouterr().out
+    assert "the loss function of_sum_of_columns (" in said
+    assert "could not be tried: its batches hold a Columns that can't be cut in halves" in said
+    assert "not their mean" in said
+    train(nn.Linear(6, 5), cross_entropy)
+    assert "could not be tried" not in capsys.readouterr().out
+
+
+def of_sum_of_columns(output: Tensor, batch: Columns) -> tuple[Tensor, int]:
+    return of_columns("sum", output, batch)
 
 
 def draw_after(action: Callable[[], object]) -> tuple[float, float, float]:

@@ -140,7 +140,8 @@ def two_models(rig: Rig) -> object:
     other = shoal.parallelize(nn.Linear(4, 3), rig.world)
     batch = next(rig.loader().epochs(1))
     for micro in batch:
-        batch.backward(*loss(rig.model(micro[0]), micro))
+        total, count = loss(rig.model(micro[0]), micro)
+        batch.backward(total=total, count=count)
     return other
 
 
@@ -169,7 +170,7 @@ ROWS: list[tuple[Callable[[Rig], object], type[ShoalError], str, str, str]] = [
     (events_that_one_rank_cannot_write, CheckpointError, "events", "rank 1: .*Is a dir", "ls -ld"),
     (shorter_data, DataError, "19 samples", "20 samples", "shoal.Run"),
     (another_model, CheckpointError, "Sequential", "missing: 0.weight.*unexpected: weight", "Run"),
-    (two_models, StepError, "loop", r"\d parallelized models", r"batch.backward\(loss, count, model\)"),
+    (two_models, StepError, "loop", r"\d parallelized models", r"batch.backward\(.*model=model\)"),
     (no_backward, StepError, "1 micro-batch", "called 0 times", "for micro in batch"),
     (single, StepError, "world of 3", "a copy of its own", r"shoal.DDP\(\)"),
 ]
@@ -219,7 +220,8 @@ def go_on(world: shoal.World, how: str, skip: bool) -> Any:
                 step(batch)
             else:
                 for micro in batch:
-                    batch.backward(*poisoned(rig.model(micro[0]), micro), rig.model)
+                    total, count = poisoned(rig.model(micro[0]), micro)
+                    batch.backward(total=total, count=count, model=rig.model)
                 batch.finish(rig.model, clip=0.1)
                 rig.optimizer.step()
                 rig.optimizer.zero_grad()

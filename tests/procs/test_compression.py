@@ -234,7 +234,8 @@ def through_failures(world: shoal.World, how: Compress, own: bool, skip: bool) -
         with pytest.raises(shoal.StepError) if failing.fails else contextlib.nullcontext():
             if own:
                 for micro in batch:
-                    batch.backward(*failing(model(micro[0]), micro))
+                    total, count = failing(model(micro[0]), micro)
+                    batch.backward(total=total, count=count)
                 batch.finish(model)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -94,7 +94,7 @@ class StageEngine(Engine):
     def compile(self, how: str) -> None:
         raise NotImplementedError
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.followed.append("settle")
 
 

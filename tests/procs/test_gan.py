@@ -72,7 +72,7 @@ def train(
     first = torch.optim.Adam(generator.parameters(), lr=1e-2)
     second = torch.optim.Adam(critic.parameters(), lr=1e-2)
     judge = shoal.Task(losses.of_critic, lambda batch: batch)
-    step_critic = shoal.Step(critic, second, judge, clip=1.0)
+    step_critic = shoal.Step(critic, second, judge, clip=None if raw else 1.0)
     step_generator = shoal.Step(generator, first, shoal.Task(losses.of_generator, latent))
     loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=micro_batches)
     for _, batch in zip(range(STEPS), loader.epochs(9), strict=False):
@@ -83,13 +83,15 @@ def train(
         for micro in batch:
             here = batch.micro
             noise = shoal.Noise(batch.seed, here.first, here.samples, stream=1)
-            batch.backward(*losses.of_critic(critic(micro), micro, noise), critic)
+            total, count = losses.of_critic(critic(micro), micro, noise)
+            batch.backward(total=total, count=count, model=critic)
         batch.finish(critic, clip=1.0)
         second.step()
         second.zero_grad()
         for micro in batch:
             invented = generator(latent(micro, batch.noise))
-            batch.backward(*losses.of_generator(invented, micro), generator)
+            total, count = losses.of_generator(invented, micro)
+            batch.backward(total=total, count=count, model=generator)
         batch.finish(generator)
         first.step()
         first.zero_grad()

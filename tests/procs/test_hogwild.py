@@ -441,8 +441,9 @@ def test_steps_that_it_can_not_take_are_refused() -> None:
         with pytest.raises(shoal.StepError, match="precision='fp16'"):
             half(batch)
         micro = next(iter(batch))
+        total, count = squares(model(micro[0]), micro)
         with pytest.raises(shoal.StepError, match=r"step = shoal\.Step"):
-            batch.backward(*squares(model(micro[0]), micro))
+            batch.backward(total=total, count=count)
 
 
 def test_complex_parameters_are_shared_too() -> None:

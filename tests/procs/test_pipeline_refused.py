@@ -132,7 +132,7 @@ def own_loop(world: shoal.World) -> None:
     _, data = parts(world, PIPELINE)
     batch = next(data.epochs(1))
     for _ in batch:
-        batch.backward(torch.zeros((), requires_grad=True), 1)
+        batch.backward(total=torch.zeros((), requires_grad=True), count=1)
 
 
 def unequal(world: shoal.World) -> None:

@@ -238,7 +238,8 @@ def step_once(world: shoal.World, model: nn.Module, plan: dict[str, str], raw: b
     if not raw:
         return shoal.Step(model, optimizer, shoal.Task(squares))(batch).loss
     for micro in batch:
-        batch.backward(*squares(model(micro[0]), micro), model)
+        total, count = squares(model(micro[0]), micro)
+        batch.backward(total=total, count=count, model=model)
     return batch.finish(model).loss
 
 

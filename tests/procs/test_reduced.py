@@ -150,7 +150,8 @@ def skips(world: shoal.World, to_none: bool) -> tuple[str | None, list[float]]:
     for number, batch in enumerate(shoal.Loader(data(), world, batch_size=BATCH).epochs(1)):
         try:
             for micro in batch:
-                batch.backward(*loss(model(micro[0]), micro), model)
+                total, count = loss(model(micro[0]), micro)
+                batch.backward(total=total, count=count, model=model)
         except shoal.StepError as error:
             return error.found, counted
         if number != 1:

@@ -19,6 +19,7 @@ import shoal
 from ranks import RankError, Ranks
 from shoal.parallel import engine_of
 from shoal.parallel.replicate import DDPEngine, tally_dtype, whole
+from shoal.sameness import check_same_environment
 
 SAMPLES, BATCH, STEPS = 40, 8, 6
 TOLERANCE = 1e-9
@@ -318,12 +319,14 @@ def synchronisations(world: shoal.World, micro_batches: int, raw: bool) -> tuple
     for _, batch in zip(range(2), loader.epochs(2), strict=False):
         engine = engine_of(model)
         assert isinstance(engine, DDPEngine)
+        check_same_environment(world)  # as the first backward does, once
+        batch.compare_ranks()
         for _ in batch:
             before = sequence._get_sequence_number_for_group()
             output = task.forward(engine.call, batch.micro, batch.seed)
             value, count = task.reduce(output, batch.micro, batch.seed)
             if raw:
-                batch.backward(value, count, model)
+                batch.backward(total=value, count=count, model=model)
             else:
                 last = batch.micro is batch.micros[-1]
                 engine.backward(value, count, batch.micro, batch.size, scale=1.0, last=last)

@@ -61,7 +61,7 @@ def dataset() -> tuple[Tensor]:
 def train(world: shoal.World, raw: bool) -> tuple[list[float], list[Tensor]]:
     model = shoal.parallelize(Encoder().double(), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=None if raw else 1.0)
     data = shoal.Loader(dataset(), world, batch_size=BATCH)
     losses = []
     for _, batch in zip(range(STEPS), data.epochs(9), strict=False):
@@ -70,7 +70,8 @@ def train(world: shoal.World, raw: bool) -> tuple[list[float], list[Tensor]]:
             continue
         for micro in batch:
             output = model(micro[0])
-            batch.backward(*contrast(output, *batch.gather(output)), model)
+            total, count = contrast(output, *batch.gather(output))
+            batch.backward(total=total, count=count, model=model)
         losses.append(batch.finish(model, clip=1.0).loss)
         optimizer.step()
         optimizer.zero_grad()

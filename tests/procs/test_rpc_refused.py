@@ -252,7 +252,7 @@ def own_loop(world: shoal.World) -> None:
     _, data = parts(world, REMOTE)
     batch = next(data.epochs(1))
     for _ in batch:
-        batch.backward(torch.zeros((), requires_grad=True), 1)
+        batch.backward(total=torch.zeros((), requires_grad=True), count=1)
 
 
 def scripted(world: shoal.World) -> None:

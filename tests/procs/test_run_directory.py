@@ -163,7 +163,8 @@ def own_loop(world: shoal.World, directory: Path, stop: int) -> dict[str, Any]:
         run.restore()
         for batch in data.epochs(100):
             for micro in batch:
-                batch.backward(*loss(model(micro[0]), micro), model)
+                total, count = loss(model(micro[0]), micro)
+                batch.backward(total=total, count=count, model=model)
             batch.finish(model, clip=1.0)
             optimizer.step()
             optimizer.zero_grad()

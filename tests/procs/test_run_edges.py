@@ -54,7 +54,8 @@ def test_a_batch_that_no_step_took_is_not_missed(world: shoal.World, tmp_path: P
                 break
             if raw:
                 for micro in batch:
-                    batch.backward(*loss(step.model(micro[0]), micro), step.model)
+                    total, count = loss(step.model(micro[0]), micro)
+                    batch.backward(total=total, count=count, model=step.model)
                 batch.finish(step.model)
                 step.optimizer.step()
                 step.optimizer.zero_grad()
@@ -92,7 +93,8 @@ def test_batches_finished_between_ticks_are_all_counted(world: shoal.World, tmp_
     with shoal.Run(tmp_path, step, data) as run:
         for number, batch in enumerate(data.epochs(1)):
             for micro in batch:
-                batch.backward(*loss(step.model(micro[0]), micro), step.model)
+                total, count = loss(step.model(micro[0]), micro)
+                batch.backward(total=total, count=count, model=step.model)
             batch.finish(step.model)
             step.optimizer.step()
             step.optimizer.zero_grad()
@@ -101,7 +103,8 @@ def test_batches_finished_between_ticks_are_all_counted(world: shoal.World, tmp_
         assert step.number == SAMPLES // BATCH
         step(batch)
         for micro in batch:
-            batch.backward(*loss(step.model(micro[0]), micro), step.model)
+            total, count = loss(step.model(micro[0]), micro)
+            batch.backward(total=total, count=count, model=step.model)
         batch.finish(step.model)
         last = step(batch)
         assert step.last == last
@@ -117,7 +120,8 @@ def test_what_was_finished_after_a_save_is_not_counted_after_its_restore(
         step(first)
         run.save()
         for micro in second:
-            second.backward(*loss(step.model(micro[0]), micro), step.model)
+            total, count = loss(step.model(micro[0]), micro)
+            second.backward(total=total, count=count, model=step.model)
         second.finish(step.model)
         run.restore()
         run.tick()

@@ -168,7 +168,8 @@ def changed(world: shoal.World, way: str, change: Callable[[Net], None], after: 
             step(batch)
             continue
         for micro in batch:
-            batch.backward(*loss(model(micro[0]), micro), model)
+            total, count = loss(model(micro[0]), micro)
+            batch.backward(total=total, count=count, model=model)
         batch.finish(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -377,7 +378,8 @@ def clipped(world: shoal.World, way: str) -> list[tuple[float, float]]:
     found = []
     for batch in batches(world):
         for micro in batch:
-            batch.backward(*loss(model(micro[0]), micro), model)
+            total, count = loss(model(micro[0]), micro)
+            batch.backward(total=total, count=count, model=model)
         mean = batch.finish(model).loss
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         found.append((mean, float(norm.full_tensor() if way == "FSDP" else norm)))

@@ -188,7 +188,8 @@ def one_step(world: shoal.World, *, raw: bool) -> None:
     (batch,) = shoal.Loader((torch.ones(8, 2),), world, batch_size=8).epochs(1)
     if raw:
         for (values,) in batch:
-            batch.backward(model(values).square().sum(), len(values), model)
+            total = model(values).square().sum()
+            batch.backward(total=total, count=len(values), model=model)
         batch.finish(model)
     else:
         shoal.Step(model, optimizer, task)(batch)

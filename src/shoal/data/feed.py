@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -10,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.data.mapped import Source
 from shoal.data.ordering import Checked
-from shoal.data.sampler import Sampler, Share
+from shoal.data.sampler import Cell, Sampler, Share
 from shoal.data.stream import Lanes
 from shoal.errors import DataError
 from shoal.world import World
@@ -70,6 +72,11 @@ class Feed(ABC):
     def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
         """The shares from where it stands to the end of epoch `epochs`, with their values."""
 
+    def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
+        """Micro-batches of `sizes` samples each, fetched anew from position `first` on, or near it
+        where the epoch ends before; None where samples can't be fetched again."""
+        return None
+
     @abstractmethod
     def consumed(self, share: Share) -> None:
         """Go on after a share."""
@@ -108,6 +115,20 @@ class Placed(Feed):
         blocks = _Blocks(self.sampler, self.position, until, self.source.block)
         for values in fetch.items(self.source, blocks, self.position):
             yield from zip(blocks.sent.pop(0), values, strict=True)
+
+    def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
+        """Micro-batches of `sizes` samples each, fetched anew from position `first` on, or near it."""
+        length = self.sampler.epoch_size
+        epoch, offset = divmod(first, length)
+        offset = min(offset, length - sum(sizes))
+        if offset < 0:
+            return None
+        stops = list(itertools.accumulate(sizes))
+        cells = tuple(Cell(stop - size, stop, 1.0) for size, stop in zip(sizes, stops, strict=True))
+        positions = np.arange(offset, offset + stops[-1])
+        indices = self.sampler.order.take(positions, seed=self.seed, epoch=epoch)
+        share = Share(epoch * length + offset, stops[-1], cells, indices)
+        return self.source[[share]][0]
 
     def consumed(self, share: Share) -> None:
         """Go on after a share."""

@@ -25,6 +25,8 @@ from shoal.data.sampler import Sampler, Share
 from shoal.data.source import source
 from shoal.data.stream import GROUPS, Lanes, Stream, counted
 from shoal.errors import DataError
+from shoal.moves import move
+from shoal.sameness import check_same_data
 from shoal.task import Micro
 from shoal.timeline import WAIT
 from shoal.world import World
@@ -123,6 +125,7 @@ class Loader:
         )
         self.last: Batch | None = None
         self._loads = 0
+        self._compared = False
         self.goal: int | None = None
         """Where the loop over it is to end, in samples since the start; None where nobody knows."""
 
@@ -150,6 +153,24 @@ class Loader:
     def batch_size(self) -> int:
         """Samples in a global batch, or in the largest that there may be."""
         return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.at_most
+
+    def compare_ranks(self) -> None:
+        """Raise AgreementError, on all ranks, where they have other data or another order. Collective.
+
+        Once: what has been compared, a Run's or a first batch's data, is not compared again.
+        """
+        if not self._compared:
+            check_same_data(self.world, self.state_dict())
+            self._compared = True
+
+    def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
+        """Micro-batches of `sizes` samples each, fetched and collated anew, on the world's device.
+
+        They begin at position `first`, or before it where the epoch would end in them. None where
+        samples can't be fetched again, as those of an IterableDataset, or an epoch has too few.
+        """
+        values = self._feed.again(first, sizes)
+        return None if values is None else [move(value, self.world.device) for value in values]
 
     @property
     def feed(self) -> Feed:
@@ -234,6 +255,7 @@ class Loader:
             seed=self._feed.seed,
             wait=wait,
             world=self.world,
+            loader=self,
             ends_epoch=self._feed.epoch != epoch,
         )
         return self.last

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal.compiled import bare, compiler_of
 from shoal.engine import Engine, Spreading, Strategy
 from shoal.errors import LayoutError, StepError
 from shoal.layout import AXES
@@ -58,7 +59,8 @@ def parallelize(
     the layout decides: replicated data-parallel ranks, or nothing in a world of one. Several
     strategies are applied in their order; the last one sums gradients. A function that makes the model
     may be given in its place; strategies that divide models (FSDP) then never hold the whole of it, and
-    its parameters get the same values.
+    its parameters get the same values. Of `torch.compile(model)` it returns `model`, which from then on
+    runs compiled.
 
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
     one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
@@ -73,6 +75,7 @@ def parallelize(
         defers = world.size > 1 and chosen.defers and not before
         deferred = construct(model) if defers else None
         module = model() if deferred is None else deferred.module
+    compiler, module = compiler_of(module), bare(module)
     _check_model(module, world)
     _check_same(module, world)
     check_strategies(module, [*before, chosen])
@@ -80,6 +83,8 @@ def parallelize(
         each.spread(module, world)
     check_strategies(module, [*before, chosen])
     engine = chosen.apply(module, world)
+    if compiler is not None:
+        engine.compile_with(compiler)
     engine.strategy = repr([*before, chosen] if before else chosen)
     if deferred is not None:
         deferred.fill()
@@ -208,6 +213,7 @@ def known_engine(model: nn.Module) -> Engine | None:
 def engine_of(model: nn.Module) -> Engine:
     """The engine that `parallelize` attached; StepError if there is none."""
     _check_bare(model)
+    model = bare(model)
     engine = known_engine(model)
     if engine is None:
         copied = getattr(model, ATTRIBUTE, None) is not None

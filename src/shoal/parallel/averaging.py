@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batch import Batch
+from shoal.compiled import Compiler
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.parallel.local import LocalEngine
@@ -134,7 +135,11 @@ class AveragingEngine(Engine):
         """Run the forward compiled; see the contract."""
         self._local.compile(how)
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the forward compiled by `compiler`; see the contract."""
+        self._local.compile_with(compiler)
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Average parameters, buffers and moments: an averaging more, which training goes on from."""
         self._average(_inexact(self.module.parameters()))
         self._average(others(self.module, optimizer, self.world))
@@ -223,13 +228,13 @@ def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None
         put_back(wire.mean(flat), bucket)
 
 
-def others(module: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> list[Tensor]:
+def others(module: nn.Module, optimizer: torch.optim.Optimizer | None, world: World) -> list[Tensor]:
     """What ranks that step alone have besides parameters: buffers, and moments that all have.
 
     Collective. A rank has none of a parameter that its samples have not used so far, and none at all
     if it had no sample; of such parameters all keep their own.
     """
-    state = optimizer.state
+    state = {} if optimizer is None else optimizer.state
     moments = [_numbers(state.get(p, {})) for p in module.parameters()]
     shapes = [[(value.shape, value.dtype) for value in some] for some in moments]
     alike = [len({*map(str, each)}) == 1 for each in zip(*world.gather(shapes), strict=True)]

@@ -133,7 +133,7 @@ class RemoteEngine(MeshEngine):
             )
         self._stage.body.compile()
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Send the buffers of each stage's first rank to the others: they follow each one's samples."""
         if self._group is not None:
             for buffer in self.module.buffers():

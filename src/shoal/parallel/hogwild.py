@@ -20,6 +20,7 @@ from torch import nn
 from shoal._torch.autograd import version
 from shoal.batch import Batch
 from shoal.choice import GIVEN, Choice
+from shoal.compiled import Compiler
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.parallel.averaging import average, others
@@ -168,7 +169,11 @@ class HogwildEngine(Engine):
         """Run the forward compiled; see the contract."""
         self._local.compile(how)
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the forward compiled by `compiler`; see the contract."""
+        self._local.compile_with(compiler)
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Wait for all, read the parameters while nobody changes them, average all else.
 
         Where others stand in their place, as those of an EMA do, these are averaged.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batch import Batch
+from shoal.compiled import Compiler
 from shoal.engine import OpenEngine, Totals
 from shoal.errors import StepError
 from shoal.moves import device_in, move
@@ -31,23 +32,14 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def __init__(self, module: nn.Module, world: World) -> None:
         super().__init__(module, world)
+        OpenEngine.__init__(self)
         self.call: Callable[..., Any] = module
+        self._changes = 0
+        """How often the parameters had been changed in place at the first backward of this batch."""
 
     def compile(self, how: str) -> None:
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
-        if self._span is not None and self._span.hooked:
-            raise StepError(
-                given=f"compile={how!r} with shoal.Placed(…)",
-                found="compiled code would have what moves tensors between devices in its middle",
-                fix="leave compile out; or compile parts that are on one device beforehand: "
-                "model.blocks[0].compile()",
-            )
-        if runs_again(self.module):
-            raise StepError(
-                given=f"compile={how!r} with shoal.Recompute()",
-                found="torch can't compile a whole model of which parts run again in backward",
-                fix="shoal.Recompute() with shoal.FSDP(), which compiles its units; or leave out one",
-            )
+        self._check_whole(f"compile={how!r}")
         if how == "inductor":
             self.call = torch.compile(self.module)
             return
@@ -73,6 +65,33 @@ class LocalEngine(HoldingEngine, OpenEngine):
             return scripted(*arguments, **named)
 
         self.call = call
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the forward compiled by `compiler`; see the contract."""
+        self._check_whole("torch.compile(model)")
+        module = self.module
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            # In a frame of its own: torch compiles none that begins in a layer of torch's.
+            return module._call_impl(*arguments, **named)
+
+        self.call = compiler(call)
+        module._compiled_call_impl = self.call  # as in module.compile(): your own loop calls it too
+
+    def _check_whole(self, given: str) -> None:
+        if self._span is not None and self._span.hooked:
+            raise StepError(
+                given=f"{given} with shoal.Placed(…)",
+                found="compiled code would have what moves tensors between devices in its middle",
+                fix="leave compile out; or compile parts that are on one device beforehand: "
+                "model.blocks[0].compile()",
+            )
+        if runs_again(self.module):
+            raise StepError(
+                given=f"{given} with shoal.Recompute()",
+                found="torch can't compile a whole model of which parts run again in backward",
+                fix="shoal.Recompute() with shoal.FSDP(), which compiles its units; or leave out one",
+            )
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
@@ -120,7 +139,8 @@ class LocalEngine(HoldingEngine, OpenEngine):
             self._check_unused()
 
     def begin(self) -> None:
-        """Forget the sums of a batch whose gradients were cleared; see the contract."""
+        """Forget the sums of a batch that was skipped; see the contract."""
+        before, self._changes = self._changes, self._count_changes()
         if not self._pending():
             return
         if any(p.grad is not None for p in self.parameters):
@@ -131,6 +151,16 @@ class LocalEngine(HoldingEngine, OpenEngine):
                 "accumulate, shoal.Loader(…, micro_batches=4)",
             )
         self.discard()
+        if self._changes != before:
+            raise StepError(
+                given="batch.backward on a new batch",
+                found="the optimizer has stepped on the batch before it without batch.finish: its "
+                "gradients were not those of the mean over the global batch",
+                fix="batch.finish(model) before optimizer.step()",
+            )
+
+    def _count_changes(self) -> int:
+        return sum(parameter._version for parameter in self.parameters)
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output of the module as it stands; the caller has chosen mode and no_grad."""

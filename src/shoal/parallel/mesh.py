@@ -37,7 +37,7 @@ class MeshEngine(HoldingEngine):
         others = [axis for axis in AXES if axis not in DATA_AXES]
         self.speaks = all(world.layout.coordinate(world.rank, axis) == 0 for axis in others)
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Send the first data rank's buffers to all: they follow each rank's own samples."""
         if self.world.data_size > 1:
             for buffer in self.module.buffers():

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shoal._torch.autograd import saved_result
 from shoal.batch import Batch
+from shoal.compiled import Compiler
 from shoal.engine import Totals
 from shoal.errors import StepError
 from shoal.parallel.divided import divide_alike, division_of
@@ -44,6 +45,11 @@ class PlannedEngine(MeshEngine, LocalEngine):
         """As in one process, where torch can compile what a plan does."""
         self._check_compiled(how)
         super().compile(how)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """As in one process, where torch can compile what a plan does."""
+        self._check_compiled("inductor")
+        super().compile_with(compiler)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal._torch.autograd import after_backward
 from shoal._torch.ddp import GradientReducer
+from shoal.batch import IN_A_LOOP
 from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.layout import AXES
@@ -202,7 +203,7 @@ class DDPEngine(LocalEngine):
             enter = self.world.timeline.enter
             after_backward(lambda: enter(COMMUNICATION))
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
         if self._buffers:
             self._reducer.broadcast_buffers()
@@ -305,7 +306,7 @@ class DDPEngine(LocalEngine):
             raise StepError(
                 given="the gradients of a batch",
                 found="no backward of its last micro-batch",
-                fix="for micro in batch: batch.backward(*loss(model(micro[0]), micro))",
+                fix=IN_A_LOOP,
             )
         self._tally.grad = None
         if norm.device.type == "cpu":

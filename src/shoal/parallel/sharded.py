@@ -20,7 +20,8 @@ from shoal._torch.autograd import in_backward
 from shoal._torch.fsdp import drop_accumulated
 from shoal._torch.mesh import concatenate, flatten
 from shoal.batch import Batch
-from shoal.engine import Totals
+from shoal.compiled import Compiler
+from shoal.engine import Engine, Totals
 from shoal.errors import StepError
 from shoal.parallel.planned import PlannedEngine
 from shoal.parallel.waits import mark_groups
@@ -76,6 +77,10 @@ class FSDPEngine(PlannedEngine):
         self._check_compiled(how)
         for part in self._sharded[1:] or self._sharded:
             part.compile()
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Raise StepError: units are compiled one by one, see `compile`."""
+        Engine.compile_with(self, compiler)
 
     def discard(self) -> None:
         """Drop the gradients, also those of a batch that was left in the middle."""
