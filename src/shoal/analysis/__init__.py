@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .history import PARTS, Array, Attempt, Event, History, Rows, Traffic
 from .judged import Finding, Judged
+from .palette import PALETTE
 from .profile import LABELS, SHOWN, Profile, profile
 from .reading import Reader, read
 from .spelling import bandwidth, duration, percent
@@ -16,6 +17,7 @@ from .verdict import Verdict, judge
 
 __all__ = [
     "LABELS",
+    "PALETTE",
     "PARTS",
     "SHOWN",
     "Array",

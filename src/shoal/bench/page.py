@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from shoal.analysis import PALETTE
 from shoal.pages import Block, Facts, Figure, Page, Section, Table, Text
 from shoal.pages.plots import Series, bars, lines
 
@@ -23,6 +24,7 @@ LEAST = 0.001
 """The share of a step that a part has somewhere, to be drawn."""
 TOLD = 0.005
 """The share of a step from which on a cause is in the table."""
+FILLS = {SHOWN[part]: (PALETTE[part].colour, PALETTE[part].hatch) for part in PARTS}
 FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways")
 COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
@@ -177,11 +179,10 @@ def parts_figure(name: str, labelled: Mapping[str, Row], caption: str) -> Figure
         (label, *(shown.number(values[part][place]) for part in values))
         for place, label in enumerate(labelled)
     ]
-    looks = {SHOWN[part]: place for place, part in enumerate(PARTS)}
     return Figure(
         name=name,
         caption=caption,
-        drawing=bars(list(labelled), values, x="milliseconds of a step", colours=looks),
+        drawing=bars(list(labelled), values, x="milliseconds of a step", fills=FILLS),
         table=Table(caption="Milliseconds, as drawn.", head=head, rows=table, right=head[1:]),
     )
 
