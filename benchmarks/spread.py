@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,3 +31,16 @@ def quartiles(values: Sequence[float]) -> Spread:
         return spread(values)
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(median=middle, low=low, high=high)
+
+
+def interval(values: Sequence[float]) -> Spread:
+    """The median and its interval of 95 % confidence, by order statistics; of few, all values."""
+    ordered, count = sorted(values), len(values)
+    below = 0
+    chance = 0.5**count
+    while chance + math.comb(count, below + 1) * 0.5**count <= 0.025:
+        below += 1
+        chance += math.comb(count, below) * 0.5**count
+    return Spread(
+        median=statistics.median(ordered), low=ordered[below], high=ordered[count - 1 - below]
+    )

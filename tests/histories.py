@@ -33,6 +33,15 @@ class Plant:
     every: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What the workers of each rank take for a batch, in seconds by rank; one at least prefetches."""
+
+    seconds: Sequence[float]
+    workers: int = 2
+    prefetch: int = 2
+
+
 def simulate(
     ranks: int,
     steps: int,
@@ -42,15 +51,23 @@ def simulate(
     network: float = 1e-3,
     warm: int = 2,
     meet: int = 1,
+    uneven: float = 0.0,
+    loading: Loading | None = None,
     seed: int = 0,
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds by part, [rank, step]; "wall" is from tick to tick; ranks meet every `meet` steps."""
+    """Seconds by part, [rank, step]; "wall" is from tick to tick; ranks meet every `meet` steps.
+
+    `uneven` is the scatter of the lengths of samples, which forward and backward of a rank are
+    proportional to. With `loading`, `wait` is what a rank waits for the queue of its workers.
+    """
     random = np.random.default_rng(seed)
     parts = {
         part: typical * random.lognormal(0, noise, (ranks, steps)) for part, typical in USUAL.items()
     }
     parts["checkpoint"] = np.zeros((ranks, steps))
-    parts["forward"][:, :warm] += 0.5
+    lengths = random.lognormal(0, uneven, (ranks, steps))
+    parts["forward"] *= lengths
+    parts["backward"] *= lengths
     numbers = np.arange(1, steps + 1)
     for plant in plants:
         there = (numbers >= plant.since) & (numbers % plant.every == 0)
@@ -58,11 +75,23 @@ def simulate(
             there &= numbers <= plant.until
         for rank in plant.ranks:
             parts[plant.part][rank, there] += plant.seconds
+    parts["forward"][:, :warm] += 0.5
+    # Without workers the rank itself loads while it waits.
+    parts["load"] = parts["wait"].copy()
+    queues = []
+    if loading is not None:
+        scatter = random.lognormal(0, noise, (ranks, steps))
+        parts["load"] = np.array(loading.seconds)[:, None] * scatter
+        queues = [_Queue(loading, seconds) for seconds in parts["load"]]
     link = network * random.lognormal(0, noise, steps)
     clock, ticked = np.zeros(ranks), np.zeros(ranks)
     parts["communication"] = np.zeros((ranks, steps))
     parts["wall"] = np.zeros((ranks, steps))
     for step in range(steps):
+        if queues:
+            asked = clock + parts["checkpoint"][:, step] + parts["other"][:, step]
+            waits = [queue.wait(step, now) for queue, now in zip(queues, asked, strict=True)]
+            parts["wait"][:, step] = waits
         before = ("checkpoint", "other", "wait", "forward", "backward")
         arrived = clock + sum(parts[part][:, step] for part in before)
         left = arrived.max() + link[step] if (step + 1) % meet == 0 else arrived
@@ -71,6 +100,25 @@ def simulate(
         parts["wall"][:, step] = clock - ticked
         ticked = clock.copy()
     return parts
+
+
+class _Queue:
+    """The batches that the workers of one rank have ready, as torch's DataLoader keeps them."""
+
+    def __init__(self, loading: Loading, seconds: NDArray[np.float64]) -> None:
+        self._seconds = seconds
+        self._free = [0.0] * loading.workers
+        self._room = loading.workers * loading.prefetch
+        self._asked: list[float] = []
+
+    def wait(self, step: int, now: float) -> float:
+        """Seconds from `now` until the batch of a step is ready."""
+        begun = self._asked[step - self._room] if step >= self._room else 0.0
+        worker = step % len(self._free)
+        self._free[worker] = max(self._free[worker], begun) + self._seconds[step]
+        late = max(0.0, self._free[worker] - now)
+        self._asked.append(now + late)
+        return late + 20e-6
 
 
 def lines(
@@ -82,15 +130,16 @@ def lines(
     batch: int = 64,
     start: Mapping[str, Any] | None = None,
     name: str = "step",
+    counted: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> Iterator[str]:
-    """The file of one rank, as format 2 has it, line by line."""
+    """The file of one rank, as format 3 has it, line by line."""
     ranks, steps = parts["wall"].shape
     yield json.dumps(
         {
             "event": "start",
             "t": began,
             "began": began,
-            "format": 2,
+            "format": 3,
             "rank": rank,
             "size": ranks,
             "host": f"node{rank // 2}",
@@ -111,14 +160,14 @@ def lines(
         columns: dict[str, Any] = {
             part: np.rint(values[rank, chosen] * 1e6).astype(int).tolist()
             for part, values in parts.items()
-            if part != "other" and values[rank, chosen].any()
+            if part != "other" and (part == "load" or values[rank, chosen].any())
         }
         columns |= {
             "step": numbers.tolist(),
             "first": (numbers * batch).tolist(),
             "size": [batch] * count,
             "share": [[int(n) * batch, int(n) * batch + batch // ranks] for n in numbers],
-            "counted": [batch] * count,
+            "counted": [batch] * count if counted is None else [int(n) for n in counted[chosen]],
             "loss": np.round(2.3 * np.exp(-numbers / steps) + 0.1, 6).tolist(),
             "norm": [1.0] * count,
             "at": np.rint((last - ticks[chosen]) * 1e6).astype(int).tolist(),

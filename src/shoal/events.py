@@ -30,8 +30,8 @@ from shoal.timeline import PARTS, Spent, columns
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """What JSON holds."""
 
-FORMAT = 2
-"""In 1, which `read` and `steps` take too, each step was a line of its own."""
+FORMAT = 3
+"""`read` and `steps` also take 1, in which each step had a line, and 2, which had no "load"."""
 FLUSH_STEPS = 512
 FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
@@ -40,12 +40,13 @@ KEPT_BYTES = 16 << 20
 _TIMES = ("wall", *PARTS[1:])
 
 
-Row: TypeAlias = tuple[int, int, int, tuple[int, int], float, Spent, float, float, float]
-"""A step: its number, first, size, share, the time, spent, loss, norm, counted.
+Row: TypeAlias = tuple[int, int, int, tuple[int, int], float, Spent, float, float, float, float]
+"""A step: its number, first, size, share, the time, spent, loss, norm, counted, load.
 
 Positions are in samples since the start of training, the time in seconds since the epoch. `spent` is
-what the timeline has come to: the time of a step is that since the step before. A plain tuple, since
-to make one with names takes longer than all else that keeping it does.
+what the timeline has come to: the time of a step is that since the step before. `load` is the seconds
+that making the batch took. A plain tuple, since to make one with names takes longer than all else
+that keeping it does.
 """
 _TIME: Final = 4
 
@@ -106,7 +107,7 @@ class Events:
                 warnings.warn(f"{lost:,} bytes of events for {self.path} are lost", stacklevel=2)
 
     def _line(self, name: str, rows: list[Row]) -> bytes:
-        step, first, size, share, times, spent, loss, norm, counted = zip(*rows, strict=True)
+        step, first, size, share, times, spent, loss, norm, counted, load = zip(*rows, strict=True)
         before = self._spent.get(name, self._begun)
         self._spent[name] = spent[-1]
         fields = {
@@ -120,6 +121,7 @@ class Events:
             "counted": counted,
             "loss": loss,
             "norm": norm,
+            "load": [round(1e6 * seconds) for seconds in load],
             **columns([before, *spent]),
         }
         return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
@@ -165,7 +167,8 @@ def _single(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The steps of a block; none where it is not what this module writes."""
     length = len(block["step"]) if isinstance(block.get("step"), list) else 0
     found = {n: each for n, each in block.items() if isinstance(each, list) and len(each) == length}
-    times = [found.pop(name, [0] * length) for name in ("at", *_TIMES)]
+    names = ("at", *_TIMES, *(("load",) if "load" in found else ()))
+    times = [found.pop(name, [0] * length) for name in names]
     last, name = block.get("t"), block.get("name")
     if not all(map(_is_number, (last, *chain(*times)))):
         return
@@ -174,7 +177,7 @@ def _single(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         at, *parts = (each / 1e6 for each in microseconds)
         event: dict[str, Any] = {"event": "step", "t": round(last - at, 6), "name": name}
         event |= zip(found, values, strict=True)
-        yield event | dict(zip(_TIMES, parts, strict=True))
+        yield event | dict(zip(names[1:], parts, strict=True))
 
 
 def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:

@@ -78,6 +78,7 @@ class Recording:
                 "batch_size": self._loader.batch_size,
                 "epoch_size": self._loader.epoch_size,
                 "goal": self._loader.goal,
+                "workers": self._loader.workers,
                 "config": dict(config),
             },
         )
@@ -97,8 +98,8 @@ class Recording:
                 continue
             each = spent if charged is None else charged[name]
             loss_norm_counted = result[:3]
-            row = (number, batch.first, batch.size, batch.share, now, each, *loss_norm_counted)
-            self._events.step(name, row)
+            where = (number, batch.first, batch.size, batch.share)
+            self._events.step(name, (*where, now, each, *loss_norm_counted, self._loader.load))
         return taken[0] == self._first
 
     def end(self, error: BaseException | None) -> None:

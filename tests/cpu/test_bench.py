@@ -182,6 +182,28 @@ def test_what_is_gained_is_told_too() -> None:
     )
 
 
+def test_a_sentence_names_only_what_is_above_the_spread_of_the_rounds() -> None:
+    """Communication is lost in each round; the forward pass is slower in one and faster in another."""
+    options = Options(model="dense", processes=(1, 2), batch=8, rounds=3, backends=("gloo",))
+    one, two = (each.key for each in grid.configurations(options))
+    repeats = [repeat(one, number, ONE) for number in range(3)]
+    for number, forward in enumerate((12, 15, 21)):
+        own = summary(
+            forward + 45,
+            forward=[forward] * 2,
+            backward=[30, 30],
+            update=[5, 5],
+            communication=[10 + number % 2] * 2,
+        )
+        repeats.append(repeat(two, number, own))
+    base, row = rows(options, repeats)
+    told = sentence(row, base)
+    assert "exposed all-reduce" in told
+    assert "forward" not in told
+    clear = {cause.text: cause.clear for cause in causes(row, base) if abs(cause.share) > 0.01}
+    assert not clear["forward and backward"]
+
+
 def test_a_failed_size_is_a_row_and_the_rest_goes_on() -> None:
     found = study_of(strong={1: ONE, 2: ONE, 4: None}, reason="out of memory")
     assert [row.rate is None for row in found] == [False, False, True]
@@ -330,6 +352,26 @@ def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> Non
     apart = complete(tmp_path / "apart", replace(options, precisions=("bf16",)), {1: 1, 2: 1})
     with pytest.raises(LaunchError, match="no configuration that both have measured"):
         comparing.pairs(quad, apart)
+
+
+def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
+    options = Options(model="dense", processes=(1, 2, 4), batch=8, rounds=1, backends=("nccl", "gloo"))
+    two = summary(80, forward=[20, 20], backward=[40, 40], communication=[20, 20])
+    repeats = [
+        repeat(each.key, 0, ONE if each.processes == 1 else two)
+        for each in grid.configurations(options)
+        if (each.processes, each.backend) != (4, "gloo")
+    ]
+    found = rows(options, repeats)
+    rates, times = shown.across(found, labels(grid.curves(options)), "samples", 1)
+    assert [list(row) for row in rates.rows] == [
+        ["1", "80.0 (1.00x)", "80.0 (1.00x)"],
+        ["2", "100 (1.25x)", "100 (1.25x)"],
+        ["4", "100 (1.25x)", ""],
+    ]
+    assert rates.head == times.head == ("n", "nccl", "gloo")
+    assert list(times.rows[1]) == ["2", "80.0 (20.0)", "80.0 (20.0)"]
+    assert shown.across(study_of(strong={1: ONE, 2: two}), {}, "samples", 1) == []
 
 
 def test_the_csv_has_every_row_and_no_formula() -> None:

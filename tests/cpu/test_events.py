@@ -24,9 +24,10 @@ def record(
     time: float = 1000.0,
     name: str = "step",
     spent: Spent = NOTHING,
+    load: float = 0.0,
 ) -> None:
     share = (64 * step, 64 * step + 32)
-    events.step(name, (step, 64 * step, 64, share, time, spent, loss, 2.0, 64.0))
+    events.step(name, (step, 64 * step, 64, share, time, spent, loss, 2.0, 64.0, load))
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_step_reads_back(path: Path) -> None:
     events = Events(path)
     events.begin((10**9, 5, *NOTHING[2:]))
     spent = (10**9 + 100_000, 10_005, 10_000, 0, 20_000, 30_000, 0, 30_000, 0, 0)
-    record(events, 3, name='the "generator"', time=1234.5, spent=spent)
+    record(events, 3, name='the "generator"', time=1234.5, spent=spent, load=0.0123)
     events.close()
     assert list(read(path)) == [
         {
@@ -61,8 +62,18 @@ def test_a_step_reads_back(path: Path) -> None:
             "update": 3e-5,
             "checkpoint": 0.0,
             "evaluation": 0.0,
+            "load": 0.0123,
         }
     ]
+
+
+def test_a_block_of_format_2_has_no_load(path: Path) -> None:
+    path.parent.mkdir()
+    block = {"event": "steps", "t": 7.0, "name": "step", "step": [1], "share": [[0, 4]], "wall": [9]}
+    path.write_text(json.dumps(block) + "\n")
+    [step] = read(path)
+    assert step["wall"] == 9e-6
+    assert "load" not in step
 
 
 def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Path) -> None:
@@ -82,6 +93,7 @@ def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Pat
     assert block["wait"] == block["transfer"] == [10, 50]
     assert block["share"] == [[128, 160], [192, 224]]
     assert "forward" not in block
+    assert block["load"] == [0, 0]
     assert (other["name"], other["step"], other["wall"]) == ("other", [11, 12], [0, 0])
     times = [(each["step"], each["t"]) for each in read(path) if each["name"] == "step"]
     assert times == [(0, 0.0), (1, 7e-5), (2, 9e-5), (3, 0.00019)]

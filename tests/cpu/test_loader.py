@@ -268,3 +268,38 @@ def test_a_batch_knows_whether_it_ends_an_epoch(world: shoal.World, drop_last: b
     data = shoal.Loader(torch.arange(10), world, batch_size=4, drop_last=drop_last)
     ends = [batch.ends_epoch for batch in data.epochs(2)]
     assert ends == ([False, True] if drop_last else [False, False, True]) * 2
+
+
+class Slow(Rows):
+    """Each sample takes 2 ms at least."""
+
+    def __getitem__(self, index: int) -> tuple[int, int, Tensor]:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+class Flowing(IterableDataset[int]):
+    """The same as a stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(SIZE):
+            time.sleep(0.002)
+            yield index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Slow(), Flowing()], ids=["rows", "stream"])
+def test_how_long_a_batch_took_is_known_however_it_was_made(
+    world: shoal.World, dataset: Any, workers: int
+) -> None:
+    loader = build(world, dataset, num_workers=workers)
+    assert loader.workers == (min(1, workers) if isinstance(dataset, Flowing) else workers)
+    # A stream is read a batch ahead, so only the sum is that of the same samples.
+    assert sum(loader.load for _ in loader.epochs(1)) >= 0.002 * SIZE
+
+
+def test_batches_that_are_made_together_share_the_time(world: shoal.World) -> None:
+    loader = build(world)
+    loads = {loader.load for _ in loader.epochs(1)}
+    assert len(loads) == 1
+    assert loads.pop() > 0

@@ -278,7 +278,7 @@ def test_texts_of_a_page_are_escaped() -> None:
 
 def test_of_a_run_with_one_step_the_parts_are_drawn() -> None:
     """An area over one place would have no width, a line through one point no length."""
-    area = plots.areas([3.0], {"a": [1.0]}, x="step", y="ms", colours={"a": 0}).wide
+    area = plots.areas([3.0], {"a": [1.0]}, x="step", y="ms", fills={"a": (plots.COLOURS[0], "")}).wide
     found = re.search(rf'<path d="([^"]*)"[^>]*style="[^"]*fill: {plots.COLOURS[0]}', area)
     assert found is not None
     places = [float(x) for x in re.findall(r"[ML] ([\d.]+)", found[1])]

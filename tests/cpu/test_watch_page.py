@@ -8,12 +8,14 @@ import unicodedata
 from dataclasses import replace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from shoal.watch.charts import bar, curve, shares, spark
+from shoal.analysis import PALETTE, SHOWN
+from shoal.watch.charts import bar, curve, resampled, shares, spark
 from shoal.watch.keys import pressed
 from shoal.watch.look import PARTS, Look, compact
 from shoal.watch.page import page, turns
@@ -29,6 +31,7 @@ from shoal.watch.snapshot import (
     Snapshot,
     State,
 )
+from shoal.watch.tracks import Tracks
 
 NAMES = [part.name for part in PARTS]
 PLAIN = Look(colour=False)
@@ -240,7 +243,9 @@ def test_the_step_reads_without_colour() -> None:
 
 
 def test_letters_and_colours_tell_the_parts_apart() -> None:
-    assert len({part.letter for part in PARTS}) == len({part.paper for part in PARTS}) == len(PARTS)
+    styles = {part.style(Look()) for part in PARTS}
+    assert len({part.letter for part in PARTS}) == len(styles) == len(PARTS)
+    assert {part.name for part in PARTS} == set(PALETTE) == set(SHOWN)
     assert set("".join(part.letter for part in PARTS)) <= set(string.ascii_letters)
 
 
@@ -291,6 +296,26 @@ def test_curves_rise_and_fall() -> None:
     assert lines[0][3] == " "
     assert spark(values, 8, PLAIN, zero=True) == "▁▂▃▄▅▆▇█"
     assert spark(values, 8, ASCII, zero=True).isascii()
+
+
+def test_a_column_of_several_rates_is_samples_over_time() -> None:
+    """100 samples in 1 s and 100 in 9 s are 20 a second, not the mean of 100 and 11."""
+    assert resampled([100.0, 100 / 9], 1, [1.0, 9.0]) == pytest.approx([20.0])
+    assert resampled([100.0, 20.0], 1) == [60.0]
+    tracks = Tracks()
+    tracks.add(np.arange(2), np.ones(2), np.full(2, 100), np.array([1.0, 9.0]))
+    found = tracks.throughput()
+    assert found is not None
+    assert resampled(found.values, 1, found.weights) == pytest.approx([20.0])
+
+
+def test_one_step_does_not_set_the_axis_of_the_throughput() -> None:
+    steady = [100.0 + n % 7 for n in range(60)]
+    odd = [*steady, 90_000.0]
+    for width in (20, 200):
+        assert float(curve(odd, width, 4, PLAIN, zero=True)[0].plain.split()[0]) <= 106
+    assert curve(odd, 200, 4, PLAIN, zero=True)[0].plain.rstrip().endswith("█")
+    assert curve([6e3] * 30 + [12e3] * 30, 40, 4, PLAIN, zero=True)[0].plain.startswith("12k ")
 
 
 def test_gaps_stay_gaps_and_nothing_is_drawn_of_nothing() -> None:

@@ -97,7 +97,8 @@ def check_study(here: Path) -> None:
         assert sum(found.ranks[0].values()) * 6 == pytest.approx(found.seconds, rel=1e-6)
     assert study.missing() == []
     names = {path.name for path in (here / "s").iterdir()}
-    assert {"index.html", "results.csv", "throughput-strong.svg", "parts.png"} <= names
+    plots = {f"{name}-strong.svg" for name in ("throughput", "iteration", "speedup")}
+    assert {"index.html", "results.csv", "parts.png", *plots} <= names
 
 
 def test_a_script_of_ones_own_is_studied_and_what_fails_is_a_row(here: Path) -> None:

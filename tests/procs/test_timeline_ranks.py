@@ -183,6 +183,13 @@ def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
         assert mine > max(others)
 
 
+def test_what_making_a_batch_takes_is_recorded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    ranks(1).call(trained, tmp_path, 6, None, 0)
+    assert all(step["load"] >= PLANTED for step in steps_of(tmp_path, 0))
+    [start] = [e for e in events.read(tmp_path / "events/rank-0.jsonl") if e["event"] == "start"]
+    assert (start["format"], start["workers"]) == (3, 0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_who_is_waited_for_under_other_strategies(name: str, tmp_path: Path) -> None:

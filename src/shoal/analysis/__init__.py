@@ -7,14 +7,17 @@ read; `profile` says what the steps of an attempt were spent on; `judge` gives t
 from __future__ import annotations
 
 from .history import PARTS, Array, Attempt, Event, History, Rows, Traffic
+from .judged import Finding, Judged
+from .palette import PALETTE
 from .profile import LABELS, SHOWN, Profile, profile
 from .reading import Reader, read
 from .spelling import bandwidth, duration, percent
 from .stragglers import Straggler
-from .verdict import Finding, Judged, Verdict, judge
+from .verdict import Verdict, judge
 
 __all__ = [
     "LABELS",
+    "PALETTE",
     "PARTS",
     "SHOWN",
     "Array",

@@ -24,10 +24,15 @@ STEP = np.dtype(
         ("loss", "f4"),
         ("counted", "f4"),
         ("wall", "f4"),
+        ("load", "f4"),
         *((part, "f4") for part in PARTS),
     ]
 )
-"""One step of one rank: `time` of its tick in seconds since the epoch, durations in seconds."""
+"""One step of one rank: `time` of its tick in seconds since the epoch, durations in seconds.
+
+`load` is how long making its batch took, in the worker that made it if there are workers; NaN before
+format 3.
+"""
 
 USAGE = np.dtype(
     [
@@ -176,7 +181,17 @@ class Attempt:
     @property
     def measured(self) -> bool:
         """Whether communication was told apart from computing, as it is from format 2 on."""
-        return any(start.get("format", 1) != 1 for start in self.starts.values())
+        return any(self.format(rank) > 1 for rank in self.starts)
+
+    def format(self, rank: int) -> int:
+        """The format that a rank wrote in; 1 where it did not say so."""
+        said = self.starts.get(rank, {}).get("format")
+        return said if type(said) is int else 1
+
+    def workers(self, rank: int) -> int:
+        """The loader's worker processes of a rank; 0 where it has none, or said nothing of them."""
+        said = self.starts.get(rank, {}).get("workers")
+        return said if type(said) is int and said > 0 else 0
 
     def host(self, rank: int) -> str | None:
         """The host that a rank ran on, as far as it is known."""

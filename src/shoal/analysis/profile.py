@@ -95,7 +95,8 @@ class Profile:
 
     `mean[part, rank, window]` has the parts of SHOWN, `wall[rank, window]` their sum. `usual[part,
     window]` is the share of a usual rank; `surplus[part, rank, window]` what a rank had above it in
-    the steps in which it was the slowest, spread over all steps of the window.
+    the steps in which it was the slowest, spread over all steps of the window. `load[rank, window]` is
+    how long making a batch took; NaN where that was not recorded.
     """
 
     ranks: tuple[int, ...]
@@ -111,6 +112,7 @@ class Profile:
     loss: Array
     samples: Array
     counted: Array
+    load: Array
 
     @property
     def steps(self) -> int:
@@ -232,7 +234,7 @@ def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
     own = (len(OWN), len(aligned.ranks))
     total = {"mean": np.zeros((len(SHOWN), own[1])), "wall": np.zeros(own[1])}
     slowest_sum, slowest_steps = np.zeros(own), np.zeros(own[1])
-    for begin, end in _pieces(first, last, own[1]):
+    for begin, end in pieces(first, last, own[1]):
         shown, wall, slowest, arrived = _divided(aligned, begin, end)
         total["mean"] += shown.sum(axis=2, dtype=np.float64) / size
         total["wall"] += wall.sum(axis=1, dtype=np.float64) / size
@@ -245,10 +247,13 @@ def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
     shared = np.zeros(len(SHOWN))
     shared[index] = typical
     shared[SHOWN.index("communication")] = total["mean"][SHOWN.index("communication")].mean()
-    return {**total, "usual": shared, "surplus": surplus, **_progress(aligned, first, last)}
+    load = aligned.column("load", first, last).mean(axis=1, dtype=np.float64)
+    progress = _progress(aligned, first, last)
+    return {**total, "usual": shared, "surplus": surplus, "load": load, **progress}
 
 
-def _pieces(first: int, last: int, ranks: int) -> Iterator[tuple[int, int]]:
+def pieces(first: int, last: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """A range of steps in pieces that are small enough to be looked at together."""
     length = max(1, HELD // ranks)
     for begin in range(first, last, length):
         yield begin, min(begin + length, last)

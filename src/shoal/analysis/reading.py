@@ -173,6 +173,8 @@ class Reader:
         if not isinstance(name, str):
             raise TypeError("a Step without a name")
         attempt, name = self._attempt(file), name[:200]
+        if "load" not in columns and attempt.format(file.rank) > 2:
+            raise KeyError("load")
         added = _add(attempt, file.rank, name, columns)
         if self._seen is not None:
             self._seen(attempt, file.rank, name, added)
@@ -331,7 +333,7 @@ def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
     for name in ("loss", "counted", "size"):
         if name in event:
             columns[name] = _numbers(event[name], count)
-    parts = [part for part in ("wall", *PARTS) if part in event]
+    parts = [part for part in ("wall", "load", *PARTS) if part in event]
     if parts:
         durations = _seconds([event[part] for part in parts], (len(parts), count), 1e-6)
         columns |= zip(parts, durations, strict=True)
@@ -362,7 +364,7 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
 def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -> Array:
     rows = attempt.steps.setdefault((rank, name), Rows(STEP))
     added = rows.append(len(columns["step"]))
-    for column in ("loss", "counted"):
+    for column in ("loss", "counted", "load"):
         added[column] = np.nan
     for column, values in columns.items():
         added[column] = values if column != "size" else np.clip(np.nan_to_num(values), 0, 2**31 - 128)

@@ -8,12 +8,17 @@ from typing import NamedTuple
 import numpy as np
 
 from .history import Array, Attempt
+from .loading import everyones
 from .profile import OWN, RARE, SHOWN, Aligned, Profile, others
 
 NOTABLE = 0.03
 """The share of a step from which being slower is worth a word."""
 CLEAR = 0.1
 """How much slower than what the others take, where that is much itself."""
+CERTAIN = 5.0
+"""By how many standard errors a rank's mean has to exceed that of the others,"""
+CHOSEN = 1.5
+"""and by how many times more of them in a stretch of steps, of which there are many to choose from."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,31 @@ def stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Strag
         least = max(NOTABLE * step, CLEAR * float(np.median(compared)))
         for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
             segment = raised_at_any_scale(mine - theirs, least)
-            if segment is not None:
+            if segment is None or not _lasting(aligned, found, part, place, segment):
+                continue
+            if part != "wait" or not everyones(attempt, found, place):
                 named.append(_straggler(attempt, aligned, found, part, place, segment, theirs))
     named += [each for part in RARE for each in _rare(attempt, aligned, found, part, step)]
     return sorted(named, key=lambda each: (-each.cost, -each.excess))
+
+
+def _lasting(aligned: Aligned, found: Profile, part: str, place: int, segment: Segment) -> bool:
+    """Whether a rank is slower by more than chance gives, by the scatter of the steps themselves.
+
+    Where samples differ in length, each rank is the slowest in some steps, and over few steps the mean
+    of one of them is well above the others'. A rank that stalls now and then scatters too, but the
+    others do not.
+    """
+    begin, end = np.searchsorted(
+        aligned.steps, [found.first[segment.start], found.last[segment.stop - 1] + 1]
+    )
+    taken = _column(aligned, part, int(begin), int(end))
+    excess = taken[place] - others(taken.T).T[place]
+    theirs = float(np.median(np.delete(taken, place, axis=0).std(axis=1)))
+    scatter = min(float(excess.std()), theirs * 2**0.5)
+    whole = segment.stop - segment.start == len(found.first)
+    bound = CERTAIN if whole else CHOSEN * CERTAIN
+    return bool(segment.level * np.sqrt(len(excess)) > bound * scatter)
 
 
 def _straggler(

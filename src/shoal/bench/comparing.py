@@ -139,9 +139,18 @@ def sentence(pair: Pair, first: str, second: str) -> str:
     told = [
         f"{number(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
         for part, seconds in great
-        if abs(seconds) >= LEAST * total
+        if abs(seconds) >= max(LEAST * total, _scatter(pair, part))
     ]
     return what + (": " + ", ".join(told) if told and pair.clear else "")
+
+
+def _scatter(pair: Pair, part: str) -> float:
+    """How far the rounds of both studies lie apart in a part, in seconds."""
+    found = 0.0
+    for row in (pair.first, pair.second):
+        values = [parts.get(part, 0.0) for parts in row.rounds.values()]
+        found += max(values, default=0.0) - min(values, default=0.0)
+    return found
 
 
 def _told(rows: Sequence[Row]) -> str:

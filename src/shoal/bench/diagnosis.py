@@ -18,10 +18,19 @@ COLLECTIVES = {"ddp": "exposed all-reduce", "fsdp": "exposed all-gather and redu
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A share of the step's time that perfect scaling would not have had; below zero it was won."""
+    """A share of the step's time that perfect scaling would not have had; below zero it was won.
+
+    `spread` is how far the shares of the rounds lie apart; 0 for one round.
+    """
 
     share: float
     text: str
+    spread: float = 0.0
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is large enough for a sentence: no accident of the rounds, and 1 % at least."""
+        return abs(self.share) >= max(LEAST, self.spread)
 
 
 def causes(row: Row, base: Row) -> list[Cause]:
@@ -34,13 +43,27 @@ def causes(row: Row, base: Row) -> list[Cause]:
         return []
     here, there = row.configuration, base.configuration
     work = here.batch / here.processes * there.processes / there.batch
-    total = sum(row.parts.values())
-    if not total:
-        return []
-    excess = {part: (row.parts[part] - work * base.parts.get(part, 0.0)) / total for part in row.parts}
-    excess["compute"] = excess.pop("forward", 0.0) + excess.pop("backward", 0.0)
-    found = [Cause(share=share, text=_text(part, share, row, work)) for part, share in excess.items()]
+    excess = _excess(row.parts, base.parts, work)
+    rounds = [
+        _excess(parts, base.rounds.get(number, base.parts), work)
+        for number, parts in row.rounds.items()
+    ]
+    found = []
+    for part, share in excess.items():
+        shares = [each.get(part, 0.0) for each in rounds] or [share]
+        spread = max(shares) - min(shares)
+        found.append(Cause(share=share, text=_text(part, share, row, work), spread=spread))
     return sorted(found, key=lambda cause: -cause.share)
+
+
+def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) -> dict[str, float]:
+    """By part the share of a step above that of perfect scaling; what computes together is one."""
+    total = sum(parts.values())
+    if not total:
+        return {}
+    excess = {part: (parts[part] - work * base.get(part, 0.0)) / total for part in parts}
+    excess["compute"] = excess.pop("forward", 0.0) + excess.pop("backward", 0.0)
+    return excess
 
 
 def sentence(row: Row, base: Row) -> str:
@@ -52,11 +75,13 @@ def sentence(row: Row, base: Row) -> str:
     if base.processes > 1:
         what += f" of {base.processes}"
     what += f" ({row.efficiency.median:.0%})".replace("%", " %")
-    told = [cause for cause in causes(row, base) if cause.share >= LEAST][:TOLD]
-    won = [cause for cause in causes(row, base) if cause.share <= -LEAST]
+    clear = [cause for cause in causes(row, base) if cause.clear]
+    told = [cause for cause in clear if cause.share > 0][:TOLD]
+    won = [cause for cause in clear if cause.share < 0]
     parts = [f"{cause.share * 100:.0f} % {cause.text}" for cause in told]
     parts += [f"{-cause.share * 100:.0f} % won in {cause.text}" for cause in reversed(won)]
-    return f"{what}: " + (", ".join(parts) or "nothing above 1 % is lost")
+    above = "above the spread of the rounds" if len(row.rounds) > 1 else "above 1 %"
+    return f"{what}: " + (", ".join(parts) or f"nothing {above} is lost")
 
 
 def diagnoses(rows: Sequence[Row]) -> list[tuple[Curve, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +83,8 @@ class Row:
 
     `iteration` is the median step and its quartiles, over all repeats. `speedup` is against the
     smallest number of processes that ran, `base`, round by round; `efficiency` is the speed-up by how
-    many times more processes there are. Where no job succeeded there is a `reason` instead.
+    many times more processes there are. `rounds` has the parts of each round, of which `parts` is the
+    mean. Where no job succeeded there is a `reason` instead.
     """
 
     curve: Curve
@@ -97,6 +98,7 @@ class Row:
     speedup: Spread | None = None
     efficiency: Spread | None = None
     parts: Mapping[str, float] | None = None
+    rounds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     blame: Blame | None = None
     notes: tuple[str, ...] = ()
 
@@ -104,6 +106,11 @@ class Row:
     def processes(self) -> int:
         """How many."""
         return self.configuration.processes
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a step on a typical process, the mean of all."""
+        return sum((self.parts or {}).values())
 
     @property
     def synchronisation(self) -> float:
@@ -176,6 +183,7 @@ def _row(
             part: statistics.fmean(each.parts.get(part, 0.0) for each in good.values())
             for part in PARTS
         },
+        rounds={number: each.parts for number, each in good.items()},
         blame=_agreed(blames, len(good)),
         notes=row.notes,
     )

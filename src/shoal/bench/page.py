@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from shoal.analysis import PALETTE
 from shoal.pages import Block, Facts, Figure, Page, Section, Table, Text
-from shoal.pages.plots import Series, bars, lines
+from shoal.pages.plots import bars, lines
 
 from . import comparing, shown
 from .comparing import Pair
+from .curves import WIDE, scaled, series
 from .diagnosis import causes, diagnoses, labels
 from .figures import Row
 from .folder import Study
@@ -17,12 +19,11 @@ from .grid import Curve
 from .measured import PARTS, SHOWN
 from .subject import unit
 
-WIDE = 8
-"""More processes than these are drawn on logarithmic axes."""
 LEAST = 0.001
 """The share of a step that a part has somewhere, to be drawn."""
 TOLD = 0.005
 """The share of a step from which on a cause is in the table."""
+FILLS = {SHOWN[part]: (PALETTE[part].colour, PALETTE[part].hatch) for part in PARTS}
 FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways")
 COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
@@ -35,7 +36,7 @@ def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
     first = names[told[0][0]] + ": " if len(told) > 1 else ""
     sections = [
         Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names, notes)),
-        Section(heading="Throughput", blocks=_throughput(rows, names, word, each)),
+        Section(heading="Throughput and time of a step", blocks=scaled(rows, names, word, each)),
         Section(heading="Where a step's time goes", blocks=_time(rows, names)),
         Section(heading="All figures", blocks=_tables(rows, word, each)),
         Section(heading="Circumstances", blocks=_circumstances(study)),
@@ -84,73 +85,6 @@ def _base(rows: Sequence[Row], row: Row) -> Row | None:
     return next((r for r in rows if r.curve == row.curve and r.configuration == row.base), None)
 
 
-def _throughput(rows: Sequence[Row], names: Mapping[Curve, str], word: str, each: int) -> list[Block]:
-    blocks: list[Block] = []
-    for scaling in dict.fromkeys(row.curve.scaling for row in rows):
-        own = [row for row in rows if row.curve.scaling == scaling and row.rate is not None]
-        if own:
-            blocks.append(_curves(scaling, own, names, word, each))
-    return blocks
-
-
-def _curves(
-    scaling: str, rows: Sequence[Row], names: Mapping[Curve, str], word: str, each: int
-) -> Figure:
-    sizes = sorted({row.processes for row in rows})
-    start = max((row for row in rows if row.processes == sizes[0]), key=_rate)
-    ideal = [_rate(start) * each * size / start.processes for size in sizes]
-    drawn = [Series(label="ideal", x=sizes, y=ideal, faint=True)]
-    drawn += [
-        _series(names[curve], [row for row in rows if row.curve == curve], each)
-        for curve in dict.fromkeys(row.curve for row in rows)
-    ]
-    return Figure(
-        name=f"throughput-{scaling}",
-        caption=f"{word.capitalize()} per second against processes, {scaling} scaling: the median of "
-        "the rounds, the band from the slowest to the fastest.",
-        drawing=lines(
-            drawn,
-            x="processes",
-            y=f"{word}/s",
-            log_x=sizes[-1] > WIDE,
-            log_y=sizes[-1] > WIDE,
-            ticks=sizes,
-            zero=True,
-        ),
-        table=_numbers(rows, names, word, each),
-    )
-
-
-def _series(label: str, rows: Sequence[Row], each: int) -> Series:
-    known = [(row.processes, row.rate) for row in rows if row.rate is not None]
-    return Series(
-        label=label,
-        x=[size for size, _ in known],
-        y=[rate.median * each for _, rate in known],
-        low=[rate.low * each for _, rate in known],
-        high=[rate.high * each for _, rate in known],
-        points=True,
-    )
-
-
-def _numbers(rows: Sequence[Row], names: Mapping[Curve, str], word: str, each: int) -> Table:
-    head = ("curve", "processes", f"{word}/s", "lowest", "highest")
-    cells = [
-        (
-            names[row.curve],
-            str(row.processes),
-            *(shown.number(value * each) for value in (row.rate.median, row.rate.low, row.rate.high)),
-        )
-        for row in rows
-        if row.rate is not None
-    ]
-    return Table(caption="Throughput, as drawn.", head=head, rows=cells, right=head[1:])
-
-
-def _rate(row: Row) -> float:
-    return row.rate.median if row.rate is not None else 0.0
-
-
 def _time(rows: Sequence[Row], names: Mapping[Curve, str]) -> list[Block]:
     labelled: dict[str, Row] = {}
     for row in rows:
@@ -177,11 +111,10 @@ def parts_figure(name: str, labelled: Mapping[str, Row], caption: str) -> Figure
         (label, *(shown.number(values[part][place]) for part in values))
         for place, label in enumerate(labelled)
     ]
-    looks = {SHOWN[part]: place for place, part in enumerate(PARTS)}
     return Figure(
         name=name,
         caption=caption,
-        drawing=bars(list(labelled), values, x="milliseconds of a step", colours=looks),
+        drawing=bars(list(labelled), values, x="milliseconds of a step", fills=FILLS),
         table=Table(caption="Milliseconds, as drawn.", head=head, rows=table, right=head[1:]),
     )
 
@@ -271,7 +204,7 @@ def _overlaid(
         for curve in dict.fromkeys(pair.curve for pair in own):
             for place, name in enumerate(called):
                 mine = [(p.first, p.second)[place] for p in own if p.curve == curve]
-                drawn.append(_series(f"{name}: {names[curve]}", mine, each))
+                drawn.append(series(f"{name}: {names[curve]}", mine, each))
         sizes = sorted({pair.configuration.processes for pair in own})
         head = ("processes", "study and curve", f"{word}/s")
         cells = [

@@ -88,6 +88,13 @@ def show(study: Study, console: Console) -> None:
             if row.curve == curve:
                 add_row(table, *shown.cells(row, each, shown.short))
         print_table(console, f"{study.options.model}: {curve}", table)
+    for scaling in dict.fromkeys(curve.scaling for curve, _ in told):
+        own = [row for row in found if row.curve.scaling == scaling]
+        for each_table in shown.across(own, names, word, each):
+            compact = make_table(*each_table.head, right=each_table.right)
+            for cells in each_table.rows:
+                add_row(compact, *cells)
+            print_table(console, each_table.caption, compact)
     path = study.path / CSV
     path.write_text(csv_of(shown.table(found, word, each)))
     written = save(study_page(study, found, notes), study.path / PAGE)

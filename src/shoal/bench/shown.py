@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal.pages import Table
 
 from .figures import Row, Spread
+from .grid import Curve
 from .measured import PARTS
 
 Way = Callable[[Spread, float], str]
@@ -54,6 +55,40 @@ def number(value: float) -> str:
     if size >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def across(rows: Sequence[Row], names: Mapping[Curve, str], unit: str, each: int) -> list[Table]:
+    """Numbers of processes by curves, such as backends: throughput, then the time of a step.
+
+    None where there is one curve, whose own table says the same.
+    """
+    curves = list(dict.fromkeys(row.curve for row in rows))
+    if len(curves) < 2:
+        return []
+    known = {(row.processes, row.curve): row for row in rows if row.rate is not None}
+    scaling = curves[0].scaling
+    head = ("n", *(names[curve] for curve in curves))
+    found = []
+    for caption, cell in (
+        (f"{scaling} scaling: {unit}/s (speed-up)", lambda row: _rated(row, each)),
+        (f"{scaling} scaling: ms/step (of it synchronisation)", _timed),
+    ):
+        lines = []
+        for size in sorted({size for size, _ in known}):
+            own = [known.get((size, curve)) for curve in curves]
+            lines.append((str(size), *("" if row is None else cell(row) for row in own)))
+        found.append(Table(caption=caption, head=head, rows=lines, right=head))
+    return found
+
+
+def _rated(row: Row, each: int) -> str:
+    if row.rate is None or row.speedup is None:
+        return ""
+    return f"{number(row.rate.median * each)} ({row.speedup.median:.2f}x)"
+
+
+def _timed(row: Row) -> str:
+    return f"{number(row.mean * 1e3)} ({number(row.synchronisation * 1e3)})"
 
 
 FIELDS = ("scaling", "backend", "strategy", "precision", "way")

@@ -19,6 +19,7 @@ from shoal.data.mapped import Source
 from shoal.data.ordering import Checked
 from shoal.data.sampler import Cell, Sampler, Share
 from shoal.data.stream import Lanes
+from shoal.data.timed import timed
 from shoal.errors import DataError
 from shoal.world import World
 
@@ -32,14 +33,17 @@ class Fetch:
     prefetch_factor: int | None
     pin_memory: bool
 
-    def items(self, dataset: Dataset[Any], sampler: Any, position: int) -> Iterator[Any]:
-        """The items of `dataset` at what `sampler` yields, or all it yields itself without one."""
+    def items(self, dataset: Dataset[Any], sampler: Any, position: int) -> Iterator[tuple[Any, float]]:
+        """The items of `dataset` at what `sampler` yields, or all it yields itself without one.
+
+        Each comes with the seconds that it took where it was made.
+        """
         # By position, so that what workers draw does not repeat in a later loop or after a resume.
         generator = torch.Generator().manual_seed(
             self.world.seed_for(f"workers from sample {position}")
         )
         loader: DataLoader[Any] = DataLoader(
-            dataset,
+            timed(dataset),
             batch_size=None,
             sampler=sampler,
             collate_fn=_as_it_is,
@@ -113,8 +117,10 @@ class Placed(Feed):
         """The shares from where it stands to the end of epoch `epochs`, with their values."""
         until = epochs * self.sampler.epoch_size
         blocks = _Blocks(self.sampler, self.position, until, self.source.block)
-        for values in fetch.items(self.source, blocks, self.position):
-            yield from zip(blocks.sent.pop(0), values, strict=True)
+        for values, seconds in fetch.items(self.source, blocks, self.position):
+            shares = blocks.sent.pop(0)
+            for share, value in zip(shares, values, strict=True):
+                yield share._replace(load=seconds / len(shares)), value
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
         """Micro-batches of `sizes` samples each, fetched anew from position `first` on, or near it."""

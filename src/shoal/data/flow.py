@@ -84,7 +84,8 @@ class Flow(Feed):
         )
         # Several workers would each read everything, or a part of their own choice.
         fetch = replace(fetch, num_workers=min(1, fetch.num_workers))
-        return fetch.items(reading, None, self.position)
+        items = fetch.items(reading, None, self.position)
+        return ((share._replace(load=seconds), values) for (share, values), seconds in items)
 
     def consumed(self, share: Share) -> None:
         """Go on after a share."""

@@ -58,6 +58,9 @@ class Loader:
         [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     """
 
+    load = 0.0
+    """Seconds that making the last batch took, in a worker if there are workers."""
+
     def __init__(
         self,
         dataset: Any,
@@ -177,6 +180,12 @@ class Loader:
         """What it draws from."""
         return self._feed
 
+    @property
+    def workers(self) -> int:
+        """Worker processes of this rank; 0 if the rank loads its batches itself."""
+        workers = self._fetch.num_workers
+        return min(1, workers) if isinstance(self._feed, Flow) else workers
+
     def fetched_by(self, workers: int) -> Loader:
         """Another Loader of the same batches, from the same position on, with so many workers."""
         check_fetch(self._device, workers, self._fetch.pin_memory)
@@ -248,6 +257,7 @@ class Loader:
         wait = time.perf_counter() - begun
         epoch = self._feed.epoch
         self._feed.consumed(share)
+        self.load = share.load
         self.last = Batch(
             share.first,
             share.size,

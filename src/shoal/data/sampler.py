@@ -38,7 +38,8 @@ class Share(NamedTuple):
     """What one rank takes of one global batch: its cells, and the dataset indices of all of them.
 
     `first` is the position of the batch's first sample since the start of training. `ends` is set by
-    those who know no other way to tell that a batch is the last of its epoch.
+    those who know no other way to tell that a batch is the last of its epoch. `load` is the seconds
+    that making its values took, once they are there.
     """
 
     first: int
@@ -46,6 +47,7 @@ class Share(NamedTuple):
     cells: tuple[Cell, ...]
     indices: Indices
     ends: bool = False
+    load: float = 0.0
 
 
 def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[Cell, ...]:

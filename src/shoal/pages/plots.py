@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from shoal.errors import LaunchError
 from shoal.texts import printable
@@ -35,7 +35,9 @@ COLOURS = (
     "#bdbdbd",
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HATCHES = ("", "", "", "", "////", "||||", "", "\\\\\\\\", "xxxx", "")
+
+Fill: TypeAlias = tuple[str, str]
+"""The colour of an area, and the hatch on it."""
 
 _INK, _PAPER, _GRID = "#010203", "#fdfcfb", "#a1a2a3"
 """Stand for the colours of the page, which a drawing does not know."""
@@ -103,14 +105,14 @@ def lines(
 
 
 def bars(
-    labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, colours: Mapping[str, int]
+    labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, fills: Mapping[str, Fill]
 ) -> Drawing:
-    """One bar for each label, of parts laid end to end. `colours` numbers the parts' looks."""
+    """One bar for each label, of parts laid end to end; `fills` has a fill for each part."""
 
     def draw(axes: Axes, small: bool) -> None:
         places, left = list(range(len(labels))), [0.0] * len(labels)
         for part, values in parts.items():
-            look = _fill(colours[part])
+            look = _fill(fills[part])
             axes.barh(places, list(values), left=left, height=0.78, label=printable(part), **look)
             left = [a + b for a, b in zip(left, values, strict=True)]
         axes.set_yticks(places, [printable(label) for label in labels])
@@ -127,7 +129,7 @@ def areas(
     *,
     x: str,
     y: str,
-    colours: Mapping[str, int],
+    fills: Mapping[str, Fill],
 ) -> Drawing:
     """Parts over an axis, one on the other."""
 
@@ -139,7 +141,7 @@ def areas(
         for part, values in parts.items():
             own = list(values) * (len(places) // len(values))
             above = [a + b for a, b in zip(below, own, strict=True)]
-            look = _fill(colours[part])
+            look = _fill(fills[part])
             axes.fill_between(places, below, above, label=printable(part), step=None, **look)
             below = above
         axes.set_xlabel(x)
@@ -155,13 +157,9 @@ def _look(number: int) -> tuple[str, str]:
     return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
 
 
-def _fill(number: int) -> dict[str, Any]:
-    return {
-        "facecolor": COLOURS[number % len(COLOURS)],
-        "hatch": HATCHES[number % len(HATCHES)],
-        "edgecolor": _PAPER,
-        "linewidth": 0.4,
-    }
+def _fill(fill: Fill) -> dict[str, Any]:
+    colour, hatch = fill
+    return {"facecolor": colour, "hatch": hatch, "edgecolor": _PAPER, "linewidth": 0.4}
 
 
 def _scales(axes: Axes, *, log_x: bool, log_y: bool, ticks: Sequence[float] | None) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shoal.analysis import LABELS, SHOWN, Attempt, History, Judged
+from shoal.analysis import LABELS, PALETTE, SHOWN, Attempt, History, Judged
 from shoal.pages import Figure, Table, plots
 
 from .story import Curve, curves, throughput
@@ -14,19 +14,7 @@ from .tabulated import rounded, slowest
 
 SHOWN_RANKS = 32
 SHOWN_LINES = 8
-COLOURS = {
-    "forward": 0,
-    "backward": 4,
-    "update": 2,
-    "communication": 1,
-    "waiting": 5,
-    "wait": 3,
-    "transfer": 7,
-    "checkpoint": 6,
-    "evaluation": 8,
-    "other": 9,
-}
-"""A look for each part, of which `plots` has ten that can be told apart."""
+FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
 
 
 def all_of(history: History, judged: list[Judged]) -> dict[str, list[Figure]]:
@@ -55,7 +43,7 @@ def over_ranks(one: Judged) -> Figure:
             named,
             {LABELS[part]: each for part, each in values.items()},
             x=f"{unit} per step",
-            colours={LABELS[part]: COLOURS[part] for part in there},
+            fills=FILLS,
         ),
         table=Table(
             caption=f"{unit} per step",
@@ -89,7 +77,7 @@ def over_steps(judged: list[Judged]) -> Figure:
             {LABELS[part]: each.tolist() for part, each in values.items()},
             x="step",
             y=unit,
-            colours={LABELS[part]: COLOURS[part] for part in there},
+            fills=FILLS,
         ),
         table=Table(
             caption=f"{unit} per step, mean of steps from the one named on",

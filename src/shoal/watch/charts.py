@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ LEVELS = " _.-=+*%#"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bits of a braille character's left and right column, from the top."""
 STROKES = "'-_"
+FEWEST = 8
+"""Values from which some may stand out."""
 LOGARITHMIC = 30.0
 """From this ratio of the highest to the lowest value on, a scale is logarithmic."""
 
@@ -29,10 +32,13 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], *, zero: bool) -> Scale:
-        """For these values, finite ones; from zero if that is to be seen."""
+        """For these values, finite ones; from zero if that is to be seen.
+
+        Then single values that stand out do not set the scale, and are drawn at its end.
+        """
         low, high = min(values), max(values)
         if zero and low >= 0:
-            return cls(low=0.0, high=high, logarithmic=False)
+            return cls(low=0.0, high=_usual_end(values), logarithmic=False)
         return cls(low=low, high=high, logarithmic=low > 0 and high / low > LOGARITHMIC)
 
     def height(self, value: float) -> float:
@@ -45,33 +51,53 @@ class Scale:
         return min(1.0, max(0.0, (value / 2 - low / 2) / length)) if length > 0 else 0.5
 
 
-def resampled(values: Sequence[float], count: int) -> list[float]:
-    """So many values: means of neighbours, or each repeated; NaN where there is nothing."""
+def _usual_end(values: Sequence[float]) -> float:
+    """The highest of the values that are no far outliers (Tukey's outer fence)."""
+    if len(values) < FEWEST:
+        return max(values)
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    fence = third + 3 * max(third - first, 0.05 * abs(middle))
+    return max(value for value in values if value <= fence)
+
+
+def resampled(values: Sequence[float], count: int, weights: Sequence[float] = ()) -> list[float]:
+    """So many values: means of neighbours by their weights, or each repeated; NaN for nothing."""
     found = []
     for column in range(count):
         begin = column * len(values) // count
         end = max(begin + 1, (column + 1) * len(values) // count)
-        part = [value for value in values[begin:end] if math.isfinite(value)]
-        found.append(math.fsum(value / len(part) for value in part) if part else math.nan)
+        shares = weights[begin:end] or [1.0] * (end - begin)
+        part = zip(values[begin:end], shares, strict=True)
+        known = [(value, weight) for value, weight in part if math.isfinite(value) and weight > 0]
+        whole = math.fsum(weight for _, weight in known)
+        mean = math.fsum(value * (weight / whole) for value, weight in known)
+        found.append(mean if known else math.nan)
     return found
 
 
-def curve(values: Sequence[float], width: int, height: int, look: Look, *, zero: bool) -> list[Text]:
-    """A curve with its highest and lowest value beside it, in exactly `height` lines of `width`.
+def curve(
+    values: Sequence[float],
+    width: int,
+    height: int,
+    look: Look,
+    *,
+    zero: bool,
+    weights: Sequence[float] = (),
+) -> list[Text]:
+    """A curve with the ends of its scale at the left, in exactly `height` lines of `width`.
 
     From `zero` on it is filled. Empty lines where there is no value or no room.
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite or height < 1:
+    if height < 1 or not any(map(math.isfinite, values)):
         return [Text() for _ in range(height)]
-    scale = Scale.of(finite, zero=zero)
+    scale = _scale(values, width * (1 if zero else 2), weights, zero=zero)
     labels = [""] * height
     labels[-1], labels[0] = compact(scale.low), compact(scale.high)
     gutter = max(map(len, labels)) + 1
     room = width - gutter
     if room < 2:
         return [Text() for _ in range(height)]
-    columns = resampled(values, room * (2 if look.unicode and not zero else 1))
+    columns = resampled(values, room * (2 if look.unicode and not zero else 1), weights)
     heights = [scale.height(value) if math.isfinite(value) else None for value in columns]
     if look.unicode:
         rows = _blocks(heights, height) if zero else _braille(heights, height)
@@ -83,15 +109,23 @@ def curve(values: Sequence[float], width: int, height: int, look: Look, *, zero:
     return lines
 
 
-def spark(values: Sequence[float], width: int, look: Look, *, zero: bool) -> str:
+def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, zero: bool) -> Scale:
+    """For the means that are drawn in so many columns, where these are fewer than the values."""
+    if zero and columns < len(values):
+        values = resampled(values, columns, weights)
+    return Scale.of([value for value in values if math.isfinite(value)], zero=zero)
+
+
+def spark(
+    values: Sequence[float], width: int, look: Look, *, zero: bool, weights: Sequence[float] = ()
+) -> str:
     """A curve in one line."""
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite or width < 1:
+    if width < 1 or not any(map(math.isfinite, values)):
         return ""
-    scale = Scale.of(finite, zero=zero)
+    scale = _scale(values, width, weights, zero=zero)
     levels = BLOCKS if look.unicode else LEVELS
     signs = []
-    for value in resampled(values, width):
+    for value in resampled(values, width, weights):
         known = math.isfinite(value)
         signs.append(levels[1 + round(scale.height(value) * (len(levels) - 2))] if known else " ")
     return "".join(signs)
@@ -170,7 +204,7 @@ def bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text
 
 
 def _cells(part: Part, cells: int, look: Look) -> str:
-    if not look.colour or part.name == "other":
+    if not look.colour:
         return part.letter * cells
     return part.letter.ljust(cells)[:cells]
 

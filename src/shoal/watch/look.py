@@ -10,6 +10,7 @@ from typing import TextIO
 from rich.cells import get_character_cell_size
 from rich.text import Text
 
+from shoal.analysis import PALETTE
 from shoal.texts import printable
 
 SIGNS = "━─·…▸↑↓█▁⣿"
@@ -83,49 +84,30 @@ def _settled(character: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a step: its letter, its word in full and short, its colour of Okabe and Ito."""
+    """A part of a step: its letter, and its word in full and short."""
 
     name: str
     letter: str
     word: str
     short: str
-    ink: str
-    paper: str
 
     def style(self, look: Look) -> str:
         """For its cells; the letters read without it."""
-        return f"{self.ink} on {self.paper}" if look.colour else ""
+        paint = PALETTE[self.name]
+        return f"{paint.ink} on {paint.colour}" if look.colour else ""
 
 
 PARTS = (
-    Part(name="wait", letter="D", word="data", short="data", ink="#000000", paper="#e69f00"),
-    Part(name="transfer", letter="T", word="transfer", short="move", ink="#000000", paper="#f0e442"),
-    Part(name="forward", letter="F", word="forward", short="fwd", ink="#000000", paper="#56b4e9"),
-    Part(name="backward", letter="B", word="backward", short="bwd", ink="#ffffff", paper="#0072b2"),
-    Part(
-        name="communication",
-        letter="C",
-        word="communication",
-        short="comm",
-        ink="#000000",
-        paper="#d55e00",
-    ),
-    Part(
-        name="waiting",
-        letter="w",
-        word="waits for the slowest",
-        short="waits",
-        ink="#000000",
-        paper="#cc79a7",
-    ),
-    Part(name="update", letter="U", word="optimizer", short="upd", ink="#000000", paper="#009e73"),
-    Part(
-        name="checkpoint", letter="K", word="checkpoint", short="save", ink="#000000", paper="#999999"
-    ),
-    Part(
-        name="evaluation", letter="E", word="evaluation", short="eval", ink="#000000", paper="#dddddd"
-    ),
-    Part(name="other", letter="o", word="other", short="other", ink="dim", paper="default"),
+    Part(name="wait", letter="D", word="data", short="data"),
+    Part(name="transfer", letter="T", word="transfer", short="move"),
+    Part(name="forward", letter="F", word="forward", short="fwd"),
+    Part(name="backward", letter="B", word="backward", short="bwd"),
+    Part(name="communication", letter="C", word="communication", short="comm"),
+    Part(name="waiting", letter="w", word="waits for the slowest", short="waits"),
+    Part(name="update", letter="U", word="optimizer", short="upd"),
+    Part(name="checkpoint", letter="K", word="checkpoint", short="save"),
+    Part(name="evaluation", letter="E", word="evaluation", short="eval"),
+    Part(name="other", letter="o", word="other", short="other"),
 )
 WORDS = {part.name: part.word for part in PARTS}
 

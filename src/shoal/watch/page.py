@@ -240,12 +240,14 @@ def _chart(
     space = width - line.cell_len - len(steps)
     if space >= 2:
         line.append(" " * space + steps, "dim")
-    return [line, *curve(drawn.values, width, height - 1, look, zero=zero)]
+    rows = curve(drawn.values, width, height - 1, look, zero=zero, weights=drawn.weights)
+    return [line, *rows]
 
 
 def _spark(title: str, drawn: Curve, width: int, look: Look, *, zero: bool) -> Text:
     line = Text.assemble((title, "bold"), f" {_value(drawn)} ")
-    return line.append(spark(drawn.values, width - line.cell_len, look, zero=zero), "cyan")
+    room = width - line.cell_len
+    return line.append(spark(drawn.values, room, look, zero=zero, weights=drawn.weights), "cyan")
 
 
 def _value(drawn: Curve) -> str:

@@ -51,11 +51,16 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Values in the order of the steps, of equal numbers of them each; NaN where there is none."""
+    """Values in the order of the steps, of equal numbers of them each; NaN where there is none.
+
+    `weights` is what each counts in a mean of several: the seconds of a rate, so that the mean is
+    samples over time. All count the same if it is empty.
+    """
 
     first: int
     last: int
     values: tuple[float, ...]
+    weights: tuple[float, ...] = ()
     now: float | None = None
 
 

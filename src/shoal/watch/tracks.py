@@ -66,7 +66,8 @@ class Tracks:
             return None
         values = np.full(self._sums.shape[1], math.nan)
         np.divide(self._sums[above], self._sums[below], out=values, where=self._sums[below] > 0)
-        return Curve(first=self._first, last=self._last, values=tuple(values.tolist()))
+        weights = tuple(self._sums[below].tolist())
+        return Curve(first=self._first, last=self._last, values=tuple(values.tolist()), weights=weights)
 
     def _double(self) -> None:
         even = self._sums.shape[1] % 2
