@@ -83,6 +83,17 @@ class Mixed(nn.Module):
         return self.layers(x)
 
 
+class Images(nn.Module):
+    """Units between which there is (batch, channels, height, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1).double() for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
 class Opaque(Mixed):
     def forward(self, x: Tensor) -> Any:
         return {"text": str(self.layers(x))}
@@ -120,6 +131,7 @@ def run(
         (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "of a sequence to itself"]),
         (Mixed, ("", ""), (3, 13, 8), {}, ["length 13 for layers.0", "context=2", "pad them to 14"]),
         (Mixed, ("", ""), (3, 12), {}, ["no tensor of shape (batch, length, features)"]),
+        (Images, (), (3, 8, 4, 4), {}, ["shoal.Context() and layers.0", "(3, 8, 4, 4)", "images"]),
         (Opaque, ("", ""), (3, 12, 8), {}, ["returns a dict", "can't be compared"]),
         (Torchs, (2, 1), (3, 12, 8), {}, ["context=2", "layers.0", "1 heads", "2 does not divide"]),
         (Torchs, (), (3, 12, 8), {"src_mask": MASK}, ["mask in layers.0", "is_causal=True"]),
