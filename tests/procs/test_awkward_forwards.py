@@ -358,6 +358,14 @@ class Keeping(Net):
         return h
 
 
+calls = itertools.count(1)
+
+
+class CountingOutside(Net):
+    def enter(self, x: Any) -> Any:
+        return x * next(calls)
+
+
 class AskingForGradients(Net):
     def leave(self, h: Any) -> Any:
         return h if torch.is_grad_enabled() else 2 * h
@@ -412,6 +420,7 @@ REFUSED: list[tuple[type[Net], str]] = [
     (Reversing, "torch.autograd.Function"),
     (Counting, "keeps what it computes on the model: calls"),
     (Keeping, "keeps what it computes on the model: kept"),
+    (CountingOutside, "does not compute the same each time"),
     (AskingForGradients, "does not compute the same with gradients as without them"),
     (AskingForAutocast, "does not compute the same under autocast as without it"),
     (AskingForTheMode, "does not compute the same in training as in evaluation"),

@@ -52,6 +52,7 @@ class _Mode(NamedTuple):
 
 
 _MODES = (
+    (_Mode(), "each time: it counts, or reads what changes outside of it", _MODULE),
     (
         _Mode(training=False),
         "in training as in evaluation",
@@ -61,7 +62,7 @@ _MODES = (
     (_Mode(training=False, gradients=False), "with gradients as without them", _MODULE),
     (_Mode(autocast=True), "under autocast as without it", _MODULE),
 )
-"""The other modes, and what to say where the graph is another one in them."""
+"""Where it is traced again, and what to say if the graph is another one there."""
 
 
 class _RefusedError(Exception):
@@ -388,9 +389,7 @@ def _frames() -> list[FrameType]:
     """The frames between the forward and here, innermost first."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _Tracer.create_args_for_root.__code__:
-        if frame.f_code.co_filename == str(_HERE) and frame.f_code.co_name == "_traced":
-            break
+    while frame is not None and frame.f_code is not _traced.__code__:
         frames.append(frame)
         frame = frame.f_back
     return frames
