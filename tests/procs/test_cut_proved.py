@@ -95,7 +95,7 @@ class Masked(Net):
 
 
 class Sums(nn.Module):
-    """Returns what can't be pickled."""
+    """Returns what can't be sent."""
 
     def forward(self, h: Tensor) -> Any:
         return lambda: h + 1

@@ -15,7 +15,8 @@ from shoal.modes import random_states_kept
 from shoal.parallel.compared import TOLERANCES, distance
 from shoal.parallel.held import Inputs
 from shoal.parallel.local import mixed
-from shoal.parallel.uncut import CannotTravelError, DiffersError, FailsUncutError, Uncut, tensors_in
+from shoal.parallel.members import CannotTravelError
+from shoal.parallel.uncut import DiffersError, FailsUncutError, Uncut, tensors_in
 from shoal.world import World
 
 

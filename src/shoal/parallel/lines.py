@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from shoal.parallel.crew import Crew
-from shoal.parallel.uncut import Members
+from shoal.parallel.members import Members
 from shoal.world import World
 
 

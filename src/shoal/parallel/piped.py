@@ -22,12 +22,13 @@ from shoal.parallel.divided import Division, divide_alike, division_of
 from shoal.parallel.held import Inputs, bring, by_name, hold
 from shoal.parallel.local import mixed
 from shoal.parallel.marked import MarkedStage, schedule_marked
+from shoal.parallel.members import Members
 from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
 from shoal.parallel.part import Part, learns
 from shoal.parallel.proof import prove
 from shoal.parallel.stages import Outer, Stage, keep_only, tied
 from shoal.parallel.timetable import SCHEDULES, micro_batches_refused
-from shoal.parallel.uncut import Members, Uncut
+from shoal.parallel.uncut import Uncut
 from shoal.parallel.units import find_units
 from shoal.task import Micro, Task
 from shoal.timeline import BACKWARD, COMMUNICATION, FORWARD, UPDATE

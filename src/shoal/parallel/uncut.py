@@ -8,30 +8,24 @@ traced: whatever Python decides, it decides with real values.
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shoal.parallel.deferred import like
 from shoal.parallel.held import Inputs
+from shoal.parallel.members import Members
 from shoal.parallel.stages import Outer, Stage
 from shoal.parallel.traced import HOOKS, by_kind
 from shoal.shares import whole
 
 _META = torch.device("meta")
-
-
-class CannotTravelError(Exception):
-    """What a module returns can't be sent to the other ranks."""
 
 
 class DiffersError(Exception):
@@ -40,68 +34,6 @@ class DiffersError(Exception):
 
 class FailsUncutError(Exception):
     """A module fails in the uncut model, on the rank that holds it."""
-
-
-class Members(NamedTuple):
-    """The ranks that have the stages of one copy of the model, by their places in a group."""
-
-    group: dist.ProcessGroup
-    place: int
-    """This rank's own."""
-    owners: Sequence[int]
-    """Of the rank that runs each stage."""
-    device: torch.device
-
-    def tell(self, source: int, tree: Any) -> Any:
-        """What the rank at `source` has, on all ranks: tensors as they are, all else pickled."""
-        header: list[Any] = [None]
-        if self.place == source:
-            header = [_checked(tree_map_only(Tensor, _Form.of, tree))]
-        dist.broadcast_object_list(header, group=self.group, group_src=source)
-        if isinstance(header[0], CannotTravelError):
-            raise header[0]
-        if self.place == source:
-            for tensor in tree_leaves(tree):
-                if isinstance(tensor, Tensor):
-                    self._send(tensor.detach().to(self.device), source)
-            return tree
-        return tree_map_only(_Form, lambda form: self._send(form.empty(self.device), source), header[0])
-
-    def _send(self, tensor: Tensor, source: int) -> Tensor:
-        """Broadcast as bytes: not every backend sends every dtype."""
-        sent = tensor.contiguous()
-        if sent.numel():
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=self.group, group_src=source)
-        return sent
-
-    def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, by place."""
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Where a tensor stands in a tree."""
-
-    size: torch.Size
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Form:
-        return cls(tensor.size(), tensor.dtype)
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.size, dtype=self.dtype, device=device)
-
-
-def _checked(header: Any) -> Any:
-    try:
-        pickle.dumps(header)
-    except Exception as error:
-        return CannotTravelError(f"{type(error).__name__}: {error}".partition("\n")[0])
-    return header
 
 
 class Uncut:
