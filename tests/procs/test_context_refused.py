@@ -83,12 +83,21 @@ class Mixed(nn.Module):
         return self.layers(x)
 
 
-class Images(nn.Module):
-    """Units between which there is (batch, channels, height, width)."""
+class Pixels(nn.Module):
+    """A unit between others of (batch, channels, height, width)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1).double() for _ in range(2)))
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x)  # type: ignore[no-any-return]
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Pixels(), Pixels())
 
     def forward(self, x: Tensor) -> Any:
         return self.layers(x)
