@@ -1,7 +1,7 @@
 """What Shoal promises, shown in a minute: `make demo`.
 
-Trains examples/digits.py with one and with three processes and compares; kills a rank in the middle
-of a save; resumes with the same command and compares with the run that nobody disturbed.
+Trains examples/digits.py with one and with three processes and compares. Kills one process in the
+middle of a save. Resumes with the same command and compares with the uninterrupted training.
 """
 
 from __future__ import annotations
@@ -12,22 +12,40 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from safetensors.torch import load_file
 
 from shoal import events
 
 HERE = Path(__file__).parent
-RUNS = Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+RUNS = next(path for n in count(1) if not (path := Path("runs", f"demo-{n}")).exists())
 EPOCHS = 12
 RANKS = 3
+HOLD = r"""
+import os, re, sys, threading
+
+def hold(event, arguments):
+    path = str(arguments[0]) if event == "open" else ""
+    found = re.search(r"step-(\d+)\.partial/rank-1\.", path)
+    if found and int(found[1]) > 60:
+        with open(os.environ["DEMO_HELD"] + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace(file.name, os.environ["DEMO_HELD"])
+        threading.Event().wait()
+
+sys.addaudithook(hold)
+"""
+"""A sitecustomize.py, which Python imports at its start: the thread of rank 1 that writes a checkpoint
+after step 60 stops where it opens its file, and leaves its process id where the demo looks for it."""
 
 
 def main() -> None:
     title("1. The same training with one process and with three")
-    once = RUNS / "one-process"
-    undisturbed = RUNS / "three-processes"
+    once = RUNS / "one"
+    undisturbed = RUNS / "three"
     run([sys.executable, *digits(once)])
     run(three(undisturbed))
     one, many = losses(once), losses(undisturbed)
@@ -37,7 +55,7 @@ def main() -> None:
         f"largest difference of the losses over {len(one)} steps: {worst:.1e}"
     )
 
-    title("2. A rank is killed in the middle of a save")
+    title("2. A process is killed in the middle of a save")
     disturbed = RUNS / "killed"
     print(kill_in_a_save(disturbed))
 
@@ -47,8 +65,8 @@ def main() -> None:
     same = tensors(disturbed) == tensors(undisturbed)
     verdict = "bit-equal to" if same else "DIFFERENT from"
     print(
-        f"resumed at sample {resumed_at(disturbed):,}: {repeated} repeated, {missed} missed, "
-        f"parameters {verdict} the uninterrupted run"
+        f"resumed at sample {resumed_at(disturbed):,}: {repeated} repeated, {missed} missed;\n"
+        f"parameters {verdict} those of the uninterrupted training"
     )
     print(f"\nrun directories: {RUNS}", flush=True)
     if repeated or missed or not same or worst > 1e-6:
@@ -79,35 +97,36 @@ def shown(command: list[str]) -> str:
 
 
 def kill_in_a_save(directory: Path) -> str:
-    """Start the training, and kill rank 1 where a save after the third can't end without it."""
+    """Start the training, and kill rank 1 while it writes its part of a checkpoint."""
     command = three(directory)
     print("$", shown(command), flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    checkpoints = directory / "checkpoints"
-    while process.poll() is None:
-        under_way = [path for path in checkpoints.glob("*.partial") if number(path) > 60]
-        if under_way:
-            rank = pid_of_rank(directory, 1)
-            os.kill(rank, signal.SIGSTOP)
-            time.sleep(0.5)  # if it had done its part already, the others complete the save
-            if under_way[0].exists():
-                os.kill(rank, signal.SIGKILL)
-                break
-            os.kill(rank, signal.SIGCONT)
-    report = process.communicate()[1].strip()
-    left = sorted(path.name for path in checkpoints.glob("*.partial"))
-    if not left:
-        return f"{report}\n(each save was complete before the signal came)"
-    return f"{report}\n(this demo sent the signal)\nleft behind, and not a checkpoint: {left[0]}"
+    with TemporaryDirectory() as place:
+        held = Path(place, "held")
+        Path(place, "sitecustomize.py").write_text(HOLD)
+        paths = [place, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DEMO_HELD": str(held)}
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        while process.poll() is None and not held.exists():
+            time.sleep(0.05)
+        if not held.exists():
+            raise SystemExit(f"{process.communicate()[1]}\nthe training ended before a save was hit")
+        (under_way,) = (directory / "checkpoints").glob("*.partial")
+        os.kill(int(held.read_text()), signal.SIGKILL)
+        report = process.communicate()[1].strip()
+    step = under_way.name.removesuffix(".partial")
+    return (
+        f"{report}\n"
+        f"(the demo sent this signal, while rank 1 wrote its part of {step})\n"
+        f"newest checkpoint: {newest(directory).name}"
+    )
 
 
-def number(path: Path) -> int:
-    return int(path.name.removeprefix("step-").removesuffix(".partial"))
-
-
-def pid_of_rank(directory: Path, rank: int) -> int:
-    first = next(events.read(directory / "events" / f"rank-{rank}.jsonl"))
-    return int(first["pid"])
+def newest(directory: Path) -> Path:
+    """The newest checkpoint of a run directory."""
+    checkpoints = (directory / "checkpoints").glob("step-*[0-9]")
+    return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def resumed_at(directory: Path) -> int:
@@ -133,10 +152,9 @@ def consumed(directory: Path) -> tuple[int, int]:
 
 def tensors(directory: Path) -> dict[str, bytes]:
     """Every tensor of the newest checkpoint, as bytes."""
-    newest = max((directory / "checkpoints").glob("step-*[0-9]"), key=number)
     return {
         name: tensor.numpy().tobytes()
-        for file in sorted(newest.glob("*.safetensors"))
+        for file in sorted(newest(directory).glob("*.safetensors"))
         for name, tensor in load_file(file).items()
     }
 

@@ -108,3 +108,14 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused(
         with pytest.raises(shoal.LayoutError, match=words) as caught:
             check_divisible(model, layers, 2)
         assert "attention.q_proj" in caught.value.given
+
+
+class Linear(nn.Module):
+    """A library's own, which is not torch's."""
+
+
+def test_a_layer_of_the_same_name_as_torchs_is_told_apart() -> None:
+    with pytest.raises(shoal.StepError) as caught:
+        planned(nn.Sequential(Linear()), {"0": "column"})
+    found = f"the module 0 is a {__name__}.Linear, not a torch.nn.modules.linear.Linear"
+    assert caught.value.found == found

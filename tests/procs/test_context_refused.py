@@ -83,6 +83,26 @@ class Mixed(nn.Module):
         return self.layers(x)
 
 
+class Pixels(nn.Module):
+    """A unit between others of (batch, channels, height, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(x)  # type: ignore[no-any-return]
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Pixels(), Pixels())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x)
+
+
 class Opaque(Mixed):
     def forward(self, x: Tensor) -> Any:
         return {"text": str(self.layers(x))}
@@ -120,6 +140,7 @@ def run(
         (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "of a sequence to itself"]),
         (Mixed, ("", ""), (3, 13, 8), {}, ["length 13 for layers.0", "context=2", "pad them to 14"]),
         (Mixed, ("", ""), (3, 12), {}, ["no tensor of shape (batch, length, features)"]),
+        (Images, (), (3, 8, 4, 4), {}, ["shoal.Context() and layers.0", "(3, 8, 4, 4)", "images"]),
         (Opaque, ("", ""), (3, 12, 8), {}, ["returns a dict", "can't be compared"]),
         (Torchs, (2, 1), (3, 12, 8), {}, ["context=2", "layers.0", "1 heads", "2 does not divide"]),
         (Torchs, (), (3, 12, 8), {"src_mask": MASK}, ["mask in layers.0", "is_causal=True"]),

@@ -237,12 +237,12 @@ def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Replace tensors on the meta device by empty ones on `device`; what was tied stays tied."""
-    _replace(module, lambda tensor: _like(tensor, device) if tensor.is_meta else tensor)
+    _replace(module, lambda tensor: like(tensor, device) if tensor.is_meta else tensor)
 
 
 def _to_meta(module: nn.Module) -> None:
     """Replace all tensors by such as `fully_shard` takes; what was tied stays tied."""
-    _replace(module, lambda tensor: _like(tensor, torch.device("meta")))
+    _replace(module, lambda tensor: like(tensor, torch.device("meta")))
 
 
 def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
@@ -256,7 +256,8 @@ def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
                     held[name] = replaced[id(tensor)]  # type: ignore[assignment] # of its own kind
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
+def like(tensor: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor, or parameter, of the same form on another device."""
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

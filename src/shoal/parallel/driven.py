@@ -14,7 +14,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, ref
@@ -31,12 +31,15 @@ from shoal.errors import ShoalError, StepError
 from shoal.parallel.calls import Calls
 from shoal.parallel.carriers import Carriers
 from shoal.parallel.crew import Crew
+from shoal.parallel.cut_proof import CutProof
 from shoal.parallel.held import Inputs, by_name, evaluating, hold
 from shoal.parallel.holding import global_norm
 from shoal.parallel.inbox import Arrived, Backward, Carried, Inbox, Job, Line, Over
+from shoal.parallel.lines import members_of, peers_of
 from shoal.parallel.local import mixed
 from shoal.parallel.mesh import MeshEngine, sum_over
 from shoal.parallel.stages import Outer, Stage, keep_only
+from shoal.parallel.uncut import Uncut
 from shoal.task import Micro, Task
 from shoal.timeline import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 from shoal.world import World
@@ -72,9 +75,16 @@ class RemoteEngine(MeshEngine):
         rank = world.rank
         self._crew = crew
         self._number = crew.stage(rank)
+        self._compiled = False
         self._stage = stages[self._number]
         self.signature = outer.signature
         self._calls = world.service(Calls)
+        self._proof = CutProof(
+            Uncut(outer, stages, members_of(world, crew), self._compute_alone),
+            module,
+            world,
+            outer.given,
+        )
         keep_only(module, [self._stage], [stage for stage in stages if stage is not self._stage])
         hold(module, [self._stage], world.device)
         super().__init__(module, world)
@@ -83,7 +93,7 @@ class RemoteEngine(MeshEngine):
         replica = crew.ranks[self._number].index(rank)
         self.noise = f"noise of replica {replica}" if replica else "noise"
         self._own = {id(parameter) for parameter in self.parameters}
-        self._peers, self._group = _peers(world, crew)
+        self._peers, self._group = peers_of(world, crew)
         self._inbox = Inbox(self._look)
         self._error: Exception | None = None
         """What went wrong in this rank's stage in this turn: others only hear of it."""
@@ -103,6 +113,7 @@ class RemoteEngine(MeshEngine):
         timeline.enter(FORWARD)
         factor = scale / batch.size
         work = Work(task=task, micros=batch.micros, seed=batch.seed, autocast=autocast, factor=factor)
+        self._prove(work)
         shown = self._take_part(work)
         self._shown = [
             (loss, count, micro.weight)
@@ -120,8 +131,8 @@ class RemoteEngine(MeshEngine):
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output on the driver, None elsewhere. Collective."""
         work = Work(task=task, micros=[micro], seed=seed, autocast=autocast, factor=None)
-        outputs = self._take_part(work)
-        return outputs[0] if self.speaks else None
+        self._prove(work)
+        return self._output(work)
 
     def compile(self, how: str) -> None:
         """Compile this rank's stage."""
@@ -132,6 +143,7 @@ class RemoteEngine(MeshEngine):
                 fix="compile='inductor'",
             )
         self._stage.body.compile()
+        self._compiled = True
 
     def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Send the buffers of each stage's first rank to the others: they follow each one's samples."""
@@ -143,6 +155,33 @@ class RemoteEngine(MeshEngine):
         """Of each stage counted once, on its first rank."""
         own = self.world.rank == self._peers[0]
         return global_norm(self._gradients() if own else [])
+
+    def _prove(self, work: Work) -> None:
+        """Compare stages and uncut model on micro-batches like which none has come before."""
+        if self._compiled and self.module.training:
+            return  # compiled code draws other numbers than the same code that is not
+        for micro in work.micros:
+            alone = replace(work, micros=[micro], factor=None)
+            self._proof.check(
+                micro.value,
+                partial(self._inputs, work, micro),
+                partial(self._output, alone),
+                work.autocast,
+            )
+
+    def _output(self, work: Work) -> Any:
+        """The output of the one micro-batch on the driver, None elsewhere."""
+        outputs = self._take_part(work)
+        return outputs[0] if self.speaks else None
+
+    def _inputs(self, work: Work, micro: Micro) -> Inputs:
+        """What the model is called with, for one micro-batch."""
+        arguments = work.task.arguments(micro, work.seed)
+        return by_name(self.signature, *arguments, type(self.module).__name__)
+
+    def _compute_alone(self, _: int, name: str, args: Any, kwargs: Any) -> Any:
+        """Call one module of this rank's stage."""
+        return self._stage.body.get_submodule(name)(*args, **kwargs)
 
     def _take_part(self, work: Work) -> list[Any]:
         """Do this rank's part in one turn; on the driver the values of all micro-batches."""
@@ -271,8 +310,7 @@ class RemoteEngine(MeshEngine):
         device, micro = self.world.device, work.micros[job.micro]
         inputs: Inputs = {}
         if self._stage.needed:
-            arguments = work.task.arguments(micro, work.seed)
-            inputs = by_name(self.signature, *arguments, type(self.module).__name__)
+            inputs = self._inputs(work, micro)
         if work.factor is not None:
             self._mark(job.received, job.micro, over=True)
         with mixed(device, work.autocast):
@@ -455,20 +493,6 @@ def _call_from_here(engine: ref[RemoteEngine], *args: Any, **kwargs: Any) -> Any
             "with torch.no_grad(): model(inputs)",
         )
     return here.call(by_name(here.signature, args, kwargs, kind))
-
-
-def _peers(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
-    """The ranks that run this rank's stage, and their group if there are several. Collective."""
-    lines = list(world.layout.groups("pipeline"))
-    mine = world.layout.group(world.rank, "pipeline")
-    found: tuple[tuple[int, ...], dist.ProcessGroup | None] = ((), None)
-    for ranks in crew.ranks:
-        places = [mine.index(rank) for rank in ranks]
-        members = tuple(line[place] for line in lines for place in places)
-        group = dist.new_group(list(members)) if len(members) > 1 else None
-        if world.rank in members:
-            found = members, group
-    return found
 
 
 def _on(device: torch.device, tree: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -12,20 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import ShoalError, StepError
 from shoal.layout import AXES
+from shoal.parallel.cut_proof import CutProof
 from shoal.parallel.divided import Division, divide_alike, division_of
 from shoal.parallel.held import Inputs, bring, by_name, hold
 from shoal.parallel.local import mixed
 from shoal.parallel.marked import MarkedStage, schedule_marked
+from shoal.parallel.members import Members
 from shoal.parallel.mesh import MeshEngine, sum_over, summing_group
+from shoal.parallel.part import Part, learns
 from shoal.parallel.proof import prove
-from shoal.parallel.stages import Stage, keep_only, tied
+from shoal.parallel.stages import Outer, Stage, keep_only, tied
 from shoal.parallel.timetable import SCHEDULES, micro_batches_refused
+from shoal.parallel.uncut import Uncut
 from shoal.parallel.units import find_units
 from shoal.task import Micro, Task
 from shoal.timeline import BACKWARD, COMMUNICATION, FORWARD, UPDATE
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 
 Form = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of tensors."""
-_TENSOR = object()
-"""Where a tensor stood among an output's leaves, of which others may be None."""
 
 
 class PipelineEngine(MeshEngine):
@@ -53,7 +54,7 @@ class PipelineEngine(MeshEngine):
         module: nn.Module,
         world: World,
         options: Pipeline,
-        signature: inspect.Signature,
+        outer: Outer,
         stages: Sequence[Stage],
         owners: Sequence[int],
     ) -> None:
@@ -61,7 +62,7 @@ class PipelineEngine(MeshEngine):
         _refuse_slices(self._division)
         self._kind = SCHEDULES[options.schedule]
         self._name = options.schedule
-        self._signature = signature
+        self._signature = outer.signature
         self._owners = list(owners)
         self._place = world.layout.coordinate(world.rank, "pipeline")
         self._group = world.mesh["pipeline"].get_group()
@@ -71,6 +72,9 @@ class PipelineEngine(MeshEngine):
         self._sharded = world.layout.degree("shard") > 1
         kept = [stages[number] for number in mine]
         units = find_units(module, options.stage.units) if self._sharded else []
+        members = Members(self._group, self._place, self._owners, world.device)
+        uncut = Uncut(outer, stages, members, self._compute_alone)
+        self._proof = CutProof(uncut, module, world, outer.given)
         keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
         self._place_parameters(module, world, options, kept, units)
         super().__init__(module, world)
@@ -97,6 +101,8 @@ class PipelineEngine(MeshEngine):
         self._check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
+        for one in inputs:
+            self._prove(one, autocast)
         # Of this batch alone: a run that resumes here must not know of the batches before.
         rows = max(micro.samples for micro in batch.micros)
         for one, micro in zip(inputs, batch.micros, strict=True):
@@ -145,6 +151,7 @@ class PipelineEngine(MeshEngine):
         inputs = self._inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
             prove(self._division, self.module, self.world, lambda: self._flow(inputs)[0])
+        self._prove(inputs, autocast)
         output, _ = self._flow(inputs)
         return output
 
@@ -192,6 +199,20 @@ class PipelineEngine(MeshEngine):
             bring(module, kept, world.device)
         else:
             hold(module, kept, world.device)
+
+    def _prove(self, inputs: Inputs, autocast: torch.dtype | None) -> None:
+        """Compare the stages with the uncut model, if inputs like these come for the first time."""
+        if self._compiled and self.module.training:
+            return  # compiled code draws other numbers than the same code that is not
+        # Divided stages are gathered by ranks with other samples, which may have been proved already.
+        structure = None if self._sharded else inputs
+        self._proof.check(structure, lambda: inputs, lambda: self._flow(inputs)[0], autocast)
+
+    def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
+        """Call one module of a stage, as within the stage."""
+        part = self._parts[number]
+        call = partial(part.body.get_submodule(name), *args, **kwargs)
+        return part.run_alone(call) if self._sharded else call()
 
     def _compute_in(self, autocast: torch.dtype | None) -> None:
         for part in self._parts.values():
@@ -367,59 +388,6 @@ def _refuse_slices(division: Division | None) -> None:
         )
 
 
-class Part(nn.Module):
-    """A stage as torch's pipelining runs it: tensors in, tensors out."""
-
-    def __init__(self, stage: Stage, world: World, *, last: bool) -> None:
-        super().__init__()
-        self.body = stage.body
-        self.autocast: torch.dtype | None = None
-        self.inputs: Sequence[Inputs] = []
-        """Of the model, for each micro-batch. torch would look for gradients of what it is given."""
-        self._needed = stage.needed
-        self._last = last
-        self._device = world.device
-        self._spec: TreeSpec
-        self._others: list[Any] = []
-
-    def forward(self, *received: Tensor, micro: int) -> tuple[Tensor, ...]:
-        """Run the stage on what it received and on those inputs of the model that it needs."""
-        inputs = self.inputs[micro]
-        with mixed(self._device, self.autocast):
-            output = self.body(*received, *(inputs[name] for name in self._needed))
-        if self._last:
-            leaves, self._spec = tree_flatten(output)
-            self._others = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return tuple(_sendable(value, received) for value in output)
-
-    def whole(self, tensors: Sequence[Tensor] | Tensor) -> Any:
-        """The model's output, of whose tensors the last stage was left with."""
-        rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
-        leaves = [next(rest) if other is _TENSOR else other for other in self._others]
-        return tree_unflatten(leaves, self._spec)
-
-
-def _sendable(value: object, received: Sequence[Tensor]) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise StepError(
-            given="a pipeline whose stages exchange what they compute",
-            found=f"a {type(value).__name__} that one stage computes and a later one needs; only "
-            "tensors travel",
-            fix="compute it again where it is needed, or choose other split points",
-        )
-    if torch.is_grad_enabled() and _learns(value.dtype) and not value.requires_grad:
-        return value.detach().contiguous().requires_grad_()  # of a frozen stage: torch sends gradients
-    # torch detaches what is sent in place: no view, and nothing that only passes through.
-    shared = value._is_view() or any(value is tensor for tensor in received)
-    return value.clone() if shared else value.contiguous()
-
-
-def _learns(dtype: torch.dtype) -> bool:
-    """Whether gradients travel back for what was sent."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _form(tensors: Sequence[Tensor]) -> Form:
     return tuple((tensor.size(), tensor.dtype) for tensor in tensors)
 
@@ -431,7 +399,7 @@ def _form_of(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
 
 def _examples(form: Form) -> tuple[Tensor, ...]:
     return tuple(
-        torch.empty(size, dtype=dtype, device="meta", requires_grad=_learns(dtype))
+        torch.empty(size, dtype=dtype, device="meta", requires_grad=learns(dtype))
         for size, dtype in form
     )
 

@@ -112,7 +112,7 @@ class Pipeline:
         _check(model, stages, owners, splits=SCHEDULES[self.schedule].splits)
         from shoal.parallel.piped import PipelineEngine  # which brings torch's pipelining
 
-        return PipelineEngine(model, world, self, outer.signature, stages, owners)
+        return PipelineEngine(model, world, self, outer, stages, owners)
 
     def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages

@@ -59,10 +59,15 @@ def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             if not isinstance(layer, KINDS[way]):
                 raise StepError(
                     given=given,
-                    found=f"{name} is a {type(layer).__name__}, not a {KINDS[way].__name__}",
-                    fix="name the linear layers and embeddings themselves",
+                    found=f"the module {name} is a {_class(type(layer))}, not a {_class(KINDS[way])}",
+                    fix=f"name modules of the second class, or leave {name} out of the plan",
                 )
     return layers
+
+
+def _class(kind: type[nn.Module]) -> str:
+    """A class with its module: libraries have layers of the same names as torch's."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def carried_plan(model: nn.Module) -> dict[str, str]:

@@ -293,13 +293,15 @@ def _again() -> bool:
 
 def _hidden(name: str, values: Any) -> Tensor:
     """The hidden state among arguments or results: the first of (batch, length, features)."""
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.dim() >= 3 and value.is_floating_point():
-            return value
+    tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+    for tensor in tensors:
+        if tensor.dim() == 3:
+            return tensor
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor"
     raise StepError(
         given=f"shoal.Context() and {name or 'the model'}",
-        found="no tensor of shape (batch, length, features) goes in, or none comes out",
-        fix="units=(…) that map such a tensor to another; embeddings stay outside",
+        found=f"no tensor of shape (batch, length, features) goes in, or none comes out: {shapes}",
+        fix="units=(…) that map such a tensor to another; embeddings and images stay outside",
     )
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -21,14 +20,10 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from shoal.errors import StepError
+from shoal.parallel.traced import IN_PLACE, expect_tensor, graph_of
 
 _DRAWING = ("dropout", "rand", "bernoulli", "normal", "multinomial")
 """What functions that draw random numbers are called like: two stages must not draw twice."""
-_IN_PLACE = (
-    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
-    *("iand", "ior", "ixor", "ilshift", "irshift"),
-)
-"""The functions of `operator` for `+=` and its like."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +93,9 @@ class Outer:
         if node.op == "call_module":
             there = getattr(self.model.get_submodule(str(node.target)), "inplace", False) is True
         else:
-            there = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            there = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
             there = there or node.kwargs.get("inplace") is True
-        changed = node.args[0] if there and node.args else None
+        changed = node.kwargs.get("out") or (node.args[0] if there and node.args else None)
         return changed if isinstance(changed, fx.Node) else None
 
     def _refuse_changes(self, local: set[fx.Node]) -> None:
@@ -134,7 +129,6 @@ def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> 
     `asked` is what the user has written to have it cut. Raises StepError for what can't be traced:
     decisions that depend on tensors, and code that differs between training and evaluation.
     """
-    inner = set(opened)
     given = f"{asked} around {type(model).__name__}"
     parameters = list(inspect.signature(model.forward).parameters.values())
     several = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -144,88 +138,8 @@ def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> 
             found=f"its forward takes any number of inputs, as {several[0]}",
             fix="def forward(self, x): …, with the inputs by name",
         )
-    optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    graphs = [_traced(model, inner, optional, training, given) for training in (False, True)]
-    if len({str(graph) for graph in graphs}) > 1:
-        raise StepError(
-            given=given,
-            found="its own forward does not the same in training as in evaluation",
-            fix="put what differs into modules of its own: nn.Dropout in place of F.dropout",
-        )
-    required = [p for p in parameters if p.name not in optional]
-    return Outer(model, graphs[1], inspect.Signature(required), asked)
-
-
-class _Value(fx.Proxy):
-    """What the forward is traced with: torch's own takes `h += x` for `h = h + x`."""
-
-
-def _changing(name: str) -> Callable[[_Value, object], Any]:
-    def change(self: _Value, other: object) -> Any:
-        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
-
-    return change
-
-
-for _name in _IN_PLACE:
-    setattr(_Value, f"__{_name}__", _changing(_name))
-
-
-def _traced(
-    model: nn.Module, opened: set[str], optional: Mapping[str, Any], training: bool, given: str
-) -> fx.Graph:
-    class Tracer(fx.Tracer):
-        proxy_buffer_attributes = True  # else what is computed of buffers now would be for ever
-
-        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-            return name not in opened
-
-        def proxy(self, node: fx.Node) -> fx.Proxy:
-            return _Value(node, self)
-
-    parts = [model, *(model.get_submodule(name) for name in opened)]
-    modes = [part.training for part in parts]
-    kept: set[str] = set()
-    try:
-        for part in parts:
-            part.training = training
-        held: list[dict[str, Any]] = [h for part in parts for h in (vars(part), part._buffers)]
-        before = [dict(attributes) for attributes in held]
-        try:
-            graph = Tracer().trace(model, concrete_args=dict(optional))
-        finally:
-            for now, was in zip(held, before, strict=True):
-                kept |= {name for name, value in now.items() if was.get(name, was) is not value}
-                now.clear()
-                now.update(was)
-    except Exception as error:
-        raise StepError(
-            given=given,
-            found="its forward can't be cut, because it decides by what tensors hold or how many "
-            f"there are: {error}",
-            fix="put that into a module of its own, which is then one part, or name split points "
-            "further outside",
-        ) from error
-    finally:
-        for part, mode in zip(parts, modes, strict=True):
-            part.training = mode
-    if kept:
-        raise StepError(
-            given=given,
-            found="its own forward makes tensors of nothing (torch.arange, torch.randn), or keeps what "
-            f"it computes on the model: {', '.join(sorted(kept))}",
-            fix="put that into a module of its own, or make such a tensor a buffer",
-        )
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node in placeholders[len(placeholders) - len(optional) :]:
-        _erase(graph, node)  # the default was used; only a check that nothing else is given is left
-    return graph
-
-
-def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    for user in list(node.users):
-        _erase(graph, user)
-    graph.erase_node(node)
+    signature = inspect.Signature([p for p in parameters if p.default is p.empty])
+    return Outer(model, graph_of(model, set(opened), signature, given), signature, asked)
 
 
 def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -234,6 +148,7 @@ def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     for node in nodes:
         draws = any(word in str(node.target) for word in _DRAWING)
         computed = node.op in ("call_function", "call_method") and not draws
+        computed = computed and node.target is not expect_tensor  # which each stage would repeat
         if node.op == "placeholder" or (
             computed and node.all_input_nodes and local.issuperset(node.all_input_nodes)
         ):
