@@ -57,6 +57,7 @@ def tell_launcher(report: Report) -> bool:
         "when": report.when,
         "where": report.where,
         "text": report.text,
+        "hung": True,
     }
     _tell(pipe, json.dumps(failure).encode())
     return True

@@ -13,8 +13,19 @@ from shoal.hangs.trace import Collective
 CONFIRM = 1.0
 """Seconds for which what may be a matter of moments has to last before it is believed."""
 
+BUSY_SECONDS = 300.0
+"""Seconds that a rank which compiles, imports or is in a debugger has, however short the limits are."""
+
 _ALIKE = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "reduce_scatter"}
 """Collectives whose input has the same size and dtype on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many seconds a wait may last: in a step, and where one rank may take its time."""
+
+    step: float
+    prepare: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +35,7 @@ class Seen:
     `place` is the user's line that its main thread is at, `function` the function of that line.
     `waits` is the collective that it waits in, if it does; an operation alone, of no group, is one
     that torch does not record, such as a receive. `busy` says what it does that may take long.
+    `limit` is how many seconds the others may wait for it: more until it has begun its first step.
     `recent` are its last collectives, `groups` its process groups with their ranks.
     """
 
@@ -33,6 +45,7 @@ class Seen:
     function: str
     waits: Collective | None = None
     busy: str = ""
+    limit: float = 0.0
     recent: tuple[Collective, ...] = ()
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     stacks: str = ""
@@ -63,13 +76,22 @@ class Absent:
 class Verdict:
     """The outcome: `line` says it all, `rank` is whom it names, at `where` (host and place).
 
-    It is to be believed when the wait has lasted `patience` seconds longer than it may.
+    It is to be believed when the wait has lasted `patience` seconds longer than it may, and it may
+    last for `limit` seconds at least.
     """
 
     rank: int
     where: str
     line: str
     patience: float = 0.0
+    limit: float = 0.0
+
+    def due(self, limits: Limits, limit: float) -> float:
+        """After how many seconds of waiting it is to be believed, by a rank whose limit is `limit`."""
+        longest = max(limit, self.limit)
+        if self.patience == math.inf:
+            return max(longest, limits.prepare, BUSY_SECONDS)
+        return longest + self.patience
 
 
 def to_plain(seen: Seen) -> dict[str, Any]:
@@ -112,7 +134,7 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
         return _cut_off(cut, found, tail)
     if silent:
         line = f"{_who(silent[0], size)} does not answer{_more(silent)}: process {silent[0].pid} is "
-        line += f"stopped, or in a call that keeps Python's lock; {tail}"
+        line += f"stopped, out of memory, or in a call that keeps Python's lock; {tail}"
         where = f"{silent[0].host}, pid {silent[0].pid}"
         return Verdict(rank=silent[0].rank, where=where, line=line)
     return _each_other(waiting, size, seconds)
@@ -162,7 +184,7 @@ def _is_awaited(one: Seen | Absent, waiting: Sequence[Seen]) -> bool:
 
 def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
     # Only if all of them have a reason to take long: else one that has none is to blame.
-    one = next((one for one in elsewhere if not one.busy), elsewhere[0])
+    one = min(elsewhere, key=lambda one: (bool(one.busy), one.limit))
     others = [each for each in elsewhere if each is not one]
     doing = f", {one.busy}" if one.busy else ""
     line = f"{_who(one, size)} did not arrive: it is at {one.place} in {one.function}{doing}"
@@ -171,6 +193,7 @@ def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
         where=f"{one.host}, {one.place}",
         line=f"{line}{_more([one, *others])}; {tail}",
         patience=math.inf if one.busy else 0.0,
+        limit=one.limit,
     )
 
 

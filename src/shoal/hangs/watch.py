@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from shoal.hangs import channel, end, stacks, trace, verdict
 from shoal.hangs.channel import Peer, UnreachableError
 from shoal.hangs.end import Report
 from shoal.hangs.trace import Collective
-from shoal.hangs.verdict import Absent, Seen, Verdict
+from shoal.hangs.verdict import Absent, Limits, Seen, Verdict
 from shoal.meeting import listen
 
 _INTERVAL = 0.5
@@ -48,14 +48,6 @@ _TOGETHER_SECONDS = 0.25
 _WRITE_SECONDS = 1.0
 _RECENT = 20
 _LONGEST_STACKS = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How many seconds a wait may last: in a step, and where one rank may take its time."""
-
-    step: float
-    prepare: float
 
 
 class Watch:
@@ -158,7 +150,7 @@ class Watch:
         decided = verdict.decide(found, seconds=seconds)
         if decided is None:  # what this rank waited for has come while the others were asked
             return
-        if seconds < min(self.limit + decided.patience, max(self.limit, self._limits.prepare)):
+        if seconds < decided.due(self._limits, self.limit):
             return
         report = self._put_into_words(decided, found)
         self._decided = True
@@ -229,6 +221,7 @@ class Watch:
             function=own.function,
             waits=self._waits(lines),
             busy=stacks.busy(lines),
+            limit=self.limit,
             recent=tuple(trace.collectives(self._before)[-_RECENT:]),
             groups=trace.groups(),
             stacks=stacks.all_stacks()[:_LONGEST_STACKS],

@@ -33,7 +33,8 @@ class Failure:
     `code` is what a shell shows (128 + signal for a killed rank), `signal` is 0 for ranks that
     ended by themselves. `when` is in seconds of `time.monotonic`, which all processes of a machine
     share. `text` is a traceback or the message of `sys.exit`, without the place; `by_peer` says
-    that the error reads as the consequence of another rank's death.
+    that the error reads as the consequence of another rank's death, `hung` that ranks waited for
+    this one without end.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Failure:
     signal: int = 0
     text: str = ""
     by_peer: bool = False
+    hung: bool = False
 
     @property
     def killed(self) -> bool:

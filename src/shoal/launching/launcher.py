@@ -206,19 +206,15 @@ class Launcher:
             return "over"
         failure = culprit(failures)
         again = self._preempted < self._preemptions and not self._told
-        try:
-            self._workers.stop(signal.SIGTERM, self._short)
-        finally:
-            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            if preempted(failures):
-                self._preempted += 1
-                text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
-            else:
-                self._failed += 1
-                text = report(failure, size=self._processes)
-                if self._failed <= self._restarts:
-                    text += f"restart {self._failed} of {self._restarts}\n"
-            self._tell_of(failure.rank, text)
+        if preempted(failures):
+            self._preempted += 1
+            text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
+        else:
+            self._failed += 1
+            text = report(failure, size=self._processes)
+            if self._failed <= self._restarts:
+                text += f"restart {self._failed} of {self._restarts}\n"
+        self._stop_and_tell(self._short, failure, text)
         self._end = End(code=failure.code, failure=failure)
         if preempted(failures):
             return "preempted" if again else "over"
@@ -248,15 +244,23 @@ class Launcher:
         failure = self._end.failure
         if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not first)):
             failure = None
+        if failure is not None:
+            text = report(failure, size=self._size) + text
+        left = self._stop_and_tell(self._grace if saving else self._short, failure, text)
+        self._end = End(code=REQUEUE if left and code else code, failure=failure)
+
+    def _stop_and_tell(self, grace: float | None, failure: Failure | None, text: str) -> bool:
+        """Stop what is left of an attempt and tell why; whether ranks left to be started again."""
+        rank = self._ranks.start if failure is None else failure.rank
+        first = failure is not None and failure.hung
+        if first:  # a rank that hangs may use up all of its grace, and the others have ended
+            self._tell_of(rank, text)
         try:
-            left = self._workers.stop(signal.SIGTERM, self._grace if saving else self._short)
-            code = REQUEUE if left and code else code
+            return self._workers.stop(signal.SIGTERM, grace)
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            if failure is not None:
-                text = report(failure, size=self._size) + text
-            self._tell_of(failure.rank if failure else self._ranks.start, text)
-        self._end = End(code=code, failure=failure)
+            if not first:
+                self._tell_of(rank, text)
 
     def _tell_of(self, rank: int, text: str) -> None:
         """Tell how an attempt ended on the screen, and in the file of the rank that was first."""
