@@ -453,7 +453,7 @@ class World:
         if self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self._watch is not None and self._matching is not None:
-            self._watch.stop()
+            self._watch.leave()
             self._matching.stop()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()

@@ -67,7 +67,10 @@ def test_who_is_silent_or_gone_is_named() -> None:
     assert (silent.rank, silent.where) == (1, "b, pid 77")
     assert silent.line.startswith("rank 1 of 3 on b does not answer: process 77 is stopped")
     assert (ended.rank, ended.where) == (1, "b")
-    assert ended.line.startswith("rank 1 of 3 on b has ended or left its world; ranks 0 and 2 have")
+    assert ended.due(Limits(step=600, prepare=3600), 600) < 0  # nothing is worth waiting for
+    receives = replace(WAITS, waits=call(group="", operation="recv"))
+    assert judged(receives, ENDED, WAITS_2).patience == 0.0  # it may wait for another one
+    assert ended.line.startswith("rank 1 of 3 on b has ended or left its world (its ")
 
 
 def test_a_machine_of_which_nothing_comes_back() -> None:
@@ -94,7 +97,7 @@ def test_a_machine_of_which_nothing_comes_back() -> None:
 def test_the_likelier_cause_is_named(others: list[Seen | Absent], named: int) -> None:
     verdict = judged(WAITS, *others)
     assert verdict.rank == named
-    assert verdict.patience == 0
+    assert verdict.patience <= 0
 
 
 def test_who_compiles_or_is_in_a_debugger_is_waited_for() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -48,6 +49,15 @@ def stack(frame: FrameType | None) -> list[Line]:
         lines.append(Line(file=code.co_filename, number=frame.f_lineno or 0, function=code.co_name))
         frame = frame.f_back
     return lines[::-1]
+
+
+def traced(error: BaseException) -> list[Line]:
+    """The calls between the place where an error was raised and that of its handler, innermost last."""
+    calls = traceback.walk_tb(error.__traceback__)
+    return [
+        Line(file=frame.f_code.co_filename, number=number or 0, function=frame.f_code.co_name)
+        for frame, number in calls
+    ]
 
 
 def own_line(lines: Sequence[Line]) -> Line:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shoal.hangs.peers import SAME_STEPS
 from shoal.hangs.trace import Collective
 
 CONFIRM = 1.0
@@ -77,7 +78,7 @@ class Verdict:
     """The outcome: `line` says it all, `rank` is whom it names, at `where` (host and place).
 
     It is to be believed when the wait has lasted `patience` seconds longer than it may, and it may
-    last for `limit` seconds at least.
+    last for `limit` seconds at least. A `patience` of minus infinity: no wait can help.
     """
 
     rank: int
@@ -125,8 +126,11 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
     elsewhere = [one for one in awaited if isinstance(one, Seen)]
     tail = _waits(waiting, seconds)
     if ended:
-        line = f"{_who(ended[0], size)} has ended or left its world{_more(ended)}; {tail}"
-        return Verdict(rank=ended[0].rank, where=ended[0].host, line=line)
+        line = f"{_who(ended[0], size)} has ended or left its world (its connection closed)"
+        line += f"{_more(ended)}; {tail}"
+        known = all(one.partners is not None for one in waiting)
+        patience = -math.inf if known else 0.0
+        return Verdict(rank=ended[0].rank, where=ended[0].host, line=line, patience=patience)
     if elsewhere:
         return _did_not_arrive(elsewhere, size, tail)
     cut = [one for one in silent if one.cut]
@@ -138,6 +142,12 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
         where = f"{silent[0].host}, pid {silent[0].pid}"
         return Verdict(rank=silent[0].rank, where=where, line=line)
     return _each_other(waiting, size, seconds)
+
+
+def told_to_have_left(ranks: Sequence[Absent], size: int, mine: int, waited: str) -> str:
+    """Name the `ranks` that have left, which caused an error of rank `mine` where it `waited`."""
+    line = f"{_who(ranks[0], size)} has ended or left its world (its connection closed){_more(ranks)}, "
+    return f"{line}while rank {mine} was in {waited}: see its own error; without one, {SAME_STEPS}"
 
 
 def table(found: Sequence[Seen | Absent]) -> str:

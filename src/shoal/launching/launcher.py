@@ -17,7 +17,7 @@ from typing import Any
 from ..environ import write_variables
 from ..errors import LaunchError
 from ..launchers import REQUEUE
-from .failure import Failure, culprit, loss, preempted, report
+from .failure import Failure, explain, loss, preempted, report
 from .job import Job
 from .logs import Logs
 from .nodes import Nodes, label
@@ -204,7 +204,7 @@ class Launcher:
         if not failures:
             self._end = End(values=tuple(self._workers.values()))
             return "over"
-        failure = culprit(failures)
+        failure = explain(failures, self._workers.left(), size=self._size)
         again = self._preempted < self._preemptions and not self._told
         if preempted(failures):
             self._preempted += 1
@@ -230,7 +230,8 @@ class Launcher:
         failures = self._workers.wait(self._grace, seconds)
         if failures is None:
             return None
-        failure = culprit(failures) if failures else None
+        left = self._workers.left()
+        failure = explain(failures, left, size=self._size) if failures else None
         self._end = End(failure=failure)
         return {"failure": failure and asdict(failure), "told": self._told}
 

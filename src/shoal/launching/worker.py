@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from ..cores import divide
 from ..environ import REPORTS, SAFE_PATH, threads_variable, write_variables
-from .failure import encode, exit_status, from_exception
+from ..launchers import LEFT
+from .failure import encode, exit_status, from_exception, locate
 from .job import Job
 from .signals import FORWARDED, signal_when_broken
 
@@ -53,13 +55,16 @@ def main(
         code = 128 + signal.SIGINT
     except BaseException as error:
         code = exit_status(error)[0] if isinstance(error, SystemExit) else 1
-        if code:
+        if not code:
+            _tell_end(reports, locate(error) or "")
+        else:
             when = time.monotonic()
             failure = from_exception(error, rank=rank, host=socket.gethostname(), when=when)
             _flush()
             reports.send_bytes(encode(failure))
     else:
         code = 0
+        _tell_end(reports, "")
         if value is not None:
             reports.send_bytes(RETURNED)
             reports.send_bytes(value)
@@ -67,6 +72,12 @@ def main(
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.exit(code)
+
+
+def _tell_end(reports: Connection, place: str) -> None:
+    """Tell the launcher that the script has ended without an error, in case others still need it."""
+    notice = {"place": place, "ended": True, "when": time.monotonic()}
+    reports.send_bytes(LEFT + json.dumps(notice).encode())
 
 
 def bind_to_launcher() -> None:
