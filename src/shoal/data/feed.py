@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shoal.data.deaths import Workers
 from shoal.data.mapped import Source
 from shoal.data.ordering import Checked
 from shoal.data.sampler import Sampler, Share
@@ -47,7 +48,12 @@ class Fetch:
             generator=generator,
             worker_init_fn=_leave_the_end_to_the_rank,
         )
-        yield from loader
+        workers = Workers(rank=self.world.rank, count=self.num_workers)
+        with workers.explained():
+            items = iter(loader)
+            if self.num_workers:
+                workers.watch()
+            yield from items
 
 
 class Feed(ABC):

@@ -17,6 +17,7 @@ from typing import Any
 from ..environ import write_variables
 from ..errors import LaunchError
 from ..launchers import REQUEUE
+from . import orphans
 from .failure import Failure, explain, loss, preempted, report
 from .job import Job
 from .logs import Logs
@@ -75,6 +76,7 @@ class Launcher:
         self._workers = Workers(job, [], None, self._tell_loss)
         self._ranks, self._size = range(processes), processes
         self._end = End()
+        self._orphans = orphans.Orphans()
         context = multiprocessing.get_context("forkserver")
         self._orders, self._theirs = context.Pipe()
         self._agent = context.Process(
@@ -85,9 +87,13 @@ class Launcher:
 
     def run(self) -> End:
         """Run all attempts. Raises Interrupted at a signal."""
+        grace = self._short
         try:
             self._start_agent()
-            return self._obey()
+            end = self._obey()
+            if not end.code:
+                grace = orphans.GRACE if self._grace is None else self._grace
+            return end
         except Interrupted as interrupted:
             try:
                 self._leave(128 + interrupted.signum)
@@ -98,13 +104,28 @@ class Launcher:
                 self._agent.join(2 * self._nodes.silence)
             if saved:
                 return End(code=REQUEUE)
+            if self._workers.over is not None and self._nodes is None:
+                return End(values=self._workers.over)  # it was too late to end anything
             raise
         finally:
-            self._workers.stop(signal.SIGKILL, 0.0)
-            if self._agent.pid is not None:
-                self._agent.kill()
-                self._agent.join()
-            stop_server()
+            try:
+                self._workers.stop(signal.SIGKILL, 0.0)
+                self._end_orphans(grace)
+            finally:
+                if self._agent.pid is not None:
+                    self._agent.kill()
+                    self._agent.join()
+                self._orphans.release()
+                stop_server()
+
+    def _end_orphans(self, grace: float) -> None:
+        """Give what ranks have left in sessions of their own time to finish, then end and name it."""
+        found = ", ".join(map(orphans.name, self._orphans.left()))
+        if not found:
+            return
+        _tell(f"shoal run: waits up to {grace:g} s for what the ranks left running: {found}\n")
+        for name in self._orphans.end(grace):
+            _tell(f"shoal run: {name} was still running after {grace:g} s, and was killed\n")
 
     def forward(self, signum: int) -> bool:
         """Pass a signal on to the ranks, which may end because of it; whether there are any."""
@@ -114,6 +135,7 @@ class Launcher:
     def _start_agent(self) -> None:
         with self._undisturbed():
             start_server()
+            self._orphans.adopt()
             try:
                 with without_main():
                     self._agent.start()
@@ -185,7 +207,9 @@ class Launcher:
                 self._logs.begin(self._attempts, attempts, self._job.name)
                 files = self._logs.files
             self._workers = Workers(self._job, variables, files, self._tell_loss)
-            return self._workers.start()
+            pids = self._workers.start()
+            self._orphans.expect(pids)
+            return pids
 
     def _agent_lost(self, why: str) -> LaunchError:
         return LaunchError(
@@ -257,7 +281,9 @@ class Launcher:
         if first:  # a rank that hangs may use up all of its grace, and the others have ended
             self._tell_of(rank, text)
         try:
-            return self._workers.stop(signal.SIGTERM, grace)
+            saved = self._workers.stop(signal.SIGTERM, grace)
+            self._end_orphans(self._short)
+            return saved
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
             if not first:

@@ -92,6 +92,8 @@ class Workers:
         self._waiting = [_Rank(job, *each) for each in zip(variables, files, strict=True)]
         self._ranks: list[_Rank] = []
         self._lost = lost
+        self.over: tuple[bytes, ...] | None = None
+        """What the ranks returned, where `stop` has found that all of them ended well."""
 
     def start(self) -> list[int]:
         """Start all processes; returns their ids."""
@@ -178,6 +180,8 @@ class Workers:
                 _poll(running, deadline)
                 running = [rank for rank in running if not rank.ended]
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
+            if self._ranks and all(rank.ended_well for rank in self._ranks):
+                self.over = tuple(self.values())
             return preempted(failures) and not running
         finally:
             for rank in self._ranks:
@@ -198,6 +202,7 @@ class _Rank:
         self.failure: Failure | None = None
         self.may_die = False
         self.left: Left | None = None
+        self.finished = False
         self.value = b""
         self._reports, self._sender = context.Pipe(duplex=False)
         args = (job, self.rank, variables, self._sender, log)
@@ -257,6 +262,7 @@ class _Rank:
                 self._reports.close()
 
     def _note_left(self, notice: Mapping[str, Any] | None) -> None:
+        self.finished = notice is not None and notice.get("finished", False)
         if notice is None:
             self.left = None
         elif self.left is None:
@@ -271,6 +277,11 @@ class _Rank:
             self.value = self._reports.recv_bytes()
         else:
             self.failure = decode(report)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it came to the end of its script, and its process to its own without an error."""
+        return self.ended and self.finished and self.failure is None
 
     def saves(self) -> bool:
         """Whether a Run is open there: it handles all of FORWARDED, which hardly anything else does."""

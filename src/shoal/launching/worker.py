@@ -56,7 +56,9 @@ def main(
     except BaseException as error:
         code = exit_status(error)[0] if isinstance(error, SystemExit) else 1
         if not code:
-            _tell_end(reports, locate(error) or "")
+            # A handler of the script's own may have raised it before all was done.
+            finished = not callable(signal.getsignal(signal.SIGTERM))
+            _tell_end(reports, locate(error) or "", finished=finished)
         else:
             when = time.monotonic()
             failure = from_exception(error, rank=rank, host=socket.gethostname(), when=when)
@@ -64,19 +66,22 @@ def main(
             reports.send_bytes(encode(failure))
     else:
         code = 0
-        _tell_end(reports, "")
+        _tell_end(reports, "", finished=True)
         if value is not None:
             reports.send_bytes(RETURNED)
             reports.send_bytes(value)
+    if not code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        # All is done: the end of the script is no longer cut short, and keeps its exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # As Python does at its end; multiprocessing leaves out the functions registered with atexit.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.exit(code)
 
 
-def _tell_end(reports: Connection, place: str) -> None:
+def _tell_end(reports: Connection, place: str, *, finished: bool) -> None:
     """Tell the launcher that the script has ended without an error, in case others still need it."""
-    notice = {"place": place, "ended": True, "when": time.monotonic()}
+    notice = {"place": place, "ended": True, "finished": finished, "when": time.monotonic()}
     reports.send_bytes(LEFT + json.dumps(notice).encode())
 
 
