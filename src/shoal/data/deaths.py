@@ -16,7 +16,7 @@ from shoal.errors import DataError
 _DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTALL)
 _SIGNAL = re.compile(r"is killed by signal: ([^.]+)\.")
 _CODE = re.compile(r"exit code (\d+)")
-_FIX = {
+_FIX: dict[signal.Signals | None, str] = {
     signal.SIGKILL: "the system may have run out of memory (dmesg names the process): take fewer "
     "workers, num_workers={fewer}",
     signal.SIGBUS: "shared memory may be full (df -h /dev/shm): take fewer workers, "
