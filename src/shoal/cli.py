@@ -18,6 +18,9 @@ from .submit import commands as jobs
 
 if TYPE_CHECKING:
     from .checkpoint import AnyPath
+    from .inspection.comparison import Comparison
+    from .inspection.contents import Contents
+    from .inspection.extraction import Extracted
 
 app = typer.Typer(
     name="shoal",
@@ -281,11 +284,11 @@ def show_checkpoint(path: Directory) -> None:
 
     Of a run it is the newest that has all its files.
     """
-    from .inspection import contents, page, places
+    from .inspection import page, places
     from .tables import plain_console
 
     with _readable(path):
-        page.contents(plain_console(), contents.look(places.newest(_place(path))))
+        page.contents(plain_console(), places.read([_place(path)], lambda found: found[0]))
 
 
 @checkpoints.command("verify")
@@ -299,8 +302,10 @@ def verify_checkpoints(
     damaged = False
     for path in paths:
         with _readable(path):
-            for found in places.checkpoints(_place(path)):
-                problems = soundness.problems(found, read=True)
+            for listed in places.checkpoints(_place(path)):
+                found, problems = places.examined(listed, read=True)
+                if found is None:  # a live run has removed it since
+                    continue
                 step = None if problems else soundness.manifest(found).step
                 page.verdict(plain_console(), found, problems, step=step)
                 damaged = damaged or bool(problems)
@@ -316,15 +321,16 @@ def compare_checkpoints(
 
     Of runs the newest are compared. Circumstances, such as the time, may differ.
     """
-    from .inspection import comparison, contents, page, places
+    from .inspection import comparison, page, places
     from .tables import plain_console
 
-    with _readable(first):
-        one = contents.look(places.newest(_place(first)))
-    with _readable(second):
-        other = contents.look(places.newest(_place(second)))
-    found = comparison.compare(one, other)
-    page.differences(plain_console(), one.path, other.path, found)
+    def compare(both: list[Contents]) -> tuple[AnyPath, AnyPath, Comparison]:
+        one, other = both
+        return one.path, other.path, comparison.compare(one, other)
+
+    with _readable(f"{first} {second}"):
+        one, other, found = places.read([_place(first), _place(second)], compare)
+    page.differences(plain_console(), one, other, found)
     raise typer.Exit(int(not found.same))
 
 
@@ -343,14 +349,15 @@ def export_checkpoint(
 
     Neither the model's code nor the processes that saved it are needed.
     """
-    from .inspection import contents, extraction, page, places
+    from .inspection import extraction, page, places
     from .tables import plain_console
 
-    with _readable(path):
-        found = contents.look(places.newest(_place(path)))
-    with _readable(out):
-        done = extraction.extract(found, Path(out), step=step, ema=ema)
-    page.extracted(plain_console(), found.path, done)
+    def extract(newest: list[Contents]) -> tuple[AnyPath, Extracted]:
+        return newest[0].path, extraction.extract(newest[0], Path(out), step=step, ema=ema)
+
+    with _readable(f"{path} {out}"):
+        found, done = places.read([_place(path)], extract)
+    page.extracted(plain_console(), found, done)
 
 
 def _place(text: str) -> AnyPath:

@@ -109,6 +109,7 @@ class Run:
     ) -> None:
         window = None if profile is None else _window(profile)
         self.directory = _own_directory(directory)
+        self._there = self.directory.absolute()  # the working directory may change
         self.train_states = train_states(model, optimizer, schedule)
         if not isinstance(loader, Loader):
             raise DataError(
@@ -268,7 +269,9 @@ class Run:
     def _save(self, to: str | None, *, wait: bool) -> AnyPath:
         self._check_open()
         self._check_free()
-        Agreement(self.world).together(f"saving in {self.directory}", self._fence.check)
+        agreement = Agreement(self.world)
+        agreement.together(f"saving in {self.directory}", self._check_there)
+        agreement.together(f"saving in {self.directory}", self._fence.check)
         at = (self._numbers(), self._position())
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
             _, path, job = self._saved
@@ -359,6 +362,21 @@ class Run:
             self._progress.close(self.step, self.loader, self._losses(), time.time())
         if error is None:
             self._saves.check()
+            self._check_there()
+
+    def _check_there(self) -> None:
+        """Raise CheckpointError where the directory has been removed since the Run was opened.
+
+        A save that was under way may have made it anew, without what the Run had put there first.
+        """
+        if not any((self._there / name).exists() for name in ("lock", "events")):
+            raise CheckpointError(
+                given=f"a Run in {self.directory}",
+                found=f"{self._there} was removed while the run was open: its checkpoints and events "
+                "are lost",
+                fix="start the run again, in a directory that no clean-up removes; to keep the model "
+                "that is in memory, shoal.export(model, 'model.safetensors')",
+            )
 
     def __enter__(self) -> Run:
         return self

@@ -29,7 +29,8 @@ from shoal.errors import AgreementError, LaunchError, LayoutError, ShoalError
 from shoal.hangs.end import may_die_alone
 from shoal.hangs.matching import Matching
 from shoal.hangs.trace import Recording
-from shoal.hangs.watch import Limits, Watch
+from shoal.hangs.verdict import BUSY_SECONDS, Limits
+from shoal.hangs.watch import Watch
 from shoal.joining import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.layout import AXES, Layout
 from shoal.sections import Sections
@@ -389,7 +390,8 @@ class World:
 
     def _let_torch_wait(self) -> None:
         """Give all process groups a limit of torch's own that is not reached before the watch's."""
-        longest = timedelta(seconds=max(self.limits.step, self.limits.prepare) + MARGIN_SECONDS)
+        watched = max(self.limits.step, self.limits.prepare, BUSY_SECONDS)
+        longest = timedelta(seconds=watched + MARGIN_SECONDS)
         for group in list(dist.distributed_c10d._world.pg_names):
             if isinstance(group, Recording):
                 group.allow(longest.total_seconds())
@@ -451,7 +453,7 @@ class World:
         if self._deterministic:
             torch.set_deterministic_debug_mode(self._deterministic_mode)
         if self._watch is not None and self._matching is not None:
-            self._watch.stop()
+            self._watch.leave()
             self._matching.stop()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()

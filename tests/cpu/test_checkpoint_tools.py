@@ -21,7 +21,7 @@ from processes import Alone
 from shoal import cli, tables
 from shoal.checkpoint import Checkpoints
 from shoal.errors import CheckpointError
-from shoal.inspection import comparison, contents, extraction
+from shoal.inspection import comparison, contents, extraction, places
 from training import same
 
 VALUES = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -437,3 +437,43 @@ def test_large_tensors_are_written_in_blocks(
     done = extraction.extract(found, tmp_path / "out.safetensors", step=None, ema=None)
     assert same(load_file(done.path), model)
     assert (done.tensors, done.bytes) == (5, sum(tensor.nbytes for tensor in model.values()))
+
+
+def _save(directory: Path, *steps: int) -> None:
+    checkpoints = Checkpoints(directory, Alone(), keep=1)
+    for step in steps:
+        checkpoints.save(step, {"values": torch.ones(3)}, {}, {"position": step})
+
+
+def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> None:
+    """A save ends, and `step-8.partial` becomes `step-8`, between two reads."""
+    _save(tmp_path, 8)
+    final, partial = tmp_path / "step-8", tmp_path / "step-8.partial"
+    final.rename(partial)
+
+    def compare(found: list[contents.Contents]) -> comparison.Comparison:
+        if partial.exists():
+            partial.rename(final)
+        return comparison.compare(*found)
+
+    assert places.read([tmp_path, tmp_path], compare).same
+    assert places.examined(partial, read=True) == (final, [])
+    shutil.rmtree(final)
+    assert places.examined(final, read=True) == (None, [])
+
+
+def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> None:
+    _save(tmp_path, 8)
+    (file,) = (tmp_path / "step-8").glob("*.safetensors")
+    file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.raises(CheckpointError):
+        places.read([tmp_path, tmp_path], lambda found: comparison.compare(*found))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_plain_file_named_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    notes = tmp_path / "step-30"
+    notes.write_text("mine")
+    _save(tmp_path, 29, 30, 31, 32)
+    assert notes.read_text() == "mine"
+    assert [path.name for path in places.checkpoints(tmp_path)] == ["step-32"]

@@ -6,11 +6,15 @@ from dataclasses import replace
 import pytest
 
 from shoal.errors import DataError
+from shoal.hangs.peers import SAME_STEPS
 from shoal.launching.failure import (
     Failure,
+    Left,
     culprit,
     decode,
     encode,
+    explain,
+    first_to_leave,
     from_exception,
     from_exit,
     locate,
@@ -136,3 +140,44 @@ def test_the_place_of_a_syntax_error_is_in_its_file() -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = 1\nif x\n", "train.py", "exec")
     assert locate(caught.value) == "train.py:2"
+
+
+LEFT = Left(rank=5, when=0.5, where="a, train.py:3", ended=True)
+SILENT = replace(LEFT, rank=6, when=9.0, announced=False)
+
+
+@pytest.mark.parametrize(
+    ("failures", "left", "named"),
+    [
+        ([BY_PEER], [], None),
+        ([BY_PEER], [LEFT], LEFT),
+        ([BY_PEER, ABORTED], [replace(LEFT, rank=7, when=0.7), LEFT], LEFT),
+        # Another rank's own error is the cause.
+        ([BY_PEER, OWN], [LEFT], None),
+        ([KILLED], [LEFT], None),
+        # One that left later was not missing yet; when one that says nothing ended is not known.
+        ([BY_PEER], [replace(LEFT, when=1.5)], None),
+        ([BY_PEER], [SILENT], SILENT),
+        # A rank that has left the others itself needs them no more.
+        ([BY_PEER], [LEFT, replace(LEFT, rank=BY_PEER.rank, when=0.7)], None),
+    ],
+)
+def test_the_first_rank_to_leave_is_the_cause(
+    failures: list[Failure], left: list[Left], named: Left | None
+) -> None:
+    assert first_to_leave(failures, left) == named
+    cause = explain(failures, left, size=9)
+    assert cause.rank == (culprit(failures) if named is None else named).rank
+
+
+def test_report_of_a_rank_that_left() -> None:
+    told = report(explain([BY_PEER], [LEFT], size=2), size=2)
+    assert told.splitlines() == [
+        "Connection closed by peer",
+        "given: rank 5 of 2, which ended with exit code 0 on a, train.py:3",
+        "found: rank 1 still needed it, on a, train.py:7: Connection closed by peer",
+        f"fix:   {SAME_STEPS}",
+        "where: rank 5 of 2 on a, train.py:3 (the other was stopped)",
+    ]
+    hung = replace(OWN, rank=5, where="a", hung=True)
+    assert explain([hung], [LEFT], size=2).where == "a, train.py:3"

@@ -13,7 +13,9 @@ from shoal.hangs import end, stacks
 from shoal.hangs.end import EXIT_CODE, Report
 from shoal.hangs.trace import Collective, describe
 from shoal.hangs.verdict import (
+    BUSY_SECONDS,
     Absent,
+    Limits,
     Seen,
     Verdict,
     decide,
@@ -65,7 +67,10 @@ def test_who_is_silent_or_gone_is_named() -> None:
     assert (silent.rank, silent.where) == (1, "b, pid 77")
     assert silent.line.startswith("rank 1 of 3 on b does not answer: process 77 is stopped")
     assert (ended.rank, ended.where) == (1, "b")
-    assert ended.line.startswith("rank 1 of 3 on b has ended or left its world; ranks 0 and 2 have")
+    assert ended.due(Limits(step=600, prepare=3600), 600) < 0  # nothing is worth waiting for
+    receives = replace(WAITS, waits=call(group="", operation="recv"))
+    assert judged(receives, ENDED, WAITS_2).patience == 0.0  # it may wait for another one
+    assert ended.line.startswith("rank 1 of 3 on b has ended or left its world (its ")
 
 
 def test_a_machine_of_which_nothing_comes_back() -> None:
@@ -92,13 +97,23 @@ def test_a_machine_of_which_nothing_comes_back() -> None:
 def test_the_likelier_cause_is_named(others: list[Seen | Absent], named: int) -> None:
     verdict = judged(WAITS, *others)
     assert verdict.rank == named
-    assert verdict.patience == 0
+    assert verdict.patience <= 0
 
 
 def test_who_compiles_or_is_in_a_debugger_is_waited_for() -> None:
     verdict = judged(WAITS, COMPILES, WAITS_2)
     assert verdict.patience == float("inf")
     assert "it is at train.py:5 in g, compiles; " in verdict.line
+    assert verdict.due(Limits(step=600, prepare=3600), 600) == 3600
+    assert verdict.due(Limits(step=5, prepare=5), 5) == BUSY_SECONDS
+
+
+def test_a_rank_that_prepares_has_the_time_for_that_while_others_step() -> None:
+    limits = Limits(step=5, prepare=100)
+    assert judged(WAITS, replace(AWAY, limit=100.0), WAITS_2).due(limits, 5) == 100
+    assert judged(WAITS, replace(AWAY, limit=5.0), WAITS_2).due(limits, 5) == 5
+    steps = replace(AWAY, rank=2, limit=5.0)
+    assert judged(WAITS, replace(AWAY, limit=100.0), steps).rank == 2
 
 
 def test_only_members_of_a_group_are_waited_for() -> None:
@@ -189,6 +204,10 @@ def test_where_the_main_thread_is() -> None:
     receiving = stacks.Line(file="/x/torch/distributed/distributed_c10d.py", number=1, function="recv")
     assert stacks.busy([*lines, compiling]) == "compiles"
     assert stacks.busy([*lines, debugging, *lines]) == "is in a debugger"
+    importing = stacks.Line(file="<frozen importlib._bootstrap>", number=1, function="_load")
+    library = stacks.Line(file="/x/site-packages/torch/__init__.py", number=1, function="<module>")
+    assert stacks.busy([*lines, importing, library]) == "imports modules"
+    assert stacks.busy([importing, *lines]) == ""  # the user's own module: its lines are named
     assert stacks.communication([*lines, receiving]) == "recv"
     assert stacks.communication([receiving, *lines]) == ""
 
@@ -199,7 +218,7 @@ def test_a_report_reaches_the_launcher_as_a_failure() -> None:
     with set_variables({REPORTS: f"{os.getpid()}:{theirs.fileno()}"}):
         assert end.tell_launcher(report)
     assert decode(ours.recv_bytes()) == Failure(
-        rank=1, code=EXIT_CODE, when=4.0, where="b, train.py:5", text="all of it"
+        rank=1, code=EXIT_CODE, when=4.0, where="b, train.py:5", text="all of it", hung=True
     )
     # What a rank has started itself is not heard through the rank's pipe.
     with set_variables({REPORTS: f"{os.getpid() + 1}:{theirs.fileno()}"}):

@@ -198,6 +198,27 @@ def test_a_stopped_rank_is_named_by_its_silence_and_killed(start: Start, launche
 
 
 @pytest.mark.full
+def test_a_rank_that_keeps_pythons_lock_is_named_before_it_is_killed(start: Start) -> None:
+    run = start(
+        """
+        import ctypes, signal
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 1:
+            ctypes.PyDLL(None).sleep(100000)  # in C, with the lock
+        world.barrier()
+        """
+    )
+    run.wait_ready(3)
+    stuck = int((run.folder / "ready1").read_text())
+    assert run.process.stderr is not None
+    said = next(line for line in run.process.stderr if line.startswith("found: "))
+    assert psutil.pid_exists(stuck), "the report must not wait for the end of the rank"
+    assert f"rank 1 of 3 on {HOST} does not answer: process {stuck} is stopped, out of " in said
+    assert run.end().code == 124
+    wait_for(lambda: not run.members(), GONE_WITHIN)
+
+
+@pytest.mark.full
 def test_a_loader_that_blocks_is_named(start: Start) -> None:
     """Its worker, a process of its own, is ended too."""
     run = start(
@@ -300,7 +321,7 @@ def test_a_rank_that_has_left_is_named(start: Start) -> None:
     )
     seconds, ended = run.end_hung()
     check_end(run, seconds, ended)
-    assert the_line(ended.err).startswith(f"rank 1 of 3 on {HOST} has ended or left its world; ranks 0")
+    assert the_line(ended.err).startswith(f"rank 1 of 3 on {HOST} has ended or left its world (its ")
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import copy
 import errno
 import io
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,3 +338,27 @@ def test_a_log_on_a_full_disk_ends_no_training(
             run.tick()
         world.say("trained")
         assert run.save().is_dir()
+
+
+def train_where_the_directory_goes(world: shoal.World, directory: Path, every: int | None) -> None:
+    step, data = parts(world)
+    with shoal.Run(directory, step, data, trackers=()) as run:
+        for batch in data.epochs(1):
+            step(batch)
+            if step.number == 2:
+                world.barrier()
+                if world.first:
+                    shutil.rmtree(directory)
+                world.barrier()
+            run.tick(every=every)
+
+
+@pytest.mark.parametrize("every", [3, None])
+def test_a_run_whose_directory_is_removed_ends_with_an_error(
+    ranks: Ranks, tmp_path: Path, every: int | None
+) -> None:
+    """At the next save, or when the Run is closed."""
+    directory = tmp_path / "run"
+    with pytest.raises(AssertionError, match=f"{directory} was removed while the run was open"):
+        ranks.call(train_where_the_directory_goes, directory, every)
+    assert not directory.exists()

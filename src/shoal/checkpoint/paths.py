@@ -8,7 +8,7 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
@@ -59,8 +59,12 @@ def size_of(path: AnyPath) -> int:
     """The bytes of a file, or of all files in a directory; links are followed nowhere."""
     if isinstance(path, RemotePath):
         return path.size()
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
+    size = 0
+    with suppress(FileNotFoundError):  # a live run removes and renames them meanwhile
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                size += file.lstat().st_size
+    return size
 
 
 def how_to_remove(path: AnyPath, below: str = "") -> str:

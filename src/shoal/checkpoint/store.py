@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, Generic
 
@@ -253,7 +254,8 @@ class Store(ABC, Generic[P]):
         if not self.directory.is_dir():
             return []
         found = [(Name.read(path.name), path) for path in self.directory.iterdir()]
-        named = [(name, path) for name, path in found if name is not None]
+        # A plain file of such a name is the user's own, and none of ours.
+        named = [(name, path) for name, path in found if name is not None and _is_ours(path)]
         return sorted(named, key=lambda each: each[0])
 
     def may_be_whole(self, name: Name, path: P) -> bool:
@@ -307,6 +309,10 @@ class Store(ABC, Generic[P]):
         finally:
             digest.join()  # else it would read what may be overwritten
         return Record(sum(map(len, blocks)), digest.sha256.hexdigest())
+
+
+def _is_ours(path: AnyPath) -> bool:
+    return not (isinstance(path, Path) and path.is_file())
 
 
 def damage(path: AnyPath, manifest: Manifest, *, share: int = 0, of: int = 1) -> str | None:

@@ -54,7 +54,8 @@ class DiskStore(Store[Path]):
         """See Store."""
         partial, final = self.under_way(step), self.where(step)
         with suppress(OSError):
-            replaced = self._to_trash(final) if final.exists() else None
+            # Where a plain file has the name, the rename fails and the partial one stays, which counts.
+            replaced = self._to_trash(final) if final.is_dir() else None
             self.files.rename(partial, final)
             if replaced is not None:
                 self.remove_tree(replaced)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shoal.data.deaths import Workers
 from shoal.data.mapped import Source
 from shoal.data.ordering import Checked
 from shoal.data.sampler import Cell, Sampler, Share
@@ -53,7 +54,12 @@ class Fetch:
             generator=generator,
             worker_init_fn=_leave_the_end_to_the_rank,
         )
-        yield from loader
+        workers = Workers(rank=self.world.rank, count=self.num_workers)
+        with workers.explained():
+            items = iter(loader)
+            if self.num_workers:
+                workers.watch()
+            yield from items
 
 
 class Feed(ABC):

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import NoReturn
 import psutil
 
 from shoal import environ
-from shoal.launchers import MAY_DIE
+from shoal.hangs import stacks
+from shoal.launchers import LEFT, MAY_DIE
+from shoal.places import is_library
 
 EXIT_CODE = 124
 """Of all ranks after a hang; timeout(1) has the same."""
@@ -48,39 +51,67 @@ def launched() -> bool:
 
 def tell_launcher(report: Report) -> bool:
     """Hand a report to the `shoal run` that started this process; False if none did."""
-    pipe = environ.reports()
-    if pipe is None:
-        return False
     failure = {
         "rank": report.rank,
         "code": EXIT_CODE,
         "when": report.when,
         "where": report.where,
         "text": report.text,
+        "hung": True,
     }
-    _tell(pipe, json.dumps(failure).encode())
-    return True
+    return _tell(json.dumps(failure).encode())
+
+
+def tell_left() -> None:
+    """Let the `shoal run` that started this process, if one did, know that it leaves its world.
+
+    Not where an error makes it leave, which is reported as such.
+    """
+    error = sys.exception()
+    if error is None:
+        lines = stacks.main_stack()
+    elif isinstance(error, SystemExit) and not error.code:
+        lines = stacks.traced(error)
+    else:
+        return
+    own = stacks.own_line(lines)
+    place = "" if is_library(own.file) else str(own)
+    notice = {"place": place, "ended": False, "when": time.monotonic()}
+    _tell(LEFT + json.dumps(notice).encode())
+
+
+def tell_joined() -> None:
+    """Take back what `tell_left` said of a world before this one."""
+    _tell(LEFT + json.dumps(None).encode())
 
 
 def may_die_alone() -> None:
     """Have the `shoal run` that started this process, if one did, let others go on if it is killed."""
+    _tell(MAY_DIE)
+
+
+def _tell(message: bytes) -> bool:
+    """Send the launcher a message, as far as it still listens; False if no `shoal run` started this."""
     pipe = environ.reports()
-    if pipe is not None:
-        _tell(pipe, MAY_DIE)
-
-
-def _tell(pipe: int, message: bytes) -> None:
+    if pipe is None:
+        return False
     with suppress(OSError), Connection(os.dup(pipe), readable=False) as launcher:
         launcher.send_bytes(message)
+    return True
 
 
 def tell_people(report: Report) -> None:
     """Write a report to stderr."""
-    within(_FLUSH_SECONDS, lambda: _write(report))
+    say(str(report))
 
 
-def _write(report: Report) -> None:
-    sys.stderr.write(str(report))
+def say(text: str) -> None:
+    """Write a text to stderr, followed by a new line unless it ends with one."""
+    within(_FLUSH_SECONDS, lambda: _write(text))
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
     sys.stderr.flush()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -15,6 +16,7 @@ from shoal.places import is_library
 
 _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 """On the stack only while torch compiles, and not while what it compiled runs."""
+_IMPORT = "<frozen importlib"
 _DEBUGGERS = ("/bdb.py", "/pydevd.py", "/pydevd_bundle/")
 _COMMUNICATION = "torch/distributed/"
 _STORAGE = "torch/distributed/checkpoint/"
@@ -49,6 +51,15 @@ def stack(frame: FrameType | None) -> list[Line]:
     return lines[::-1]
 
 
+def traced(error: BaseException) -> list[Line]:
+    """The calls between the place where an error was raised and that of its handler, innermost last."""
+    calls = traceback.walk_tb(error.__traceback__)
+    return [
+        Line(file=frame.f_code.co_filename, number=number or 0, function=frame.f_code.co_name)
+        for frame, number in calls
+    ]
+
+
 def own_line(lines: Sequence[Line]) -> Line:
     """The innermost line of the user's own code; of any code where none is."""
     own = [line for line in lines if not is_library(line.file)]
@@ -56,12 +67,19 @@ def own_line(lines: Sequence[Line]) -> Line:
 
 
 def busy(lines: Sequence[Line]) -> str:
-    """What a thread does that may rightly take long: "compiles", "is in a debugger"; else empty."""
+    """What a thread does that may take long: "compiles", "is in a debugger", "imports modules".
+
+    Empty for anything else. While a module of the user's own is imported, its lines are the user's,
+    and may be those that hang.
+    """
     files = [line.file for line in lines]
     if any(file.endswith(_COMPILERS) for file in files):
         return "compiles"
     if any(part in file for file in files for part in _DEBUGGERS):
         return "is in a debugger"
+    own = max((index for index, file in enumerate(files) if not is_library(file)), default=-1)
+    if any(file.startswith(_IMPORT) for file in files[own + 1 :]):
+        return "imports modules"
     return ""
 
 

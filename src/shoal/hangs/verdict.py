@@ -8,13 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from shoal.hangs.peers import SAME_STEPS
 from shoal.hangs.trace import Collective
 
 CONFIRM = 1.0
 """Seconds for which what may be a matter of moments has to last before it is believed."""
 
+BUSY_SECONDS = 300.0
+"""Seconds that a rank which compiles, imports or is in a debugger has, however short the limits are."""
+
 _ALIKE = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "reduce_scatter"}
 """Collectives whose input has the same size and dtype on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many seconds a wait may last: in a step, and where one rank may take its time."""
+
+    step: float
+    prepare: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +36,7 @@ class Seen:
     `place` is the user's line that its main thread is at, `function` the function of that line.
     `waits` is the collective that it waits in, if it does; an operation alone, of no group, is one
     that torch does not record, such as a receive. `busy` says what it does that may take long.
+    `limit` is how many seconds the others may wait for it: more until it has begun its first step.
     `recent` are its last collectives, `groups` its process groups with their ranks.
     """
 
@@ -33,6 +46,7 @@ class Seen:
     function: str
     waits: Collective | None = None
     busy: str = ""
+    limit: float = 0.0
     recent: tuple[Collective, ...] = ()
     groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
     stacks: str = ""
@@ -63,13 +77,22 @@ class Absent:
 class Verdict:
     """The outcome: `line` says it all, `rank` is whom it names, at `where` (host and place).
 
-    It is to be believed when the wait has lasted `patience` seconds longer than it may.
+    It is to be believed when the wait has lasted `patience` seconds longer than it may, and it may
+    last for `limit` seconds at least. A `patience` of minus infinity: no wait can help.
     """
 
     rank: int
     where: str
     line: str
     patience: float = 0.0
+    limit: float = 0.0
+
+    def due(self, limits: Limits, limit: float) -> float:
+        """After how many seconds of waiting it is to be believed, by a rank whose limit is `limit`."""
+        longest = max(limit, self.limit)
+        if self.patience == math.inf:
+            return max(longest, limits.prepare, BUSY_SECONDS)
+        return longest + self.patience
 
 
 def to_plain(seen: Seen) -> dict[str, Any]:
@@ -103,8 +126,11 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
     elsewhere = [one for one in awaited if isinstance(one, Seen)]
     tail = _waits(waiting, seconds)
     if ended:
-        line = f"{_who(ended[0], size)} has ended or left its world{_more(ended)}; {tail}"
-        return Verdict(rank=ended[0].rank, where=ended[0].host, line=line)
+        line = f"{_who(ended[0], size)} has ended or left its world (its connection closed)"
+        line += f"{_more(ended)}; {tail}"
+        known = all(one.partners is not None for one in waiting)
+        patience = -math.inf if known else 0.0
+        return Verdict(rank=ended[0].rank, where=ended[0].host, line=line, patience=patience)
     if elsewhere:
         return _did_not_arrive(elsewhere, size, tail)
     cut = [one for one in silent if one.cut]
@@ -112,10 +138,16 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
         return _cut_off(cut, found, tail)
     if silent:
         line = f"{_who(silent[0], size)} does not answer{_more(silent)}: process {silent[0].pid} is "
-        line += f"stopped, or in a call that keeps Python's lock; {tail}"
+        line += f"stopped, out of memory, or in a call that keeps Python's lock; {tail}"
         where = f"{silent[0].host}, pid {silent[0].pid}"
         return Verdict(rank=silent[0].rank, where=where, line=line)
     return _each_other(waiting, size, seconds)
+
+
+def told_to_have_left(ranks: Sequence[Absent], size: int, mine: int, waited: str) -> str:
+    """Name the `ranks` that have left, which caused an error of rank `mine` where it `waited`."""
+    line = f"{_who(ranks[0], size)} has ended or left its world (its connection closed){_more(ranks)}, "
+    return f"{line}while rank {mine} was in {waited}: see its own error; without one, {SAME_STEPS}"
 
 
 def table(found: Sequence[Seen | Absent]) -> str:
@@ -162,7 +194,7 @@ def _is_awaited(one: Seen | Absent, waiting: Sequence[Seen]) -> bool:
 
 def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
     # Only if all of them have a reason to take long: else one that has none is to blame.
-    one = next((one for one in elsewhere if not one.busy), elsewhere[0])
+    one = min(elsewhere, key=lambda one: (bool(one.busy), one.limit))
     others = [each for each in elsewhere if each is not one]
     doing = f", {one.busy}" if one.busy else ""
     line = f"{_who(one, size)} did not arrive: it is at {one.place} in {one.function}{doing}"
@@ -171,6 +203,7 @@ def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
         where=f"{one.host}, {one.place}",
         line=f"{line}{_more([one, *others])}; {tail}",
         patience=math.inf if one.busy else 0.0,
+        limit=one.limit,
     )
 
 

@@ -13,12 +13,13 @@ import math
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from shoal.errors import ShoalError
 from shoal.hangs import channel, end, stacks, trace, verdict
 from shoal.hangs.channel import Peer, UnreachableError
 from shoal.hangs.end import Report
+from shoal.hangs.peers import SAME_STEPS, is_by_peer
 from shoal.hangs.trace import Collective
-from shoal.hangs.verdict import Absent, Seen, Verdict
+from shoal.hangs.verdict import Absent, Limits, Seen, Verdict
 from shoal.meeting import listen
 
 _INTERVAL = 0.5
@@ -43,19 +45,15 @@ _LEFT_SECONDS = 2 * _ANSWER_SECONDS
 _AGAIN_SECONDS = 1.0
 _LONGEST_LOOK = _INTERVAL + _ANSWER_SECONDS + _AGAIN_SECONDS
 """Seconds between two looks, at most, while this process runs."""
+_GONE_SECONDS = 1.0
+"""For so long a rank whose connection broke asks who is gone: sockets of one process close in turn."""
+_NEIGHBOUR_SECONDS = 5.0
+"""How long a rank waits before it asks whether the next one is still there, and then again."""
 _TOGETHER_SECONDS = 0.25
 """All wait so long before they end, or the first to end would look like the cause."""
 _WRITE_SECONDS = 1.0
 _RECENT = 20
 _LONGEST_STACKS = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How many seconds a wait may last: in a step, and where one rank may take its time."""
-
-    step: float
-    prepare: float
 
 
 class Watch:
@@ -97,11 +95,24 @@ class Watch:
         self._answers = 0
         self._left = -math.inf
         self._decided = False
+        self._first_gone: list[int] = []
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="shoal watch", daemon=True)
         self._thread.start()
+        end.tell_joined()
+
+    def leave(self) -> None:
+        """Say why this rank leaves where that is because of another's death or its own choice; stop."""
+        end.tell_left()
+        error = sys.exception()
+        if error is not None and (said := self.explain(error)):
+            error.add_note(said)
+        shown = getattr(sys, "last_value", None)  # at the end of Python, its traceback is on the screen
+        if error is None and shown is not None and (said := self.explain(shown)):
+            end.say(said)
+        self.stop()
 
     def stop(self) -> None:
         """End the thread and close the socket; other ranks then find that this one has left."""
@@ -124,6 +135,33 @@ class Watch:
         answers = zip(ranks, asked.result(), strict=True)
         return {rank for rank, answer in answers if isinstance(answer, signs)}
 
+    def explain(self, error: BaseException) -> str:
+        """Who has left, where an error reads as the death of another rank; empty if that isn't known.
+
+        Each that asks tells the others, since those that fail for the same reason are soon gone too.
+        """
+        here = {peer.host for peer in self._peers}
+        if not is_by_peer(error) or (end.launched() and len(here) == 1):  # whose launcher knows more
+            return ""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        pause = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
+        until = time.monotonic() + pause + _GONE_SECONDS
+        while not self._first_gone and time.monotonic() < until:
+            time.sleep(pause)
+            pause = _LATER_SECONDS
+            self._first_gone = self._first_gone or sorted(self.gone(others))
+        if not self._first_gone:
+            return ""
+        with suppress(RuntimeError):  # this rank has left it itself
+            told = self._ask(others, {"gone": self._first_gone})
+            asyncio.run_coroutine_threadsafe(told, self._loop).result()
+        absent = [self._understand(rank, ConnectionError()) for rank in self._first_gone]
+        place = stacks.own_line(stacks.traced(error))
+        calls = trace.collectives(self._before)
+        waited = f"{calls[-1]} at {place}" if calls else str(place)
+        left = [one for one in absent if isinstance(one, Absent)]
+        return verdict.told_to_have_left(left, self._size, self._rank, waited)
+
     def answered(self) -> None:
         """Another rank has answered this one, outside of all process groups; from any thread."""
         self._answers += 1  # one may be lost among threads: that it has changed is enough
@@ -135,16 +173,34 @@ class Watch:
     async def _watch(self) -> None:
         async with await asyncio.start_server(self._answer, sock=self._socket):
             later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
-            counts, waited, looked = self._counts(), 0.0, time.monotonic()
+            counts, waited, asked, looked = self._counts(), 0.0, 0.0, time.monotonic()
             while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
                 # Time in which this process was stopped, or its machine asleep, is nobody's fault.
                 passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
                 looked = time.monotonic()
                 now = self._counts()
                 waited, counts = waited + passed if now == counts else 0.0, now
+                asked = min(asked, waited)
                 if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
                     await self._judge(waited)
                     await _within(self._stopped.wait(), _AGAIN_SECONDS)
+                elif waited >= asked + _NEIGHBOUR_SECONDS:
+                    asked = waited
+                    if await self._neighbour_is_gone():
+                        await self._judge(waited)
+
+    async def _neighbour_is_gone(self) -> bool:
+        """Whether this rank waits, and the next one of the group in which it does has left its world.
+
+        Each member asks one, so that a group of thousands finds those that left without a flood.
+        """
+        waits = self._waits(stacks.main_stack())
+        members = [] if waits is None else trace.groups().get(waits.group, [])
+        if self._rank not in members or len(members) == 1:
+            return False
+        following = members[(members.index(self._rank) + 1) % len(members)]
+        (answer,) = await self._ask([following], {"alive": True})
+        return isinstance(answer, ConnectionError)
 
     def _counts(self) -> tuple[int, ...]:
         return (self._answers, *trace.counts())
@@ -158,7 +214,7 @@ class Watch:
         decided = verdict.decide(found, seconds=seconds)
         if decided is None:  # what this rank waited for has come while the others were asked
             return
-        if seconds < min(self.limit + decided.patience, max(self.limit, self._limits.prepare)):
+        if seconds < decided.due(self._limits, self.limit):
             return
         report = self._put_into_words(decided, found)
         self._decided = True
@@ -202,6 +258,9 @@ class Watch:
     def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
         if "alive" in question:
             return {}
+        if "gone" in question:
+            self._first_gone = self._first_gone or question["gone"]
+            return {}
         lower = question["judge"] < self._rank
         if "end" not in question:
             self._left = time.monotonic() if lower else self._left
@@ -229,6 +288,7 @@ class Watch:
             function=own.function,
             waits=self._waits(lines),
             busy=stacks.busy(lines),
+            limit=self.limit,
             recent=tuple(trace.collectives(self._before)[-_RECENT:]),
             groups=trace.groups(),
             stacks=stacks.all_stacks()[:_LONGEST_STACKS],
@@ -250,10 +310,13 @@ class Watch:
         longer = f"shoal.init({name}=…)"
         if name == "timeout":
             longer = f"`with world.preparing():` around it on all ranks, or {longer}"
+        given = f"a wait of more than {self.limit:g} s, the {name} of shoal.init"
+        fix = f"if one rank may take so long: {longer}"
+        if decided.patience == -math.inf:
+            given = "a wait for a rank that has left"
+            fix = f"without an error of that rank: {SAME_STEPS}"
         error = ShoalError(
-            given=f"a wait of more than {self.limit:g} s, the {name} of shoal.init",
-            found=decided.line,
-            fix=f"see {kept}, the stacks of all ranks; if one rank may take so long: {longer}",
+            given=given, found=decided.line, fix=f"see {kept}, the stacks of all ranks; {fix}"
         )
         return Report(
             rank=decided.rank,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 from shoal.checkpoint.files import Files
-from shoal.checkpoint.naming import is_named
+from shoal.checkpoint.naming import Name, is_named
 from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.store import MANIFEST
 from shoal.checkpoint.stores import store_in
 from shoal.errors import CheckpointError
+from shoal.inspection.contents import Contents, look
 from shoal.inspection.soundness import problems
+
+R = TypeVar("R")
+
+_TRIES = 5
+"""How often a checkpoint that a live run renames or removes meanwhile is looked for again."""
 
 USUAL = "checkpoints"
 """Where a Run keeps its checkpoints, in its directory."""
@@ -62,10 +71,11 @@ def newest(given: AnyPath) -> AnyPath:
     store = store_in(folders(given)[0], Files())
     reasons: list[str] = []
     for path in store.candidates():
-        found = problems(path, read=False)
-        if not found:
-            return path
-        reasons.append(f"{path.name}: {found[0]}")
+        now, found = examined(path, read=False)
+        if now is not None and not found:
+            return now
+        if now is not None:
+            reasons.append(f"{path.name}: {found[0]}")
     if not reasons:
         raise _unfinished(given)
     raise CheckpointError(
@@ -73,6 +83,36 @@ def newest(given: AnyPath) -> AnyPath:
         found=f"none is whole: {'; '.join(reasons)}",
         fix=f"shoal checkpoint ls {given}",
     )
+
+
+def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
+    """Where a checkpoint that was listed is now, and its problems, as `problems` finds them.
+
+    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old ones: the path
+    is None for one that is gone.
+    """
+    found = problems(path, read=read)
+    if not found or path.exists():
+        return path, found
+    name = Name.read(path.name)
+    final = path if name is None else path.parent / str(name._replace(suffix=""))
+    return (final, problems(final, read=read)) if final.exists() else (None, [])
+
+
+def read(given: Sequence[AnyPath], action: Callable[[list[Contents]], R]) -> R:
+    """What `action` makes of the contents of the newest checkpoint of each of `given`.
+
+    It is called again where a live run has renamed or removed one of them meanwhile.
+    """
+    tries = _TRIES
+    while True:
+        tries -= 1
+        paths = [newest(each) for each in given]
+        try:
+            return action([look(path) for path in paths])
+        except CheckpointError:
+            if not tries or all(path.exists() for path in paths):
+                raise
 
 
 def _name(path: AnyPath) -> str:

@@ -13,6 +13,7 @@ from shoal.checkpoint.paths import AnyPath, size_of
 from shoal.checkpoint.store import MANIFEST, DamageError
 from shoal.checkpoint.stores import store_in
 from shoal.inspection.contents import simplify
+from shoal.inspection.places import examined
 from shoal.inspection.soundness import manifest, problems
 
 _LAST = 2.0**36  # in the year 4147; beyond it not every clock can say what time it is
@@ -44,7 +45,9 @@ def entries(folder: AnyPath, *, verify: bool) -> Iterator[Entry]:
     """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
     newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
     for path in reversed(newest_first):
-        yield entry(path, verify=verify)
+        now, found = examined(path, read=verify)
+        if now is not None:
+            yield _entry(now, found)
 
 
 def leftovers(folder: AnyPath) -> list[Leftover]:
@@ -66,7 +69,10 @@ def leftovers(folder: AnyPath) -> list[Leftover]:
 
 def entry(path: AnyPath, *, verify: bool) -> Entry:
     """One checkpoint; `verify` reads all of its files."""
-    found = tuple(problems(path, read=verify))
+    return _entry(path, problems(path, read=verify))
+
+
+def _entry(path: AnyPath, found: Sequence[str]) -> Entry:
     try:
         said = manifest(path)
     except DamageError:
@@ -78,7 +84,7 @@ def entry(path: AnyPath, *, verify: bool) -> Entry:
             ranks=None,
             files=len(files),
             bytes=size_of(path),
-            problems=found,
+            problems=tuple(found),
         )
     info = _info(said.info)
     return Entry(
@@ -88,7 +94,7 @@ def entry(path: AnyPath, *, verify: bool) -> Entry:
         ranks=said.world_size,
         files=len(said.files),
         bytes=sum(record.bytes for record in said.files.values()),
-        problems=found,
+        problems=tuple(found),
     )
 
 

@@ -30,9 +30,15 @@ of sysexits.h, a failure that another try mends."""
 MAY_DIE = b"may die alone"
 """What a rank tells the launcher that started it when the others would go on without it."""
 
+LEFT = b"left "
+"""What a rank tells that launcher when it leaves the others without an error, before JSON: the place in
+the user's code, whether its script has ended, and the moment in seconds of `time.monotonic`; or null
+when it joins them again."""
+
 __all__ = [
     "DIRECTORY",
     "LAUNCHERS",
+    "LEFT",
     "MAY_DIE",
     "NODES_RUN_ID",
     "PORTS",

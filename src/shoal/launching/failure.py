@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 
-from ..errors import ShoalError
+from ..errors import LaunchError, ShoalError
+from ..hangs.peers import SAME_STEPS, is_by_peer
 from ..launchers import REQUEUE
 from ..places import is_library
-
-# How the death of a peer looks from the ranks that were talking to it (Gloo, NCCL, TCPStore), and
-# an error of its own that it told them of.
-_BY_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|remote process exited"
-    r"|communicator was aborted|failed to recv|peer closed"
-    r"|see that rank's own error",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +24,8 @@ class Failure:
     `code` is what a shell shows (128 + signal for a killed rank), `signal` is 0 for ranks that
     ended by themselves. `when` is in seconds of `time.monotonic`, which all processes of a machine
     share. `text` is a traceback or the message of `sys.exit`, without the place; `by_peer` says
-    that the error reads as the consequence of another rank's death.
+    that the error reads as the consequence of another rank's death, `hung` that ranks waited for
+    this one without end.
     """
 
     rank: int
@@ -43,6 +35,7 @@ class Failure:
     signal: int = 0
     text: str = ""
     by_peer: bool = False
+    hung: bool = False
 
     @property
     def killed(self) -> bool:
@@ -53,6 +46,22 @@ class Failure:
     def doubtful(self) -> bool:
         """Whether another rank's death may be what is behind it, which has to show yet."""
         return self.by_peer or self.signal == signal.SIGABRT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """A rank that left the others without a failure.
+
+    Its script has `ended`, or it has closed its world and its script continues. `when` is as in a
+    Failure, `where` the host and, where it is known, the place in the user's code. `announced` says
+    that the rank itself told the moment; that of others is when their process was found to have ended.
+    """
+
+    rank: int
+    when: float
+    where: str
+    ended: bool
+    announced: bool = True
 
 
 def encode(failure: Failure) -> bytes:
@@ -83,6 +92,46 @@ def culprit(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=order)
 
 
+def first_to_leave(failures: Sequence[Failure], left: Sequence[Left]) -> Left | None:
+    """The rank that left first, if that explains failures which all read as another rank's death.
+
+    It explains no failure of a rank that has left the others too, and needs them no more.
+    """
+    gone = {one.rank for one in left}
+    failed = {failure.rank for failure in failures}
+    needing = [failure.when for failure in failures if failure.rank not in gone]
+    if not needing or not all(failure.doubtful for failure in failures):
+        return None
+    before = [one for one in left if one.rank not in failed]
+    before = [one for one in before if not one.announced or one.when <= min(needing)]
+    return min(before, key=lambda one: one.when, default=None)
+
+
+def explain(failures: Sequence[Failure], left: Sequence[Left], *, size: int) -> Failure:
+    """The failure to report of those of a run (at least one): that of the rank which caused the others.
+
+    That may be a rank that left with exit code 0 while the others still needed it. The text of its
+    report begins with the failure that it caused.
+    """
+    cause = culprit(failures)
+    if cause.hung:
+        where = next((one.where for one in left if one.rank == cause.rank), cause.where)
+        return replace(cause, where=where)
+    first = first_to_leave(failures, left)
+    if first is None:
+        return cause
+    did = "ended with exit code 0" if first.ended else "left its world"
+    error = LaunchError(
+        given=f"rank {first.rank} of {size}, which {did} on {first.where}",
+        found=f"rank {cause.rank} still needed it, on {cause.where}: {shorten(_last_line(cause), 150)}",
+        fix=SAME_STEPS,
+    )
+    text = f"{_text(cause)}\n{str(error).lstrip()}"
+    return replace(
+        cause, rank=first.rank, where=first.where, text=text, signal=0, code=1, by_peer=False
+    )
+
+
 def preempted(failures: Sequence[Failure]) -> bool:
     """Whether ranks have not failed, but left because they were told to, to be started again."""
     return bool(failures) and all(failure.code == REQUEUE for failure in failures)
@@ -105,9 +154,12 @@ def loss(failure: Failure, *, size: int) -> str:
 
 def reason(failure: Failure) -> str:
     """Spell a failure in one line: the exception, of a ShoalError what was found, or the signal."""
-    lines = _text(failure).splitlines()
-    found = [line for line in lines[-3:] if line.startswith("found: ")]
-    return found[0].removeprefix("found: ") if found else lines[-1]
+    found = [line for line in _text(failure).splitlines()[-3:] if line.startswith("found: ")]
+    return found[0].removeprefix("found: ") if found else _last_line(failure)
+
+
+def _last_line(failure: Failure) -> str:
+    return _text(failure).splitlines()[-1]
 
 
 def _text(failure: Failure) -> str:
@@ -142,7 +194,7 @@ def from_exception(error: BaseException, *, rank: int, host: str, when: float) -
         code, text = exit_status(error)
         return Failure(rank=rank, code=code, when=when, where=where, text=text)
     return Failure(
-        rank=rank, code=1, when=when, where=where, text=_spell(error), by_peer=_is_by_peer(error)
+        rank=rank, code=1, when=when, where=where, text=_spell(error), by_peer=is_by_peer(error)
     )
 
 
@@ -187,16 +239,3 @@ def locate(error: BaseException) -> str | None:
     # Where Shoal noticed a user's mistake is no place to look for it.
     chosen = own or ([] if isinstance(error, ShoalError) else list(frames))
     return f"{chosen[-1].filename}:{chosen[-1].lineno}" if chosen else None
-
-
-def _is_by_peer(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    passed: set[int] = set()
-    # `raise error from error` is its own cause.
-    while seen is not None and id(seen) not in passed:
-        passed.add(id(seen))
-        with suppress(Exception):  # a message may be what is broken
-            if _BY_PEER.search(str(seen)):
-                return True
-        seen = seen.__context__ if seen.__cause__ is None else seen.__cause__
-    return False

@@ -17,7 +17,8 @@ from typing import Any
 from ..environ import write_variables
 from ..errors import LaunchError
 from ..launchers import REQUEUE
-from .failure import Failure, culprit, loss, preempted, report
+from . import orphans
+from .failure import Failure, explain, loss, preempted, report
 from .job import Job
 from .logs import Logs
 from .nodes import Nodes, label
@@ -75,6 +76,7 @@ class Launcher:
         self._workers = Workers(job, [], None, self._tell_loss)
         self._ranks, self._size = range(processes), processes
         self._end = End()
+        self._orphans = orphans.Orphans()
         context = multiprocessing.get_context("forkserver")
         self._orders, self._theirs = context.Pipe()
         self._agent = context.Process(
@@ -85,9 +87,13 @@ class Launcher:
 
     def run(self) -> End:
         """Run all attempts. Raises Interrupted at a signal."""
+        grace = self._short
         try:
             self._start_agent()
-            return self._obey()
+            end = self._obey()
+            if not end.code:
+                grace = orphans.GRACE if self._grace is None else self._grace
+            return end
         except Interrupted as interrupted:
             try:
                 self._leave(128 + interrupted.signum)
@@ -98,13 +104,28 @@ class Launcher:
                 self._agent.join(2 * self._nodes.silence)
             if saved:
                 return End(code=REQUEUE)
+            if self._workers.over is not None and self._nodes is None:
+                return End(values=self._workers.over)  # it was too late to end anything
             raise
         finally:
-            self._workers.stop(signal.SIGKILL, 0.0)
-            if self._agent.pid is not None:
-                self._agent.kill()
-                self._agent.join()
-            stop_server()
+            try:
+                self._workers.stop(signal.SIGKILL, 0.0)
+                self._end_orphans(grace)
+            finally:
+                if self._agent.pid is not None:
+                    self._agent.kill()
+                    self._agent.join()
+                self._orphans.release()
+                stop_server()
+
+    def _end_orphans(self, grace: float) -> None:
+        """Give what ranks have left in sessions of their own time to finish, then end and name it."""
+        found = ", ".join(map(orphans.name, self._orphans.left()))
+        if not found:
+            return
+        _tell(f"shoal run: waits up to {grace:g} s for what the ranks left running: {found}\n")
+        for name in self._orphans.end(grace):
+            _tell(f"shoal run: {name} was still running after {grace:g} s, and was killed\n")
 
     def forward(self, signum: int) -> bool:
         """Pass a signal on to the ranks, which may end because of it; whether there are any."""
@@ -114,6 +135,7 @@ class Launcher:
     def _start_agent(self) -> None:
         with self._undisturbed():
             start_server()
+            self._orphans.adopt()
             try:
                 with without_main():
                     self._agent.start()
@@ -185,7 +207,9 @@ class Launcher:
                 self._logs.begin(self._attempts, attempts, self._job.name)
                 files = self._logs.files
             self._workers = Workers(self._job, variables, files, self._tell_loss)
-            return self._workers.start()
+            pids = self._workers.start()
+            self._orphans.expect(pids)
+            return pids
 
     def _agent_lost(self, why: str) -> LaunchError:
         return LaunchError(
@@ -204,21 +228,17 @@ class Launcher:
         if not failures:
             self._end = End(values=tuple(self._workers.values()))
             return "over"
-        failure = culprit(failures)
+        failure = explain(failures, self._workers.left(), size=self._size)
         again = self._preempted < self._preemptions and not self._told
-        try:
-            self._workers.stop(signal.SIGTERM, self._short)
-        finally:
-            # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            if preempted(failures):
-                self._preempted += 1
-                text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
-            else:
-                self._failed += 1
-                text = report(failure, size=self._processes)
-                if self._failed <= self._restarts:
-                    text += f"restart {self._failed} of {self._restarts}\n"
-            self._tell_of(failure.rank, text)
+        if preempted(failures):
+            self._preempted += 1
+            text = f"preemption {self._preempted} of {self._preemptions}\n" if again else ""
+        else:
+            self._failed += 1
+            text = report(failure, size=self._processes)
+            if self._failed <= self._restarts:
+                text += f"restart {self._failed} of {self._restarts}\n"
+        self._stop_and_tell(self._short, failure, text)
         self._end = End(code=failure.code, failure=failure)
         if preempted(failures):
             return "preempted" if again else "over"
@@ -234,7 +254,8 @@ class Launcher:
         failures = self._workers.wait(self._grace, seconds)
         if failures is None:
             return None
-        failure = culprit(failures) if failures else None
+        left = self._workers.left()
+        failure = explain(failures, left, size=self._size) if failures else None
         self._end = End(failure=failure)
         return {"failure": failure and asdict(failure), "told": self._told}
 
@@ -248,15 +269,25 @@ class Launcher:
         failure = self._end.failure
         if failure is not None and (failure.code == REQUEUE or (failure.by_peer and not first)):
             failure = None
+        if failure is not None:
+            text = report(failure, size=self._size) + text
+        left = self._stop_and_tell(self._grace if saving else self._short, failure, text)
+        self._end = End(code=REQUEUE if left and code else code, failure=failure)
+
+    def _stop_and_tell(self, grace: float | None, failure: Failure | None, text: str) -> bool:
+        """Stop what is left of an attempt and tell why; whether ranks left to be started again."""
+        rank = self._ranks.start if failure is None else failure.rank
+        first = failure is not None and failure.hung
+        if first:  # a rank that hangs may use up all of its grace, and the others have ended
+            self._tell_of(rank, text)
         try:
-            left = self._workers.stop(signal.SIGTERM, self._grace if saving else self._short)
-            code = REQUEUE if left and code else code
+            saved = self._workers.stop(signal.SIGTERM, grace)
+            self._end_orphans(self._short)
+            return saved
         finally:
             # Last on the screen, also for those who press Ctrl-C while the others are stopped.
-            if failure is not None:
-                text = report(failure, size=self._size) + text
-            self._tell_of(failure.rank if failure else self._ranks.start, text)
-        self._end = End(code=code, failure=failure)
+            if not first:
+                self._tell_of(rank, text)
 
     def _tell_of(self, rank: int, text: str) -> None:
         """Tell how an attempt ended on the screen, and in the file of the rank that was first."""

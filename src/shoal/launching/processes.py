@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -11,14 +12,15 @@ import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 from ..environ import SAFE_PATH, set_variables
 from ..errors import LaunchError
-from ..launchers import MAY_DIE
-from .failure import Failure, decode, from_exit, preempted
+from ..launchers import LEFT, MAY_DIE
+from .failure import Failure, Left, decode, first_to_leave, from_exit, preempted
 from .job import Job
 from .signals import FORWARDED
 from .worker import RETURNED, SHIELDED, main
@@ -90,6 +92,8 @@ class Workers:
         self._waiting = [_Rank(job, *each) for each in zip(variables, files, strict=True)]
         self._ranks: list[_Rank] = []
         self._lost = lost
+        self.over: tuple[bytes, ...] | None = None
+        """What the ranks returned, where `stop` has found that all of them ended well."""
 
     def start(self) -> list[int]:
         """Start all processes; returns their ids."""
@@ -124,6 +128,7 @@ class Workers:
             if failures and not preempted(failures):
                 first = time.monotonic() if first is None else first
                 explained = not all(failure.doubtful for failure in failures)
+                explained = explained or first_to_leave(failures, self.left()) is not None
                 deadline = first + (_SETTLE if explained else _UNEXPLAINED)
             elif failures and deadline is None:
                 deadline = time.monotonic() + (SAVING_GRACE if grace is None else grace)
@@ -142,6 +147,10 @@ class Workers:
             if failure is not None and failure.killed and rank.may_die and others:
                 rank.failure = None
                 self._lost(failure)
+
+    def left(self) -> list[Left]:
+        """The ranks that have left the others without a failure."""
+        return [rank.left for rank in self._ranks if rank.left is not None]
 
     def values(self) -> list[bytes]:
         """What ranks that have ended returned, in rank order; empty for nothing."""
@@ -171,6 +180,8 @@ class Workers:
                 _poll(running, deadline)
                 running = [rank for rank in running if not rank.ended]
             failures = [rank.failure for rank in self._ranks if rank.failure is not None]
+            if self._ranks and all(rank.ended_well for rank in self._ranks):
+                self.over = tuple(self.values())
             return preempted(failures) and not running
         finally:
             for rank in self._ranks:
@@ -190,6 +201,8 @@ class _Rank:
         self.ended = False
         self.failure: Failure | None = None
         self.may_die = False
+        self.left: Left | None = None
+        self.finished = False
         self.value = b""
         self._reports, self._sender = context.Pipe(duplex=False)
         args = (job, self.rank, variables, self._sender, log)
@@ -221,27 +234,42 @@ class _Rank:
         if exitcode is None or self.ended:
             return
         self.ended = True
+        host, now = socket.gethostname(), time.monotonic()
         if exitcode and self.failure is None:
             self.failure = from_exit(
-                rank=self.rank,
-                host=socket.gethostname(),
-                pid=self._id(),
-                exitcode=exitcode,
-                when=time.monotonic(),
+                rank=self.rank, host=host, pid=self._id(), exitcode=exitcode, when=now
             )
+        elif not exitcode:
+            silent = Left(
+                rank=self.rank, when=now, where=f"{host}, pid {self._id()}", ended=True, announced=False
+            )
+            self.left = silent if self.left is None else replace(self.left, ended=True)
 
     def _read(self) -> None:
         last = True
         try:
             report = self._reports.recv_bytes()
-            last = report != MAY_DIE
+            last = report != MAY_DIE and not report.startswith(LEFT)
             if last:
                 self._take(report)
-            self.may_die |= not last
+            elif report == MAY_DIE:
+                self.may_die = True
+            else:
+                self._note_left(json.loads(report.removeprefix(LEFT)))
         finally:
             # One report at most besides; afterwards only the end is of interest.
             if last:
                 self._reports.close()
+
+    def _note_left(self, notice: Mapping[str, Any] | None) -> None:
+        self.finished = notice is not None and notice.get("finished", False)
+        if notice is None:
+            self.left = None
+        elif self.left is None:
+            where = ", ".join(filter(None, (socket.gethostname(), notice["place"])))
+            self.left = Left(rank=self.rank, when=notice["when"], where=where, ended=notice["ended"])
+        else:  # it has closed its world before, and its script has ended now
+            self.left = replace(self.left, ended=notice["ended"])
 
     def _take(self, report: bytes) -> None:
         if report == RETURNED:
@@ -249,6 +277,11 @@ class _Rank:
             self.value = self._reports.recv_bytes()
         else:
             self.failure = decode(report)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it came to the end of its script, and its process to its own without an error."""
+        return self.ended and self.finished and self.failure is None
 
     def saves(self) -> bool:
         """Whether a Run is open there: it handles all of FORWARDED, which hardly anything else does."""

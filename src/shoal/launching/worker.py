@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import io
+import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,8 @@ from pathlib import Path
 
 from ..cores import divide
 from ..environ import REPORTS, SAFE_PATH, threads_variable, write_variables
-from .failure import encode, exit_status, from_exception
+from ..launchers import LEFT
+from .failure import encode, exit_status, from_exception, locate
 from .job import Job
 from .signals import FORWARDED, signal_when_broken
 
@@ -53,20 +55,34 @@ def main(
         code = 128 + signal.SIGINT
     except BaseException as error:
         code = exit_status(error)[0] if isinstance(error, SystemExit) else 1
-        if code:
+        if not code:
+            # A handler of the script's own may have raised it before all was done.
+            finished = not callable(signal.getsignal(signal.SIGTERM))
+            _tell_end(reports, locate(error) or "", finished=finished)
+        else:
             when = time.monotonic()
             failure = from_exception(error, rank=rank, host=socket.gethostname(), when=when)
             _flush()
             reports.send_bytes(encode(failure))
     else:
         code = 0
+        _tell_end(reports, "", finished=True)
         if value is not None:
             reports.send_bytes(RETURNED)
             reports.send_bytes(value)
+    if not code and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        # All is done: the end of the script is no longer cut short, and keeps its exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # As Python does at its end; multiprocessing leaves out the functions registered with atexit.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.exit(code)
+
+
+def _tell_end(reports: Connection, place: str, *, finished: bool) -> None:
+    """Tell the launcher that the script has ended without an error, in case others still need it."""
+    notice = {"place": place, "ended": True, "finished": finished, "when": time.monotonic()}
+    reports.send_bytes(LEFT + json.dumps(notice).encode())
 
 
 def bind_to_launcher() -> None:
