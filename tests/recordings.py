@@ -21,6 +21,7 @@ _KEPT = (
     *("SLURM", "PMI_", "PMIX_", "OMPI_COMM_", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_num_nodes"),
     *("MPI_", "I_MPI_HYDRA_UUID", "CUDA_VISIBLE_DEVICES", "MASTER_", "OMP_NUM_THREADS"),
     *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_R"),
+    *("PET_", "JOB_COMPLETION_INDEX", "VC_TASK_INDEX"),
 )
 # Of this machine, or long and of no use.
 _DROPPED = (

@@ -124,13 +124,12 @@ def run(
             found="not how many processes; one per GPU is usual, or one per few cores",
             fix=f"shoal run -n 2 {script}",
         )
-    given = args or []
     # Heard while ranks run; after them the exit code stands, and schedulers repeat themselves.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     raise typer.Exit(
         local.run(
             script,
-            given[1:] if given[:1] == ["--"] else given,
+            jobs.script_arguments(args),
             processes=_whole(processes, "-n"),
             restarts=_whole(restarts, "--restarts"),
             preemptions=_whole(preemptions, "--preemptions"),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import platform
+import re
 from importlib import metadata
 
 
 def packages() -> dict[str, str]:
-    """The version of each installed package, by name."""
-    return {
-        found.metadata["Name"]: found.version
-        for found in metadata.distributions()
-        if found.metadata["Name"]
-    }
+    """The version of each package that Python would import, by name.
+
+    Where `sys.path` has a package twice, the first one counts, as it does for `import`; spellings of
+    one name, such as `ruamel.yaml` and `ruamel_yaml`, are one package (PEP 503).
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for found in metadata.distributions():
+        name = found.metadata["Name"]
+        if name:
+            first.setdefault(re.sub(r"[-_.]+", "-", name).lower(), (name, found.version))
+    return dict(first.values())
 
 
 def versions() -> dict[str, str]:

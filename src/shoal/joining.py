@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ LONGEST = 365 * 86400.0
 class Joined:
     """A process in its world: its place, how the world is divided, and what was decided for that.
 
-    `told` is what rank 0 tells people about it; empty elsewhere and for a world of one. `host` is the
+    `told` is what rank 0 prints about it; empty elsewhere. `host` is the
     address by which other ranks reach this one. `variables` are those of the environment that were
     set for the engines.
     """
@@ -65,15 +66,20 @@ def join(
     placement = environ.placement()
     division = choose_layout(layout, placement.size)
     limits = check_limits(timeout, prepare_timeout)
+    store = None
+    if placement.unsettled:  # the device goes by the local rank, which ranks tell each other
+        store = _meet(placement, prepare_timeout)
+        placement = _settle(placement, store, prepare_timeout)
     place = choose_device(device, placement, devices_per_rank)
     if place.value.type == "cuda":
         torch.cuda.set_device(place.value)
-    store = None if placement.size == 1 else _meet(placement, prepare_timeout)
+    if store is None and placement.size > 1:
+        store = _meet(placement, prepare_timeout)
     lacking = ""
     if store is not None and backend is None:
-        lacking = shared(_exchange(placement, place.value, store, prepare_timeout))
+        lacking = shared(_show_devices(placement, place.value, store, prepare_timeout))
     means = choose_backend(backend, place.value, lacking)
-    group, told = None, ""
+    group, told = None, placement.warning if placement.size == 1 else ""
     way: network.Way | None = None
     written: dict[str, str] = {}
     variable, now = environ.threads_variable(), torch.get_num_threads()
@@ -203,22 +209,38 @@ def _meet(placement: Placement, timeout: float) -> Store:
     return PrefixStore(f"shoal/world/{next(_WORLDS)}", store)
 
 
-def _exchange(
+def _settle(placement: Placement, store: Store, timeout: float) -> Placement:
+    """The place of this rank, now that ranks can tell each other which machines they are on."""
+    mine = [network.machine(), placement.local_rank]
+    everyone = _exchange(placement, "place", mine, store, timeout)
+    machines, local_ranks = zip(*everyone, strict=True)
+    return placement.settled(machines, local_ranks)
+
+
+def _show_devices(
     placement: Placement, device: torch.device, store: Store, timeout: float
 ) -> list[tuple[str, str]]:
     """Of each rank its machine and its GPU, or the kind of its device."""
     name = device.type
     if name == "cuda":
         name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
-    keys = [f"device/{rank}" for rank in range(placement.size)]
+    everyone = _exchange(placement, "device", [socket.gethostname(), name], store, timeout)
+    return [(host, found) for host, found in everyone]
+
+
+def _exchange(
+    placement: Placement, what: str, mine: list[Any], store: Store, timeout: float
+) -> list[list[Any]]:
+    """What each rank has to say, in rank order: lists that JSON holds. Collective."""
+    keys = [f"{what}/{rank}" for rank in range(placement.size)]
     with _explained(placement):
-        store.set(keys[placement.rank], json.dumps([socket.gethostname(), name]))
+        store.set(keys[placement.rank], json.dumps(mine))
         try:
             store.wait(keys, timedelta(seconds=timeout))
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise _absent(placement, missing, timeout) from None
-        return [tuple(json.loads(each)) for each in store.multi_get(keys)]
+        return [json.loads(each) for each in store.multi_get(keys)]
 
 
 def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
@@ -296,14 +318,11 @@ def _explained(placement: Placement) -> Iterator[None]:
 
 
 def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:
-    """What ranks could only learn from each other: their machines, and this rank's own cores."""
+    """How many machines there are, and the cores that are this rank's own."""
     mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
     everyone: list[tuple[str, list[int]]] = [mine] * placement.size
     dist.all_gather_object(everyone, mine, group=group)
     machines = list(dict.fromkeys(host for host, _ in everyone))
-    if placement.launcher in ("Open MPI", "Hydra"):
-        node = machines.index(mine[0])
-        placement = dataclasses.replace(placement, node=node, nodes=len(machines))
     if placement.launcher != "srun":  # Slurm has said how many are a task's
         neighbours = [cpus for host, cpus in everyone if host == mine[0]]
         placement = placement.with_cores(cores.share(mine[1], neighbours))
@@ -317,4 +336,4 @@ def _tell(placement: Placement, machines: int, threads: int, variable: str) -> s
     if variable and placement.launcher != "shoal run":
         told += f", OMP_NUM_THREADS={variable}"
         told += " replaced" if str(threads) != variable else ""
-    return told
+    return f"{told}; {placement.warning}" if placement.warning else told

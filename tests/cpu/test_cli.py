@@ -97,6 +97,36 @@ def test_numbers_that_cannot_work(script: str, options: list[str], given: str) -
 
 
 @pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("", []),
+        ("graph", ["graph"]),
+        ("--micro 3", ["--micro", "3"]),
+        ("-- --micro 3", ["--micro", "3"]),
+        ("graph -- --micro 3", ["graph", "--micro", "3"]),
+        ("-n 3 -- -n 4", ["-n", "3", "-n", "4"]),
+        ("graph -- --micro 3 -- rest", ["graph", "--micro", "3", "--", "rest"]),
+        ("-- --", ["--"]),
+    ],
+)
+def test_all_after_the_script_but_the_first_two_dashes_are_its_arguments(
+    words: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`shoal run` and `shoal submit` split a command in the same way."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(local, "run", lambda script, args, **_: given.append(args))
+    CliRunner().invoke(cli.app, ["run", "-n", "2", "train.py", *words.split()])
+    assert given == [arguments]
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    options = ["--time", "10:00", "--dry-run", "--no-copy", "--python", sys.executable]
+    done = CliRunner().invoke(cli.app, ["submit", *options, "train.py", *words.split()])
+    (program,) = re.findall(r"^program=\((.*)\)$", done.stdout, re.MULTILINE)
+    assert program.endswith(" ".join([str(tmp_path / "train.py"), *arguments])), program
+
+
+@pytest.mark.parametrize(
     ("name", "found"), [("missing.py", "there is no file"), ("folder", "is a directory")]
 )
 def test_a_script_that_is_not_there_is_told_in_plain_lines(

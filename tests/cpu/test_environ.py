@@ -77,7 +77,7 @@ def test_without_group_variables_machines_are_counted() -> None:
 
 def test_a_world_of_one_by_hand_needs_two_variables() -> None:
     found = read({"RANK": "0", "WORLD_SIZE": "1"})
-    assert (found.size, found.port, found.launcher) == (1, 0, "torchrun")
+    assert (found.size, found.port, found.launcher) == (1, 0, "env://")
 
 
 def test_torchrun_under_srun_wins() -> None:
@@ -141,7 +141,7 @@ def test_batch_script_and_shells_are_not_tasks(step: str | None) -> None:
     ("env", "named"),
     [
         ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE"]),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, ["LOCAL_RANK", "MASTER_ADDR"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR", "MASTER_PORT"]),
         ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK"]),
         ({"LOCAL_RANK": "0"}, ["LOCAL_RANK=0", "RANK", "WORLD_SIZE"]),
         ({**TORCHRUN, "RANK": "8"}, ["RANK=8", "WORLD_SIZE=8"]),

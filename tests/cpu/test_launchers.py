@@ -53,6 +53,9 @@ RECORDED = {
     "mpich-4-in-salloc": ("Hydra", "01010", "22221", "00114"),  # until the ranks have met
     "torchrun": ("torchrun", "01", "22", "00"),
     "torchrun-under-srun": ("torchrun", "0101", "2222", "0011"),
+    "slurm-by-hand": ("srun", "0120", "3331", "0001"),
+    "slurm-one-task-of-four": ("srun", "0", "1", "0"),
+    "env-by-hand": ("env://", "00", "11", "01"),  # until the ranks have met
 }
 
 
@@ -72,12 +75,12 @@ def test_every_rank_knows_its_place(name: str) -> None:
 def test_ranks_of_one_job_will_meet(name: str) -> None:
     """They look where the first one will be, at its ports, for a job of one name."""
     found = read_all(name)
-    first, others = found[0], found[1:]
+    first = found[0]
     if first.meeting is None:
         assert {(one.address, one.port) for one in found} == {(first.address, first.port)}
         return
-    met = [one.meeting for one in others if one.meeting is not None]
-    assert len(met) == len(others)
+    met = [one.meeting for one in found if one.meeting is not None]
+    assert len(met) == len(found)
     assert {one.job for one in met} == {first.meeting.job}
     assert {one.ports for one in met} == {first.meeting.ports}
     host = recordings.load(name).environments[0].get("SLURMD_NODENAME", "127.0.0.1")
@@ -122,6 +125,37 @@ def test_ntasks_1_with_ntasks_per_node_2_is_refused_naming_both() -> None:
     with pytest.raises(LaunchError) as raised:
         read_all("slurm-1-of-2-per-node")
     assert raised.value.given == "SLURM_NTASKS=1, SLURM_NTASKS_PER_NODE=2"
+
+
+def test_a_step_of_one_task_in_a_larger_allocation() -> None:
+    """Unlike `--ntasks=1 --ntasks-per-node=2`, for which the job has no cores."""
+    (found,) = read_all("slurm-one-task-of-four")
+    assert (found.size, found.launcher) == (1, "srun")
+    assert found.warning == "a step of 1 task(s), in a job with room for 2 on each node"
+    no_room = change("slurm-one-task-of-four", SLURM_CPUS_PER_TASK="2")
+    with pytest.raises(LaunchError, match="drop --ntasks"):
+        read(no_room)
+
+
+@pytest.mark.parametrize(
+    ("env", "tasks"),
+    [
+        ({"SLURM_NTASKS": "6", "SLURM_JOB_NUM_NODES": "3"}, 6),
+        ({"SLURM_NTASKS": "", "SLURM_JOB_NUM_NODES": "3"}, 3),
+        ({"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"}, 1),
+    ],
+)
+@pytest.mark.parametrize("name", ["slurm-batch", "slurm-salloc-shell"])
+def test_one_process_in_a_job_of_several_tasks_is_warned(
+    name: str, env: dict[str, str], tasks: int
+) -> None:
+    """`python train.py` in a batch script leaves all tasks but one idle."""
+    found = read(change(name, **env))
+    assert found.size == 1
+    assert bool(found.warning) == (tasks > 1)
+    if tasks > 1:
+        assert f"a Slurm job with room for {tasks} (job " in found.warning
+        assert "`srun python train.py`" in found.warning
 
 
 def test_one_visible_gpu_for_each_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,8 +373,9 @@ def test_hosts_of_pbs_and_lsf(tmp_path: Path) -> None:
 def test_the_order_of_detection_can_be_printed() -> None:
     lines = order_of_detection().splitlines()
     assert len(lines) == len(LAUNCHERS)
-    assert lines[0].startswith("RANK or LOCAL_RANK: torchrun, shoal run; first")
-    assert lines[-1].startswith("SLURM_STEP_ID or SLURM_PROCID: srun; last")
+    assert lines[0].startswith("LOCAL_WORLD_SIZE or TORCHELASTIC_RUN_ID: torchrun, shoal run; first")
+    assert lines[-2].startswith("SLURM_STEP_ID or SLURM_PROCID: srun; after these")
+    assert lines[-1].startswith("RANK or LOCAL_RANK: env://; last")
 
 
 # idr_torch takes the first node's number of tasks for every node's, so it is asked where they agree.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -365,6 +366,23 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
     assert call[2:5] == ["python", "-m", "torch.distributed.run"]
     assert call[call.index("--rdzv-endpoint") + 1] == "node01:10043"
     assert "--signal=TERM@300" in directives(write(request(**job), PLAIN, place(folder)))
+
+
+def test_options_of_the_script_are_none_of_torchruns(fakes: Fakes, tmp_path: Path) -> None:
+    """torchrun would take `--run`, `--log` and others for abbreviations of its own options."""
+    (tmp_path / "argv.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    at_a_free_port = '"${@/localhost:*/localhost:0}"'
+    (fakes.path / "srun").write_text(f"#!/bin/bash\nshift\nexec {at_a_free_port}\n")
+    fakes.set("scontrol", out="localhost\n")
+    where = place(
+        tmp_path / "run",
+        directory=str(tmp_path),
+        script="argv.py",
+        args=("--run", "runs/a", "--", "-n"),
+        python=sys.executable,
+    )
+    done = run_script(write(request(launcher="torchrun"), PLAIN, where), fakes)
+    assert done.stdout.splitlines()[0] == "['--run', 'runs/a', '--', '-n']", done.stderr
 
 
 _RECORDS = """#!/bin/bash

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.choice import Choice
 
+from .by_hand import by_hand, check_agreement
 from .hosts import expand_hosts, expand_tasks
 from .mpi import Commands, hydra, jsrun, open_mpi
 from .others import flux, pals
@@ -20,7 +21,7 @@ from .placement import (
     slurm_job,
     spell,
 )
-from .slurm import is_task, srun
+from .slurm import idle_tasks, is_task, srun
 from .torchrun import NODES_RUN_ID, RUN_ID, torchrun
 
 REQUEUE = 75
@@ -92,7 +93,7 @@ _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
 LAUNCHERS = (
     Launcher(
         name="torchrun, shoal run",
-        marks=("RANK", "LOCAL_RANK"),
+        marks=("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         why_here="first: others start its agents, and their variables stay visible to its workers",
         source="torch.distributed.run; torch 2.13, recorded",
         read=lambda env, cpus, _: torchrun(env, cpus),
@@ -135,9 +136,16 @@ LAUNCHERS = (
     Launcher(
         name="srun",
         marks=_SLURM,
-        why_here="last: srun starts most of the others, with --mpi=pmi2 and pmix its tasks itself",
+        why_here="after these: srun starts most of them, with --mpi=pmi2 and pmix its tasks itself",
         source="Slurm 22.05, recorded",
         read=lambda env, cpus, _: srun(env, cpus),
+    ),
+    Launcher(
+        name="env://",
+        marks=("RANK", "LOCAL_RANK"),
+        why_here="last: scripts set these from what a launcher above says, which says more",
+        source="torch.distributed; PyTorchJob of Kubeflow's training operator, its source",
+        read=lambda env, cpus, _: by_hand(env, cpus),
     ),
 )
 """All launchers in the order in which they are asked: the first that is recognised decides.
@@ -156,6 +164,8 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
         placement, reason = _alone(env, cpus), ""
     else:
         placement = chosen.read(env, cpus, commands)
+        if chosen is not LAUNCHERS[0]:
+            check_agreement(env, placement)
         reason = f"{spell(env, chosen.marks)}; asked {chosen.why_here}"
     earlier = LAUNCHERS if chosen is None else LAUNCHERS[: LAUNCHERS.index(chosen)]
     launcher = Choice(
@@ -206,6 +216,7 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         launcher="none",
         attempt=integer(env, "SLURM_RESTART_COUNT", 0),
         job=slurm_job(env),
+        warning=idle_tasks(env) if batch else "",
         reason=f"{batch}, but this is no task of a step: a batch script or a shell"
         if batch
         else "no launcher's variables are set",

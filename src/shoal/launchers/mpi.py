@@ -119,6 +119,7 @@ def _place(
         attempt=integer(env, "SLURM_RESTART_COUNT", 0),
         job=slurm_job(env),
         meeting=meeting,
+        unsettled=() if nodes == 1 else ("node", "nodes"),
         reason=spell(env, names),
         choices=(cores, *meeting.choices),
     )

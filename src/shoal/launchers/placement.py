@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -50,9 +50,10 @@ class Placement:
     `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
     `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
     job from 0; where a launcher may leave ranks of an attempt behind, `job` names it. `choices` say
-    why it is this launcher, these cores and this address. Open MPI and
-    Hydra don't name the machine: there `node` and `nodes` hold for ranks in blocks, and
-    `World.placement` has those that the ranks found when they met.
+    why it is this launcher, these cores and this address. `unsettled` names the fields that the
+    launcher leaves open, since it does not say which ranks share a machine: they hold a guess until
+    the ranks have met, and `World.placement` has their values. `warning` is what rank 0 prints of a
+    launch that is right, but perhaps not what its user meant.
     """
 
     rank: int
@@ -68,8 +69,35 @@ class Placement:
     attempt: int = 0
     job: str = ""
     meeting: Meeting | None = None
+    unsettled: tuple[str, ...] = ()
+    warning: str = ""
     reason: str
     choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
+
+    def settled(self, machines: Sequence[str], local_ranks: Sequence[int]) -> Placement:
+        """The same place where each rank has told its machine and its local rank, in rank order.
+
+        Raises LaunchError where local ranks that were given do not number the ranks of a machine.
+        """
+        here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
+        order = list(dict.fromkeys(machines))
+        known = {
+            "local_rank": here.index(self.rank),
+            "local_size": len(here),
+            "node": order.index(machines[self.rank]),
+            "nodes": len(order),
+        }
+        given = [local_ranks[rank] for rank in here]
+        kept = bool(self.unsettled) and "local_rank" not in self.unsettled
+        if kept and sorted(given) != list(range(len(here))):
+            ranks, numbers = (", ".join(map(str, each)) for each in (here, given))
+            raise LaunchError(
+                given=self.reason,
+                found=f"ranks {ranks} share a machine, and their local ranks are {numbers}",
+                fix="unset LOCAL_RANK: ranks number themselves when they meet",
+            )
+        values = {name: known[name] for name in self.unsettled}
+        return replace(self, **values, unsettled=())  # type: ignore[arg-type]
 
     def with_cores(self, cores: Choice[int]) -> Placement:
         """The same place with another number of cores."""

@@ -35,7 +35,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
     require(env, _NAMES + _LISTS)
     rank, size = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NTASKS")
     node, step = integer(env, "SLURM_NODEID"), integer(env, "SLURM_STEP_ID")
-    _check_tasks(env, size)
+    warning = _check_tasks(env, size)
     hosts = parse(env, "SLURM_STEP_NODELIST", expand_hosts)
     tasks = parse(env, "SLURM_STEP_TASKS_PER_NODE", expand_tasks)
     if sum(tasks) != size or not 0 <= node < len(tasks) or len(hosts) != len(tasks):
@@ -67,27 +67,52 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         attempt=attempt,
         job=slurm_job(env),
         meeting=meeting,
+        warning=warning,
         reason=spell(env, ("SLURM_STEP_ID", *_NAMES, *_LISTS)),
         choices=(cores, *meeting.choices),
     )
 
 
-def _check_tasks(env: Mapping[str, str], size: int) -> None:
-    """Refuse numbers of tasks that another variable contradicts."""
+def idle_tasks(env: Mapping[str, str]) -> str:
+    """A warning for one process outside of any step, where its job has room for more; else empty."""
+    tasks = max(integer(env, "SLURM_NTASKS", 1), integer(env, "SLURM_JOB_NUM_NODES", 1))
+    if tasks == 1:
+        return ""
+    return (
+        f"one process, in a Slurm job with room for {tasks} (job {env.get('SLURM_JOB_ID')}): "
+        "`srun python train.py` starts one in each of its tasks"
+    )
+
+
+def _check_tasks(env: Mapping[str, str], size: int) -> str:
+    """A warning for a step of a part of its job. Raises LaunchError for numbers that contradict."""
+    if integer(env, "SLURM_STEP_NUM_TASKS", size) != size:
+        raise LaunchError(
+            given=spell(env, ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")),
+            found="srun started another number of processes than SLURM_STEP_NUM_TASKS says",
+            fix=_BY_HAND,
+        )
     per_node = integer(env, "SLURM_NTASKS_PER_NODE", 1)
-    if per_node > size:
+    if per_node <= size:
+        return ""
+    if not _has_room(env, per_node):
         raise LaunchError(
             given=spell(env, ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")),
             found=f"{size} task(s) in all, but {per_node} asked for on each node",
             fix=f"drop --ntasks, or give `srun --ntasks={size} --ntasks-per-node={size}`",
         )
-    for name in ("SLURM_STEP_NUM_TASKS", "WORLD_SIZE"):
-        if integer(env, name, size) != size:
-            raise LaunchError(
-                given=spell(env, ("SLURM_NTASKS", name)),
-                found=f"srun started another number of processes than {name} says",
-                fix=f"unset {name}: srun's own variables say everything",
-            )
+    return f"a step of {size} task(s), in a job with room for {per_node} on each node"
+
+
+def _has_room(env: Mapping[str, str], per_node: int) -> bool:
+    """Whether the job has the cores for `per_node` tasks: then a step of fewer is one of several.
+
+    SLURM_NTASKS_PER_NODE is the job's, also in a step to which `srun -n1` gave a part of it.
+    """
+    if not env.get("SLURM_JOB_CPUS_PER_NODE"):
+        return False
+    cpus = parse(env, "SLURM_JOB_CPUS_PER_NODE", expand_tasks)
+    return max(cpus) >= per_node * integer(env, "SLURM_CPUS_PER_TASK", 1)
 
 
 def _ranks_here(env: Mapping[str, str], rank: int, local_size: int) -> list[int]:

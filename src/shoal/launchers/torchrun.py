@@ -1,4 +1,4 @@
-"""torchrun, `shoal run`, and the same variables set by hand."""
+"""torchrun, `shoal run`, and all of their variables set by hand."""
 
 from __future__ import annotations
 
@@ -23,10 +23,6 @@ _OUTER = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
     """Placement by torchrun's variables, which torch.distributed.run documents."""
-    if env.get("RANK") == "0" and env.get("WORLD_SIZE") == "1":
-        # In a world of one the rest is known.
-        known = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        env = {**known, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env}
     require(env, _NAMES)
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
     local_size = integer(env, "LOCAL_WORLD_SIZE")
@@ -39,8 +35,8 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
     nodes = integer(env, "GROUP_WORLD_SIZE", size // local_size)
     run_id = env.get("TORCHELASTIC_RUN_ID", "")
     several = run_id.startswith(NODES_RUN_ID)
-    if not several:
-        _check_outer(env, size, nodes)
+    if nodes == 1 and not several:
+        check_outer(env, size)
     launcher = "shoal run" if several or run_id == RUN_ID else "torchrun"
     cores = divided(cpus, local_size)
     address, port = env["MASTER_ADDR"], master_port(env)
@@ -66,13 +62,13 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
     )
 
 
-def _check_outer(env: Mapping[str, str], size: int, nodes: int) -> None:
-    """Refuse launchers of one machine that another launcher started more than once."""
+def check_outer(env: Mapping[str, str], size: int) -> None:
+    """Raise LaunchError where another launcher started several times what is a whole world here."""
     by_agent = bool(env.get("TORCHELASTIC_RUN_ID"))
     for name in _OUTER:
         # The batch script's variables speak of no step.
         outer = integer(env, name, 1) if name[:5] != "SLURM" or env.get("SLURM_STEP_ID") else 1
-        if nodes == 1 and outer > 1 and (by_agent or outer != size):
+        if outer > 1 and (by_agent or outer != size):
             raise refuse_many_worlds(
                 spell(env, (name, "WORLD_SIZE", "GROUP_WORLD_SIZE")),
                 f"{outer} processes were started, and each started {size} for one machine alone",

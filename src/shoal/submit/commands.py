@@ -74,6 +74,17 @@ _Out = Annotated[
 _Copy = Annotated[bool, typer.Option(help="Run a copy of the source as it is now.")]
 
 
+def script_arguments(words: list[str] | None) -> list[str]:
+    """The script's arguments among the words after its name: all but the first `--`.
+
+    That one ends the options of Shoal; every later `--` is the script's own.
+    """
+    found = list(words or ())
+    if "--" in found:
+        found.remove("--")
+    return found
+
+
 def submit(
     *,
     script: _Script,
@@ -114,7 +125,7 @@ def submit(
 
     request = Request(
         script=str(script),
-        args=_after_dashes(args),
+        args=tuple(script_arguments(args)),
         time=_time(time, script),
         nodes=nodes,
         gpus=gpus_per_node,
@@ -247,11 +258,6 @@ def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     print_path(plain_console(), f"{path}: look it over, then shoal submit --site {name} …")
-
-
-def _after_dashes(args: list[str] | None) -> tuple[str, ...]:
-    given = args or []
-    return tuple(given[1:] if given[:1] == ["--"] else given)
 
 
 def _time(text: str, script: Path) -> int:

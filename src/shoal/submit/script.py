@@ -222,7 +222,8 @@ def _program(job: Job, site: Site, place: Place) -> Sequence[str]:
         port = Shell(f'"$host:$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"')
         words += ["-m", "torch.distributed.run", f"--nnodes={job.nodes}"]
         words += [f"--nproc-per-node={job.per_node}", "--rdzv-backend=c10d"]
-        words += ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port]
+        # Without the dashes torchrun takes options of the script for abbreviations of its own.
+        words += ["--rdzv-id", Shell('"$job"'), "--rdzv-endpoint", port, "--"]
     return [*words, place.script, *(_staged(word, place) for word in place.args)]
 
 

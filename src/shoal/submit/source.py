@@ -12,12 +12,12 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
 from shoal.errors import LaunchError
+from shoal.installed import packages
 from shoal.texts import is_secret, masked
 
 LARGEST = 10 << 20
@@ -86,14 +86,9 @@ def copy_source(source: Source, folder: Path) -> Path:
     if source.git:
         (folder / "git.json").write_text(json.dumps(masked(source.git), indent=2) + "\n")
         (folder / "changes.diff").write_bytes(source.diff)
-    (folder / "packages.txt").write_text("".join(f"{line}\n" for line in packages()))
+    names = sorted(packages().items(), key=lambda item: item[0].lower())
+    (folder / "packages.txt").write_text("".join(f"{name}=={version}\n" for name, version in names))
     return copy / source.script.relative_to(source.root)
-
-
-def packages() -> list[str]:
-    """What is installed, one `name==version` each, as `pip freeze` would say it."""
-    found = {(each.metadata["Name"] or "", each.version) for each in metadata.distributions()}
-    return sorted((f"{name}=={version}" for name, version in found if name), key=str.lower)
 
 
 def import_paths(root: Path, copy: Path, given: Sequence[str]) -> tuple[str, ...]:
