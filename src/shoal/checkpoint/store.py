@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, Generic
 
@@ -267,6 +268,7 @@ class Store(ABC, Generic[P]):
         """Whether there is a valid manifest."""
         # One that can't be read just now may be valid: that raises, and is no "no".
         try:
+            _refuse_link(path)
             return read_manifest(path).step == step_of(path)
         except (FileNotFoundError, DamageError):
             return False
@@ -336,6 +338,7 @@ def manifest_of(path: AnyPath) -> Manifest:
 
     Raises RemoteError where it can't be known now.
     """
+    _refuse_link(path)
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:
@@ -347,6 +350,12 @@ def manifest_of(path: AnyPath) -> Manifest:
     if manifest.step != step_of(path):
         raise DamageError(f"its {MANIFEST} is of step {manifest.step}")
     return manifest
+
+
+def _refuse_link(path: AnyPath) -> None:
+    """Raise DamageError for a link in the place of a checkpoint."""
+    if isinstance(path, Path) and path.is_symlink():
+        raise DamageError("it is a symbolic link, which may lead out of the directory")
 
 
 def read_manifest(path: AnyPath) -> Manifest:
