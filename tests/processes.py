@@ -17,6 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shoal import objects
+
 
 @dataclass(frozen=True)
 class Alone:
@@ -42,14 +44,10 @@ class OverGloo:
     survivors: None = None
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+        return objects.gather(value, self.group) if self.group is not None else [value]
 
     def broadcast(self, value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
+        return objects.broadcast(value, self.group) if self.group is not None else value
 
 
 # What a child would otherwise import again each time. One list for all tests: there is one fork

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
+from shoal.regular import open_to_write
 from shoal.texts import masked
 from shoal.timeline import PARTS, Spent, columns
 
@@ -52,7 +53,10 @@ _TIME: Final = 4
 
 
 class Events:
-    """An append-only file of events. Steps are kept in memory and written in blocks."""
+    """An append-only file of events. Steps are kept in memory and written in blocks.
+
+    Raises OSError where the file can't be written, or is a symbolic link.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,7 @@ class Events:
         self._waiting = bytearray()
         self._lost = 0
         self._refused = False
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = open_to_write(path, os.O_RDWR | os.O_APPEND)
         self._flushed = time.time()
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":

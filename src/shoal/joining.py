@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from shoal import cores, environ, meeting, mpi, network
+from shoal import cores, environ, meeting, mpi, network, objects
 from shoal.alike import spans
 from shoal.choice import GIVEN, Choice
 from shoal.device import choose_device, neighbours
@@ -320,8 +320,7 @@ def _explained(placement: Placement) -> Iterator[None]:
 def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:
     """How many machines there are, and the cores that are this rank's own."""
     mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-    everyone: list[tuple[str, list[int]]] = [mine] * placement.size
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone: list[tuple[str, list[int]]] = objects.gather(mine, group)
     machines = list(dict.fromkeys(host for host, _ in everyone))
     if placement.launcher != "srun":  # Slurm has said how many are a task's
         neighbours = [cpus for host, cpus in everyone if host == mine[0]]

@@ -38,6 +38,7 @@ from shoal.recording import Recording
 from shoal.saving import LAST_WAIT, Every, Saves, check_every
 from shoal.step import Step, train_states
 from shoal.stopping import Reason, Stopped, Stopping
+from shoal.texts import shown
 from shoal.timeline import CHECKPOINT, UPDATE
 from shoal.tracing.windows import Window, checked, recordable
 from shoal.trackers import Curves, Tracker, default_trackers
@@ -304,7 +305,7 @@ class Run:
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record an event of your own: its kind, the step, and numbers or texts by name."""
         plain = {
-            name: value if isinstance(value, str | int | float) else str(value)
+            name: value if isinstance(value, str | int | float) else shown(value)
             for name, value in values.items()
         }
         self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 # Controls of C0 and C1, line separators, marks that reorder text, and halves of surrogate pairs.
@@ -13,10 +17,12 @@ _UNPRINTABLE = re.compile(
 
 _WORDS = (
     "token|secret|password|passwd|pass(?:phrase)?|credential|auth(?:orization)?|bearer|key|cookie|jwt"
+    "|private"
 )
-# Whole words, as in HF_TOKEN, apiKey and AWS_SECRET_ACCESS_KEY, and not in `tokenizer` or `keep`. PWD
-# alone is a directory.
-_ENDS = "password|passwd|sshpass|apikey|token|secret|[^a-z]pwd|[^a-z]pat"
+# Whole words, as in HF_TOKEN, apiKey and AWS_SECRET_ACCESS_KEY, and not in `tokenizer` or `keep`. Short
+# ones count at the end only: `tok_embeddings` and `pw_conv` are names of layers.
+_ENDS = "password|passwd|sshpass|apikey|token|secret|(?:^|[^a-z])(?:pwd|pw|tok)|[^a-z]pat"
+_DIRECTORIES = ("PWD", "OLDPWD")
 _SECRET = re.compile(rf"(?:^|[^a-z])(?:{_WORDS})s?(?![a-z])|(?:{_ENDS})$")
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LOGIN = re.compile(r"(?<=://)[^/\s\"']+@")  # a password may have another @ in it
@@ -33,26 +39,51 @@ def printable(text: str) -> str:
 def masked(tree: Any, *, secret: bool = False) -> Any:
     """Settings without what people keep to themselves.
 
-    In dicts, lists and tuples, texts below a name like `api_key`, `TOKEN` or `dbPassword` become
+    In mappings, lists and tuples, texts below a name like `api_key`, `TOKEN` or `dbPassword` become
     `***`, and so do names and passwords in URLs, and what follows an option like `--api-key` in a list
-    of arguments. Numbers stay: `tokens` may be counted. Types stay too.
+    of arguments. Numbers stay: `tokens` may be counted. Types of Python's own stay too; other mappings
+    become dicts.
     """
+    if secret and tree and isinstance(tree, str | bytes):
+        return MASK
     if type(tree) is str:
-        if secret and tree:
-            return MASK
         option = _OPTION.fullmatch(tree)
         if option is not None and option[2] and is_secret(option[1]):
             return f"{option[1]}={MASK}"
         return _LOGIN.sub(f"{MASK}@", tree)
-    if type(tree) in (dict, OrderedDict, Counter):
-        pairs = ((name, masked(item, secret=secret or is_secret(name))) for name, item in tree.items())
-        return type(tree)(dict(pairs))
+    if isinstance(tree, Mapping):
+        made = {name: masked(item, secret=secret or is_secret(name)) for name, item in tree.items()}
+        if isinstance(tree, OrderedDict | Counter):
+            return type(tree)(made)
+        return made
     if type(tree) in (list, tuple):
         named = [False, *map(_names_a_secret, tree)]
         return type(tree)(
             masked(item, secret=secret or follows) for item, follows in zip(tree, named, strict=False)
         )
     return tree
+
+
+def shown(value: object) -> str:
+    """The text of a value, as `str` gives it, where that holds no secret; else without these."""
+    found = _opened(value)
+    hidden = masked(found)
+    return str(value) if hidden == found else str(hidden)
+
+
+def _opened(value: Any) -> Any:
+    """Names and texts of a value: dicts and lists in the place of all that has names or items."""
+    if isinstance(value, Mapping):
+        return {name: _opened(item) for name, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _opened(getattr(value, field.name, None)) for field in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _opened(value._asdict())
+    if isinstance(value, Namespace | SimpleNamespace):
+        return _opened(vars(value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_opened(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def _names_a_secret(argument: object) -> bool:
@@ -68,7 +99,9 @@ def passwords(text: str) -> list[str]:
 
 def is_secret(name: object) -> bool:
     """Whether a setting's name says that its value is a secret."""
-    return isinstance(name, str) and bool(_SECRET.search(_HUMP.sub("_", name).lower()))
+    if not isinstance(name, str) or name in _DIRECTORIES:
+        return False
+    return bool(_SECRET.search(_HUMP.sub("_", name).lower()))
 
 
 def duration(seconds: float) -> str:

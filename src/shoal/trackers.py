@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.errors import LaunchError
+from shoal.regular import replace
 
 
 class Writer(Protocol):
@@ -110,9 +111,7 @@ class _WandB:
         if step > self.sent:
             self.sent = step
             # A process that is killed here must not leave half a note.
-            partial = self._note.with_suffix(".partial")
-            partial.write_text(json.dumps({"id": self.id, "sent": step}))
-            partial.replace(self._note)
+            replace(self._note, json.dumps({"id": self.id, "sent": step}))
 
     def flush(self) -> None:
         """Nothing is kept here; the process of W&B has it."""

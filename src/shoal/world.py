@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal import environ, mpi
+from shoal import environ, mpi, objects
 from shoal.alike import spans
 from shoal.choice import GIVEN, Choice
 from shoal.engine import Engine
@@ -226,22 +226,23 @@ class World:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value, in rank order, on every rank."""
-        if self._alone:
+        """Everyone's value, in rank order, on every rank.
+
+        A value is None, a number, text, bytes, a path, a list, tuple, set, dict, tensor or NumPy array,
+        or a dataclass, named tuple or enum of these. Nothing is pickled. Tensors arrive on the CPU,
+        without gradients. Raises AgreementError, on all ranks, for any other value.
+        """
+        if self._alone or self.group is None:
             return [value]
         self.meet()
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return objects.gather(value, self.group)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of rank `source` on every rank."""
-        if self._alone:
+        """The value of rank `source` on every rank; see `gather` for what can be sent."""
+        if self._alone or self.group is None:
             return value
         self.meet()
-        values = [value]
-        dist.broadcast_object_list(values, group_src=source, group=self.group)
-        return values[0]
+        return objects.broadcast(value, self.group, source)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import urllib.parse
+from argparse import Namespace
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,11 +16,11 @@ from processes import Alone
 from shoal.checkpoint import Checkpoints
 from shoal.errors import ShoalError
 from shoal.events import Events
-from shoal.texts import MASK, is_secret, masked, printable
+from shoal.texts import MASK, is_secret, masked, printable, shown
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "safe"),
     [
         ("plain, [bold]brackets[/] and ünïcödé 鱼\t.", "plain, [bold]brackets[/] and ünïcödé 鱼\t."),
         ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
@@ -27,8 +30,8 @@ from shoal.texts import MASK, is_secret, masked, printable
         ("\ud800", "\\ud800"),
     ],
 )
-def test_terminals_show_and_do_not_obey(text: str, shown: str) -> None:
-    assert printable(text) == shown
+def test_terminals_show_and_do_not_obey(text: str, safe: str) -> None:
+    assert printable(text) == safe
 
 
 def test_errors_keep_their_lines_and_nothing_else() -> None:
@@ -42,6 +45,8 @@ def test_errors_keep_their_lines_and_nothing_else() -> None:
         *("token", "HF_TOKEN", "WANDB_API_KEY", "apiKey", "apikey", "api-key", "AWS_SECRET_ACCESS_KEY"),
         *("password", "dbPassword", "PGPASSWORD", "passwd", "passphrase", "credentials", "auth.bearer"),
         *("DB_PASS", "MYSQL_PWD", "SSHPASS", "GITHUB_PAT", "hftoken", "authorization"),
+        *("pwd", "db.pwd", "dbPwd", "pw", "PW", "db_pw", "smtpPw", "tok", "hf_tok", "accessTok"),
+        *("private", "private_pem", "privateKey", "credential", "gcp-credentials"),
     ],
 )
 def test_names_of_secrets(name: str) -> None:
@@ -62,6 +67,8 @@ def test_names_of_secrets(name: str) -> None:
         "hockey",
         "PWD",
         "OLDPWD",
+        *("tokenize", "tokenizers", "tok_embeddings", "stok", "power", "pw_conv", "pwr", "spw"),
+        *("privately", "deprivate", "backward", "network", "patch", "path", "compat"),
         3,
         None,
     ],
@@ -91,6 +98,52 @@ def test_masking_goes_to_any_depth_and_takes_texts_alone() -> None:
     ordered = OrderedDict(key="x", n=1)
     assert masked(ordered) == OrderedDict(key=MASK, n=1)
     assert type(masked(ordered)) is OrderedDict
+
+
+class Login(NamedTuple):
+    user: str
+    token: str
+
+
+@dataclass
+class Settings:
+    rate: float
+    login: Any
+
+
+class Own(dict[str, Any]):
+    """A configuration of another library."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"login": {"token": "s3cret"}},
+        [{"deep": [{"db": {"pw": "s3cret"}}]}],
+        {"login": ("ssh", {"tok": "s3cret"})},
+        Own(private="s3cret"),
+        {"x": Own(pwd="s3cret")},
+        Login("me", "s3cret"),
+        Settings(0.1, {"credential": "s3cret"}),
+        {"a": Settings(0.1, Login("me", "s3cret"))},
+        SimpleNamespace(apiKey="s3cret"),
+        Namespace(hf_token=Path("s3cret")),
+        {"key": b"s3cret"},
+        ["train.py", "--hf-token", "s3cret"],
+        {"remote": ["https://me:s3cret@host/x"]},
+    ],
+)
+def test_the_text_of_a_value_has_no_secret(value: object) -> None:
+    text = shown(value)
+    assert "s3cret" not in text
+    assert MASK in text
+
+
+@pytest.mark.parametrize(
+    "value", [None, {"a": [1, 0.5, "x"]}, Settings(0.1, ("a",)), torch.ones(2), {"token": 5}, {1, 2}]
+)
+def test_the_text_of_a_value_without_secrets_is_its_own(value: object) -> None:
+    assert shown(value) == str(value)
 
 
 def test_neither_events_nor_checkpoints_keep_secrets(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError, ShoalError
+from shoal.regular import replace
 
 from .figures import Repeat, repeat_from
 from .grid import Configuration, Options, configurations, options_from, order
@@ -180,9 +181,7 @@ def versions() -> dict[str, str]:
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     """Write a file that is never seen half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(plain, indent=1, allow_nan=False) + "\n")
-    beside.replace(path)
+    replace(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
 
 
 def _processor() -> str:

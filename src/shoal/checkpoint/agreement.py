@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.checkpoint.remote import RemoteError
 from shoal.checkpoint.store import DamageError
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -25,6 +25,7 @@ _FIXES = {
     errno.EROFS: "choose a directory on a file system that is not mounted read-only",
     errno.ENOTDIR: "choose a directory that is not below a file (ls -ld shows which it is)",
     errno.EISDIR: "move what has this name away (ls -ld shows it), or choose another directory",
+    errno.ELOOP: "look where it leads (ls -l shows it) and remove it, or choose another directory",
     errno.EEXIST: "move what has this name away (ls -ld shows it), or choose another directory",
 }
 
@@ -80,16 +81,6 @@ class Agreement:
             raise CheckpointError(given=given, found=_count(found, failures), fix=fix)
         return outcome
 
-    def exchange(self, given: str, action: Callable[[], T]) -> T:
-        """Run what calls DCP, whose own error, alike on all ranks, is a BaseException."""
-        from torch.distributed.checkpoint.api import CheckpointException  # half a second
-
-        try:
-            return action()
-        except CheckpointException as error:
-            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            raise _explain(cause, given, rank) from error
-
 
 def first_failure(outcomes: list[Any]) -> CheckpointError | None:
     """The first failure among outcomes of all ranks, saying how many there are."""
@@ -106,7 +97,7 @@ def _count(found: str, failures: list[Any]) -> str:
 
 
 def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, ShoalError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, RemoteError):
         fix = "see whether fsspec reaches it with your login and may write there; then the same again"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+from shoal import objects
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.staging import Staging
 from shoal.errors import CheckpointError
 from shoal.hangs.matching import ASIDE
-from shoal.launching import crossing
 from shoal.survivors import LOOK_SECONDS, Survivors
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Mail:
         """As `Aside.collect`; CheckpointError where one has ended."""
         self._number += 1
         if self._rank != self.members[0]:
-            self._store.set(self._key(self._rank), crossing.pickle_value(value))
+            self._store.set(self._key(self._rank), objects.encode(value))
             return []
         return [value, *(self._take(member, last=True) for member in self.members[1:])]
 
@@ -104,7 +104,7 @@ class Mail:
         self._number += 1
         if self._rank != self.members[0]:
             return self._take(self.members[0], last=False)
-        self._store.set(self._key(self._rank), crossing.pickle_value(value))
+        self._store.set(self._key(self._rank), objects.encode(value))
         return value
 
     def _take(self, member: int, *, last: bool) -> Any:
@@ -122,7 +122,7 @@ class Mail:
                     found=f"rank {member} has ended, and its part is missing",
                     fix="nothing: the next one is saved without it",
                 )
-        found = crossing.unpickle(self._store.get(key))
+        found = objects.decode(self._store.get(key), member)
         if last:
             self._store.delete_key(key)
         return found
@@ -180,9 +180,7 @@ class Aside:
             return self._mail.collect(value)
         if self._group is None:
             return [value]
-        values: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
-        dist.gather_object(value, values, group=self._group, group_dst=0)
-        return values or []
+        return objects.collect(value, self._group)
 
     def tell(self, value: Any) -> Any:
         """Rank 0's value on every rank. Collective, from a job."""
@@ -190,6 +188,4 @@ class Aside:
             return self._mail.tell(value)
         if self._group is None:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, group=self._group, group_src=0)
-        return values[0]
+        return objects.broadcast(value, self._group)

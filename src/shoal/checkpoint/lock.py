@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from shoal.errors import CheckpointError
+from shoal.regular import open_to_write
 
 WAIT_SECONDS = 5.0
 """What a killed attempt may need to be gone."""
@@ -25,12 +26,13 @@ class Lock:
 
     An attempt does without what an earlier one of the same `job` still holds, whose machine was cut
     off or stopped: the launcher knows that it is over, and a Fence keeps it from doing harm.
-    Raises CheckpointError, naming the other process, where another one holds it.
+    Raises CheckpointError, naming the other process, where another one holds it, and OSError where
+    the file is a symbolic link.
     """
 
     def __init__(self, path: Path, *, job: str = "", attempt: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file = open_to_write(path, os.O_RDWR)
         begun = time.monotonic()
         while not self._take():
             waited = time.monotonic() - begun

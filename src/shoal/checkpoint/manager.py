@@ -410,14 +410,11 @@ class Checkpoints:
 
         told = self.directory / path.name
         given = f"the checkpoint {told}"
-        group = self._world.group
         content, targets = self._agreement.together(
             given, lambda: self._targets(path, manifest, wanted)
         )
         read = {name: tensor for name, tensor in targets.items() if not tensor.is_meta}
-        failure = self._agreement.exchange(
-            given, lambda: load_tensors(path, content["tensors"], read, group)
-        )
+        failure = load_tensors(path, content["tensors"], read)
 
         def assemble() -> Loaded:
             if failure is not None:

@@ -269,6 +269,7 @@ class Store(ABC, Generic[P]):
         """Whether there is a valid manifest."""
         # One that can't be read just now may be valid: that raises, and is no "no".
         try:
+            _refuse_link(path)
             return read_manifest(path).step == step_of(path)
         except (FileNotFoundError, DamageError):
             return False
@@ -342,6 +343,7 @@ def manifest_of(path: AnyPath) -> Manifest:
 
     Raises RemoteError where it can't be known now.
     """
+    _refuse_link(path)
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:
@@ -353,6 +355,12 @@ def manifest_of(path: AnyPath) -> Manifest:
     if manifest.step != step_of(path):
         raise DamageError(f"its {MANIFEST} is of step {manifest.step}")
     return manifest
+
+
+def _refuse_link(path: AnyPath) -> None:
+    """Raise DamageError for a link in the place of a checkpoint."""
+    if isinstance(path, Path) and path.is_symlink():
+        raise DamageError("it is a symbolic link, which may lead out of the directory")
 
 
 def read_manifest(path: AnyPath) -> Manifest:

@@ -5,9 +5,8 @@ tensor's dtype and shape and the file and key of each of its chunks. Nothing is 
 or unpickled from them.
 
 Of saving DCP has only the planning: a plan is made once and serves until the form of the state
-changes, and what is written aside, while training goes on, needs none of its exchange. Reading
-raises nothing inside of DCP's exchange: it would send the error with its traceback, which not every
-version of Python and torch can pickle, and a rank that can't leaves the others waiting.
+changes. Neither saving nor loading uses DCP's exchange between ranks, which unpickles what other ranks
+send.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -111,21 +110,25 @@ def _planner(tensors: Mapping[str, torch.Tensor], *, first: bool) -> DefaultSave
 
 
 def load_tensors(
-    directory: AnyPath, table: Table, targets: dict[str, torch.Tensor], group: dist.ProcessGroup | None
-) -> Exception | None:
+    directory: AnyPath, table: Table, targets: dict[str, torch.Tensor]
+) -> BaseException | None:
     """Fill `targets`, which may be sharded otherwise than what was saved, in place.
 
-    Collective. Returns what went wrong on this rank.
+    Each rank plans what it reads alone: DCP's exchange of the plans of all ranks, which changes
+    nothing in them, unpickles what other ranks send. Returns what went wrong.
     """
     reader = _Reader(directory, table)
-    with _no_warning():
-        load(
-            dict(targets),
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-            no_dist=group is None,
-        )
+    try:
+        with _no_warning():
+            load(
+                dict(targets),
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                no_dist=True,
+            )
+    except CheckpointException as error:  # a BaseException
+        ((cause, _),) = error.failures.values()
+        return cause
     return reader.failure
 
 
@@ -266,7 +269,7 @@ def _metadata(row: Mapping[str, Any]) -> TensorStorageMetadata:
 
 @contextmanager
 def _no_warning() -> Iterator[None]:
-    """Keep DCP from warning that a world of one has no process group."""
+    """Keep DCP from warning that it uses no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

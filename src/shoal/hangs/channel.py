@@ -1,6 +1,6 @@
 """The side channel: a socket per rank that answers whatever the rank itself is stuck in.
 
-A question and its answer are a line of JSON each, and every question bears the world's token.
+A question and its answer are a line of JSON each; the world's token comes before every question.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import errno
 import hmac
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-_LONGEST_QUESTION = 1 << 20
+LONGEST = 1 << 20
+"""Bytes of a question at most."""
 _PATIENCE = 5.0
-"""Seconds that whoever connects has for asking."""
+"""Seconds within which a connection must have asked."""
+_MOST_WAITING = 64
+"""Connections that have not asked yet; a rank asks in the moment in which it connects."""
 _REACH_SECONDS = 1.5
 """Seconds in which a machine must have answered; its kernel does, whatever its processes are doing."""
 
@@ -36,24 +38,57 @@ class UnreachableError(OSError):
     """Nothing comes back from a machine: not the process is silent, but the network."""
 
 
-async def answer(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    *,
-    token: str,
-    reply: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    """Answer one question; whoever lacks the token gets nothing."""
-    with suppress(OSError, TimeoutError, ValueError, KeyError):
-        line = await asyncio.wait_for(reader.readline(), _PATIENCE)
-        question = json.loads(line)
-        if hmac.compare_digest(str(question["token"]).encode(), token.encode()):
-            writer.write(json.dumps(reply(question)).encode() + b"\n")
-            await asyncio.wait_for(writer.drain(), _PATIENCE)
-    writer.close()
+class Door:
+    """Answers the questions of those who know the token, and closes all other connections in silence.
+
+    Other users of the machine may reach the port. Nothing that comes before the right token is parsed,
+    and what it may take is bounded: a connection has `_PATIENCE` seconds to ask, and where more than
+    `_MOST_WAITING` have not asked yet, the oldest of these is closed.
+    """
+
+    def __init__(self, token: str, reply: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._token = token.encode()
+        self._reply = reply
+        self._waiting: dict[asyncio.StreamWriter, None] = {}
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one question."""
+        if len(self._waiting) >= _MOST_WAITING:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.transport.abort()
+        self._waiting[writer] = None
+        try:
+            question = await self._hear(reader)
+            self._waiting.pop(writer, None)
+            if question is not None:
+                writer.write(json.dumps(self._reply(question)).encode() + b"\n")
+                await asyncio.wait_for(writer.drain(), _PATIENCE)
+        except (OSError, TimeoutError):  # the caller is gone, or does not read
+            pass
+        finally:
+            self._waiting.pop(writer, None)
+            writer.close()
+
+    def close(self) -> None:
+        """Close the connections of those who have not asked yet."""
+        for writer in self._waiting:
+            writer.transport.abort()
+
+    async def _hear(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
+        """The question; None where nobody asks who has the token."""
+        try:
+            token = await asyncio.wait_for(reader.readexactly(len(self._token)), _PATIENCE)
+            if not hmac.compare_digest(token, self._token):
+                return None
+            line = await asyncio.wait_for(reader.readline(), _PATIENCE)
+            question: dict[str, Any] = json.loads(line)
+        except (OSError, EOFError, TimeoutError, ValueError, RecursionError):
+            return None
+        return question
 
 
-async def ask(peer: Peer, question: dict[str, Any]) -> dict[str, Any]:
+async def ask(peer: Peer, token: str, question: dict[str, Any]) -> dict[str, Any]:
     """The answer of a rank. Raises ConnectionError where nobody listens any more, or OSError."""
     try:
         reader, writer = await asyncio.wait_for(
@@ -66,7 +101,7 @@ async def ask(peer: Peer, question: dict[str, Any]) -> dict[str, Any]:
             raise UnreachableError(str(error)) from None
         raise
     try:
-        writer.write(json.dumps(question).encode() + b"\n")
+        writer.write(token.encode() + json.dumps(question).encode() + b"\n")
         await writer.drain()
         answered = await reader.read()
     finally:

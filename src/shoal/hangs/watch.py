@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from shoal import objects
 from shoal.errors import ShoalError
 from shoal.hangs import channel, end, stacks, trace, verdict
 from shoal.hangs.channel import Peer, UnreachableError
@@ -34,6 +35,7 @@ from shoal.hangs.peers import SAME_STEPS, is_by_peer
 from shoal.hangs.trace import Collective
 from shoal.hangs.verdict import Absent, Limits, Seen, Verdict
 from shoal.meeting import listen
+from shoal.regular import write_new
 
 _INTERVAL = 0.5
 """Seconds between two looks, at most."""
@@ -87,8 +89,7 @@ class Watch:
             address=address,
             port=self._socket.getsockname()[1],
         )
-        everyone: list[Any] = [None] * self._size
-        dist.all_gather_object(everyone, (mine, secrets.token_hex(16)), group=group)
+        everyone = objects.gather((mine, secrets.token_hex(16)), group)
         self._peers: list[Peer] = [peer for peer, _ in everyone]
         self._token: str = everyone[0][1]
         self._before = trace.newest()
@@ -171,23 +172,31 @@ class Watch:
             runner.run(self._watch())
 
     async def _watch(self) -> None:
-        async with await asyncio.start_server(self._answer, sock=self._socket):
-            later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
-            counts, waited, asked, looked = self._counts(), 0.0, 0.0, time.monotonic()
-            while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
-                # Time in which this process was stopped, or its machine asleep, is nobody's fault.
-                passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
-                looked = time.monotonic()
-                now = self._counts()
-                waited, counts = waited + passed if now == counts else 0.0, now
-                asked = min(asked, waited)
-                if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
+        door = channel.Door(self._token, self._reply)
+        server = await asyncio.start_server(door.answer, sock=self._socket, limit=channel.LONGEST)
+        async with server:
+            try:
+                await self._look_on()
+            finally:
+                door.close()  # closing a server waits for its connections
+
+    async def _look_on(self) -> None:
+        later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
+        counts, waited, asked, looked = self._counts(), 0.0, 0.0, time.monotonic()
+        while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
+            # Time in which this process was stopped, or its machine asleep, is nobody's fault.
+            passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
+            looked = time.monotonic()
+            now = self._counts()
+            waited, counts = waited + passed if now == counts else 0.0, now
+            asked = min(asked, waited)
+            if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
+                await self._judge(waited)
+                await _within(self._stopped.wait(), _AGAIN_SECONDS)
+            elif waited >= asked + _NEIGHBOUR_SECONDS:
+                asked = waited
+                if await self._neighbour_is_gone():
                     await self._judge(waited)
-                    await _within(self._stopped.wait(), _AGAIN_SECONDS)
-                elif waited >= asked + _NEIGHBOUR_SECONDS:
-                    asked = waited
-                    if await self._neighbour_is_gone():
-                        await self._judge(waited)
 
     async def _neighbour_is_gone(self) -> bool:
         """Whether this rank waits, and the next one of the group in which it does has left its world.
@@ -234,7 +243,7 @@ class Watch:
         """What each of the ranks answers, or why it does not."""
 
         async def ask(rank: int) -> dict[str, Any] | OSError:
-            asked = channel.ask(self._peers[rank], {"token": self._token, **question})
+            asked = channel.ask(self._peers[rank], self._token, question)
             try:
                 return await asyncio.wait_for(asked, _ANSWER_SECONDS)
             except OSError as error:  # of which TimeoutError is one
@@ -251,9 +260,6 @@ class Watch:
         ended = isinstance(answer, ConnectionError)
         cut = isinstance(answer, UnreachableError)
         return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended, cut=cut)
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await channel.answer(reader, writer, token=self._token, reply=self._reply)
 
     def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
         if "alive" in question:
@@ -328,9 +334,11 @@ class Watch:
 
     def _keep(self, text: str) -> Path:
         """Where the details are kept; writing them must not wait for a disk that hangs too."""
-        name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+        # In the directory for temporary files others could be waiting for a name that they can guess.
+        unique = f"{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{unique}.txt"
         path = (self._directory() or Path(tempfile.gettempdir())) / name
-        end.within(_WRITE_SECONDS, lambda: path.write_text(text))
+        end.within(_WRITE_SECONDS, lambda: write_new(path, text, private=True))
         return path
 
 

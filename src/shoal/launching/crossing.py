@@ -1,14 +1,16 @@
 """What crosses between the caller of `shoal.launch`, its launcher and the ranks, through pipes.
 
 The only place that pickles. Only the caller and the ranks unpickle, and only what came from each
-other; nothing is ever in a file.
+other; nothing is ever in a file. Where torch itself unpickles what other nodes wrote, `holds_only`
+reads it first.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import IO, Any
 
 from ..errors import LaunchError
@@ -63,6 +65,29 @@ def pickle_value(value: object) -> bytes:
 def unpickle(data: bytes) -> Any:
     """What was pickled at the other end."""
     return pickle.loads(data)
+
+
+def holds_only(data: bytes, classes: Collection[type]) -> bool:
+    """Whether unpickling `data` calls nothing but some classes, each known to do no harm."""
+    try:
+        _Restricted(data, classes).load()
+    except Exception:  # whatever forged bytes lead to
+        return False
+    return True
+
+
+class _Restricted(pickle.Unpickler):
+    """Knows no names but those of some classes."""
+
+    def __init__(self, data: bytes, classes: Collection[type]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes = {(kind.__module__, kind.__qualname__): kind for kind in classes}
+
+    def find_class(self, module: str, name: str) -> type:
+        """The class of this name. Raises UnpicklingError for any other."""
+        if (module, name) not in self._classes:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return self._classes[module, name]
 
 
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...]) -> str:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import cast
+from datetime import datetime, timedelta, timezone
+from typing import Any, cast
 
 from torch.distributed import DistError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
@@ -27,11 +28,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
+    _NodeDesc,
     _RendezvousExitOp,
+    _RendezvousState,
 )
 
 from ..errors import LaunchError
 from ..launchers import NODES_RUN_ID
+from .crossing import holds_only
 from .elastic import serve
 from .nodes import Nodes, differences, listen, way_to
 from .verdict import Kind, Verdict
@@ -42,6 +46,7 @@ BEAT = 1.0
 # Torch asks for changes once a second, so that nodes which wait for the same moment come apart.
 _LAST_CALL = timedelta(seconds=3)
 _PAUSE = 0.02
+_STATE = (_RendezvousState, _NodeDesc, datetime, timezone, timedelta)
 _NAME, _JOB, _END = "shoal/name", "shoal/job", "shoal/end"
 _ARRIVED, _DEPARTED, _VERDICT, _DONE = "shoal/arrived", "shoal/departed", "verdict", "done"
 
@@ -75,6 +80,16 @@ def _connect(host: str, port: int, limit: float) -> TCPStore:
     if isinstance(found, Exception):
         raise found
     return found
+
+
+class Backend(C10dRendezvousBackend):
+    """Torch's, in a store that has no password: torch unpickles the state which others wrote there."""
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        found: tuple[bytes, Any] | None = super()._decode_state(base64_state)
+        if found is not None and not holds_only(found[0], _STATE):
+            raise RendezvousStateError("another process wrote the state of the rendezvous")
+        return found
 
 
 class Members(DynamicRendezvousHandler):
@@ -163,7 +178,7 @@ class NodesRendezvous(RendezvousHandler):
         self._members = Members.from_backend(
             self._run_id,
             self._store,
-            C10dRendezvousBackend(self._store, self._run_id),
+            Backend(self._store, self._run_id),
             nodes.least,
             nodes.most,
             local_addr=address,

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.utils._pytree import tree_flatten, tree_map
 
+from shoal import objects
 from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import ShoalError, StepError
@@ -358,20 +359,19 @@ class PipelineEngine(MeshEngine):
                 found=f"{type(error).__name__}: {error}",
                 fix="see that rank's own error; python train.py, in one process, may show more",
             )
-        dist.send_object_list([error], group=self._group, group_dst=to)
+        objects.send(error, self._group, to)
 
     def _send(self, tensors: Sequence[Tensor], to: int) -> None:
-        dist.send_object_list([_form(tensors)], group=self._group, group_dst=to)
+        objects.send(_form(tensors), self._group, to)
         for tensor in tensors:
             dist.send(tensor, group=self._group, group_dst=to)
 
     def _receive(self, source: int) -> tuple[Tensor, ...]:
-        found: list[Any] = [None]
-        dist.recv_object_list(found, group=self._group, group_src=source)
-        if isinstance(found[0], ShoalError):
-            raise found[0]
+        found: ShoalError | Form = objects.receive(self._group, source)
+        if isinstance(found, ShoalError):
+            raise found
         tensors = tuple(
-            torch.empty(size, dtype=dtype, device=self.world.device) for size, dtype in found[0]
+            torch.empty(size, dtype=dtype, device=self.world.device) for size, dtype in found
         )
         for tensor in tensors:
             dist.recv(tensor, group=self._group, group_src=source)

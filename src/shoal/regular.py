@@ -1,0 +1,47 @@
+"""Files that are opened to write: regular ones, and never where a symbolic link leads.
+
+A run directory may come from another person, with links in the places of files that a run writes.
+Directories in it may be links: people keep checkpoints on another file system by them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """Open with `flags` of `os.open`; made where it is missing. Raises OSError for a link or a pipe."""
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _refused(path, "it is a symbolic link, and Shoal writes through none") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _refused(path, "it is not a regular file")
+    return descriptor
+
+
+def write_new(path: Path, text: str, *, private: bool = False) -> None:
+    """Write a file that does not exist yet, `private` for its owner alone. Raises FileExistsError."""
+    mode = 0o600 if private else 0o644
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that is never seen half, in the place of what has its name, be that a link."""
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed, or a link
+    write_new(partial, text)
+    partial.replace(path)
+
+
+def _refused(path: Path, why: str) -> OSError:
+    return OSError(errno.ELOOP, why, str(path))
