@@ -28,6 +28,9 @@ SITE = "SHOAL_SITE"
 REPORTS = "SHOAL_REPORTS"
 """The pipe by which a rank tells the launcher how it failed: its process id and file descriptor."""
 
+FAILURES = "SHOAL_FAILURES"
+"""The directory in which a rank of a batch job leaves the report of its failure."""
+
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -142,6 +145,11 @@ def reports() -> int | None:
     """The pipe to the launcher of this very process, and not of one that started it; None without."""
     process, _, descriptor = os.environ.get(REPORTS, "").partition(":")
     return int(descriptor) if process == str(os.getpid()) else None
+
+
+def failures() -> Path | None:
+    """Where this rank is to leave the report of its failure; None where nobody reads it."""
+    return Path(os.environ[FAILURES]) if os.environ.get(FAILURES) else None
 
 
 def config_folder() -> Path:

@@ -99,6 +99,10 @@ def init(
     if joined.told:
         with contextlib.suppress(OSError):  # as in `say`
             print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
+    if folder := environ.failures():
+        from shoal.launching.reports import report_into  # jobs of `shoal submit` alone need it
+
+        report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
     limits = Limits(step=timeout, prepare=prepare_timeout)
     return World(joined, seed, limits, deterministic=deterministic)
 

@@ -377,6 +377,24 @@ def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
     jobs.wait(jobs.gone)
 
 
+def test_the_log_of_a_failure_ends_with_its_reason_also_after_a_restart(jobs: Jobs) -> None:
+    (jobs.folder / "raises.py").write_text(
+        "import torch, shoal\n"
+        "with shoal.init() as world:\n"
+        "    if world.rank == 1:\n"
+        "        raise ValueError(f'attempt {world.placement.attempt}')\n"
+        "    world.all_reduce(torch.ones(()))\n"
+    )
+    jobs.submit("--nodes", "2", "--restarts", "1", "raises.py")
+    jobs.wait(lambda: len(jobs.ends()) == 2)
+    assert [code for _, code in jobs.ends()] == [1, 1]
+    jobs.wait(jobs.gone)
+    *_, reason, place = jobs.log().splitlines()
+    assert reason == "ValueError: attempt 1", jobs.log()
+    assert re.match(r"where: rank 1 of 2 on node\d\d, .*raises.py:4", place)
+    assert place in jobs.shoal("status", "run").replace("\n", " ").replace("  ", " ")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
 def test_ranks_of_mpi_are_told_by_the_batch_script(mpirun: str, jobs: Jobs, alone: str) -> None:

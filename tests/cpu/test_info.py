@@ -55,7 +55,7 @@ def test_everything_is_said_at_any_width(width: int) -> None:
     table = done.stdout.partition("What was chosen")[2].splitlines()
     start = table[1].index("why, and")
     reasons = words(" ".join(line[start:] for line in table[3:]))
-    assert "no launcher's variables are set not torchrun, shoal run: RANK and LOCAL_RANK not" in reasons
+    assert "no launcher's variables are set not torchrun, shoal run: LOCAL_WORLD_SIZE and" in reasons
     assert "not srun: SLURM_STEP_ID and SLURM_PROCID not set" in reasons
     assert "the default: deterministic algorithms are slower" in reasons
 

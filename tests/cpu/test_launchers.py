@@ -132,7 +132,7 @@ def test_a_step_of_one_task_in_a_larger_allocation() -> None:
     (found,) = read_all("slurm-one-task-of-four")
     assert (found.size, found.launcher) == (1, "srun")
     assert found.warning == "a step of 1 task(s), in a job with room for 2 on each node"
-    no_room = change("slurm-one-task-of-four", SLURM_CPUS_PER_TASK="2")
+    no_room = change("slurm-one-task-of-four", 0, SLURM_CPUS_PER_TASK="2")
     with pytest.raises(LaunchError, match="drop --ntasks"):
         read(no_room)
 
@@ -150,7 +150,7 @@ def test_one_process_in_a_job_of_several_tasks_is_warned(
     name: str, env: dict[str, str], tasks: int
 ) -> None:
     """`python train.py` in a batch script leaves all tasks but one idle."""
-    found = read(change(name, **env))
+    found = read(change(name, 0, **env))
     assert found.size == 1
     assert bool(found.warning) == (tasks > 1)
     if tasks > 1:

@@ -216,7 +216,10 @@ def test_ranks_that_have_saved_are_no_failure_to_srun(fakes: Fakes, tmp_path: Pa
 
 @pytest.mark.parametrize("code", [0, 1, 137])
 def test_a_job_that_ended_otherwise_is_left_alone(code: int, fakes: Fakes, tmp_path: Path) -> None:
-    assert finish(fakes, tmp_path / "run", code) == (code, [])
+    """Slurm is asked whether a node died, after a failure; nothing is changed."""
+    exit_code, asked = finish(fakes, tmp_path / "run", code)
+    assert exit_code == code
+    assert [call[2] for call in asked] == ["show", "show"] * (code != 0)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from math import ceil
 
 from shoal.errors import LaunchError
@@ -16,6 +20,7 @@ from .request import Job, Request
 from .site import Partition, Site
 from .times import gpu_hours, spell_time
 
+_SECONDS = 60.0
 _WORKER_OPTIONS = ("--workers", "--num-workers", "--num_workers")
 
 
@@ -39,9 +44,51 @@ def check(request: Request, site: Site, job: Job) -> None:
         )
 
 
+def check_interpreter(request: Request, source: str) -> None:
+    """Raise LaunchError for a --python that is not there, or that lacks the Shoal of a script.
+
+    In a container it can't be looked at from here; and one that can't be run here, such as that of
+    another architecture, is left to the nodes. `source` is the text of the script.
+    """
+    python = request.python
+    if python is None or request.container is not None:
+        return
+    found = shutil.which(python)
+    if found is None:
+        there = os.path.exists(python)
+        raise LaunchError(
+            given=f"--python {python}",
+            found="it may not be executed" if there else "there is no such program",
+            fix="--python with the path of an interpreter, or leave it out: then it is this one",
+        )
+    if "shoal" not in source:
+        return
+    asked = "from importlib.metadata import version; print('shoal', version('shoal'))"
+    try:
+        done = subprocess.run(
+            [found, "-c", asked], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    here = f"shoal {metadata.version('shoal')}"
+    said = (done.stdout.strip().splitlines() or ["no Shoal"])[-1]
+    if said != here and (done.returncode == 0 or "PackageNotFoundError" in done.stderr):
+        raise LaunchError(
+            given=f"--python {python}",
+            found=f"it has {said}, and this is {here}",
+            fix=f"{python} -m pip install the same version, or leave --python out",
+        )
+
+
 def objections(request: Request, site: Site, job: Job) -> Iterator[Objection]:
     """What speaks against a job, each with the GPU-hours that it is about."""
     partition = partition_of(request, site)
+    if request.restarts and not job.requeue and job.chain == 1:
+        yield Objection(
+            f"--restarts {request.restarts}",
+            f"a job restarts by going back into the queue, which {site.name} does not allow",
+            "--chain N too: the next job of the chain goes on",
+        )
     yield from _against_partition(request, site, partition)
     yield from _against_time(request, partition, job)
     yield from _against_processes(request, partition, job)

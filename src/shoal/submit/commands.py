@@ -56,6 +56,9 @@ _AtOnce = Annotated[
 _Chain = Annotated[
     int, typer.Option(min=1, metavar="N", help="N jobs after each other, where none may requeue.")
 ]
+_Restarts = Annotated[
+    int, typer.Option(min=0, metavar="N", help="How often to put it back after a failure.")
+]
 _Launcher = Annotated[
     str | None, typer.Option(metavar="srun|torchrun|mpirun", help="Else as the site wants it.")
 ]
@@ -105,6 +108,7 @@ def submit(
     sweep: _Sweep = None,
     at_once: _AtOnce = None,
     chain: _Chain = 1,
+    restarts: _Restarts = 0,
     launcher: _Launcher = None,
     container: _Container = None,
     python: _Python = None,
@@ -143,6 +147,7 @@ def submit(
         sweep=_sweep(sweep),
         at_once=at_once,
         chain=chain,
+        restarts=restarts,
         options=tuple(sbatch or ()),
         stage=tuple(stage or ()),
     )
@@ -164,13 +169,24 @@ def _submit(request: Request, site: str | None, options: Options) -> None:
         page.submission(plain_console(), done, out=options.out)
 
 
-def status(run: _Run) -> None:
-    """Show how the newest submission of a run is, and how far its training is."""
+def status(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="A run directory; else all in runs/.")
+    ] = None,
+) -> None:
+    """Show how the newest submission of a run is, and how far its training is.
+
+    Without RUN, one line for each run in the directory runs/ here.
+    """
     from shoal.tables import plain_console
 
     from . import following, page
 
-    page.status(plain_console(), following.status(run))
+    if run is None:
+        found = following.runs(Path("runs"))
+        page.overview(plain_console(), [following.status(each) for each in found])
+    else:
+        page.status(plain_console(), following.status(run))
 
 
 def logs(
@@ -255,8 +271,15 @@ def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
             fix="choose another name, or remove that file",
         )
     text = draft(name, slurm.run(SINFO), slurm.run(CONFIG))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise LaunchError(
+            given=f"shoal sites new {name}",
+            found=str(error),
+            fix="export XDG_CONFIG_HOME=DIR with a directory that you may write to",
+        ) from None
     print_path(plain_console(), f"{path}: look it over, then shoal submit --site {name} …")
 
 

@@ -57,6 +57,7 @@ def decide(request: Request, site: Site, *, save: float | None) -> Job:
         launcher=launcher,
         requeue=site.requeue and request.chain == 1 and not request.turns,
         chain=request.chain,
+        restarts=request.restarts,
         elements=len(request.sweep),
         at_once=request.at_once,
         options=(*site.options, *request.options),

@@ -13,6 +13,8 @@ from pathlib import Path
 from shoal.errors import LaunchError
 
 SCRIPT, RECORD, IDS, ENDS, CANCELLED = "job.sh", "job.json", "jobs", "ends", "cancelled"
+_LINES = 2
+"""Of a report: the exception and the place, with rank and host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,16 @@ def read_ends(folder: Path) -> list[End]:
                 job, restarts, code, when = line.split()
                 found.append(End(job=job, restarts=int(restarts), code=int(code), when=float(when)))
     return found
+
+
+def read_failure(folder: Path) -> tuple[str, ...]:
+    """What the rank that failed first said last, and where it was; of an array that of each element."""
+    found: list[str] = []
+    for path in sorted(folder.glob("failure*")):
+        if path.is_file():
+            with suppress(OSError):
+                found += path.read_text(errors="replace").rstrip().splitlines()[-_LINES:]
+    return tuple(found)
 
 
 def mark_cancelled(folder: Path) -> None:

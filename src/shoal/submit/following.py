@@ -12,12 +12,14 @@ from shoal.launchers import REQUEUE
 
 from . import slurm
 from .folder import (
+    RECORD,
     End,
     Record,
     logs,
     mark_cancelled,
     newest_folder,
     read_ends,
+    read_failure,
     read_record,
 )
 from .measured import last_events
@@ -29,7 +31,8 @@ class Status:
     """The newest submission of a run: what Slurm still knows, how jobs ended, how far training is.
 
     `queued` leaves out those of which `ends` tell more. `step` is the last event of a step, `saved`
-    that of a save, as rank 0 recorded them.
+    that of a save, as rank 0 recorded them. `failure` has the last lines of the report of the rank
+    that failed first, if the job ended so.
     """
 
     folder: Path
@@ -38,6 +41,22 @@ class Status:
     ends: tuple[End, ...]
     step: dict[str, Any] | None
     saved: dict[str, Any] | None
+    failure: tuple[str, ...]
+
+
+def runs(folder: Path) -> list[Path]:
+    """The run directories in `folder` that have a submission, by name.
+
+    Raises LaunchError where there is none.
+    """
+    found = sorted({path.parents[2] for path in folder.glob(f"*/jobs/*/{RECORD}")})
+    if not found:
+        raise LaunchError(
+            given=f"shoal status in {Path.cwd()}",
+            found=f"no run in {folder}/ with a job of `shoal submit`",
+            fix="shoal status RUN with the directory that was named by --run",
+        )
+    return found
 
 
 def status(run: Path) -> Status:
@@ -54,6 +73,7 @@ def status(run: Path) -> Status:
         ends=tuple(ends),
         step=last.get("step"),
         saved=last.get("save"),
+        failure=read_failure(folder),
     )
 
 

@@ -76,7 +76,27 @@ def status(console: Console, found: Status) -> None:
     if not found.queued and not found.ends:
         add_row(table, ", ".join(record.jobs), "gone", "", "", "Slurm does not know it any more")
     print_table(console, f"{_short(found.folder)}: {what}", table)
-    print_line(console, *_progress(found))
+    print_line(console, *_stuck(found), *found.failure, *_progress(found))
+
+
+def overview(console: Console, found: Iterable[Status]) -> None:
+    """A line for each run: how its newest job is, and how far its training is."""
+    table = make_table("run", "job", "state", "step", "where or why")
+    for each in found:
+        number, state, why = ", ".join(each.record.jobs), "gone", ""
+        for end in each.ends[-1:]:
+            number, state, why = end.job, outcome(end.code), _ended(end)
+        for queued in each.queued[:1]:
+            number, state, why = queued.job, queued.state.lower(), queued.never or queued.reason
+        step = "" if each.step is None else each.step.get("step")
+        add_row(table, _short(each.folder.parents[1].resolve()), number, state, str(step), why)
+    print_table(console, "newest jobs", table)
+
+
+def _stuck(found: Status) -> Iterator[str]:
+    for each in found.queued:
+        if each.never:
+            yield f"job {each.job} will not start by waiting: {each.never} ({each.reason.strip('()')})"
 
 
 def _progress(found: Status) -> Iterator[str]:

@@ -59,6 +59,7 @@ class Request:
     sweep: tuple[tuple[str, ...], ...] = ()
     at_once: int | None = None
     chain: int = 1
+    restarts: int = 0
     options: tuple[str, ...] = ()
     stage: tuple[str, ...] = ()
     workers: int = 0
@@ -72,7 +73,8 @@ class Job:
     """A job that is decided: each value is what the batch script says; None is left out of it.
 
     `lead` is how many seconds before its end a job is told to save, and `requeue` whether it may then
-    put itself back into the queue. `choices` has what Shoal chose, by name: cpus, qos and lead.
+    put itself back into the queue, also after `restarts` failures. `choices` has what Shoal chose, by
+    name: cpus, qos and lead.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Job:
     requeue: bool
     requeues: int = REQUEUES
     chain: int
+    restarts: int
     elements: int
     at_once: int | None
     options: tuple[str, ...]

@@ -85,6 +85,7 @@ def render(job: Job, site: Site, place: Place) -> str:
         requeue=job.requeue,
         requeues=job.requeues,
         requeue_code=REQUEUE,
+        restarts=job.restarts,
         launcher=Shell(job.launcher),
         launch=Shell(_launch(job, site)),
         events=f"{place.run}/events/rank-0.jsonl",

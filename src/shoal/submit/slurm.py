@@ -20,6 +20,29 @@ _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAIL
 _ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
+# Reasons of pending jobs that waiting alone does not end, by how they begin, and what to do about them
+# ("Job reason codes" of squeue(1)).
+_NEVER = {
+    "DependencyNeverSatisfied": "the job that it waits for has ended otherwise than it asks",
+    "PartitionTimeLimit": "it asks for more time than its partition gives",
+    "PartitionNodeLimit": "it asks for more nodes than its partition gives, or fewer than it wants",
+    "PartitionConfig": "its partition can't give what it asks for",
+    "ReqNodeNotAvail": "the nodes that it asks for are down, drained or reserved beyond its end",
+    "BadConstraints": "no node has what it asks for",
+    "AccountNotAllowed": "its account may not use this partition",
+    "QOSNotAllowed": "its QoS may not use this partition",
+    "InvalidAccount": "its account is not valid any more",
+    "InvalidQOS": "its QoS is not valid any more",
+    "JobHeldAdmin": "an administrator holds it: ask them",
+    "JobHeldUser": "it is held: scontrol release JOB",
+    "QOSMax": "it asks for more than its QoS gives one job",
+    "AssocMax": "it asks for more than its account gives one job",
+    "QOSMin": "it asks for less than its QoS wants",
+}
+# What resolves by itself begins so too: limits of all jobs together, not of one.
+_TOGETHER = re.compile(r"^(QOS|Assoc)(Max|Grp)\w*(PerUser|PerAccount|Submit|JobsLimit|JobsPer)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Queued:
     """A job, or an element of an array, that Slurm knows of."""
@@ -34,6 +57,14 @@ class Queued:
     def ended(self) -> bool:
         """Whether it neither waits nor runs."""
         return self.state in _ENDED
+
+    @property
+    def never(self) -> str:
+        """Why it will not start by waiting alone, as far as Slurm's reason tells; else empty."""
+        code = self.reason.strip("()")
+        if self.state != "PENDING" or _TOGETHER.match(code):
+            return ""
+        return next((why for start, why in _NEVER.items() if code.startswith(start)), "")
 
 
 def require() -> None:

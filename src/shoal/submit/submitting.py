@@ -14,7 +14,7 @@ from shoal import environ
 from shoal.errors import LaunchError
 
 from . import slurm
-from .checking import check, notes, without_secrets, workers_of
+from .checking import check, check_interpreter, notes, without_secrets, workers_of
 from .deciding import decide
 from .folder import (
     SCRIPT,
@@ -86,7 +86,10 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
             found=f"{script} lies in it, and would be copied with all that the run writes",
             fix=f"--run {run / 'run'}, a directory of its own",
         )
-    request = replace(request, workers=workers_of(_text_of(script), request.args))
+    text = _text_of(script)
+    if not options.force:
+        check_interpreter(request, text)
+    request = replace(request, workers=workers_of(text, request.args))
     job = decide(request, site, save=stopping_seconds(run))
     if not options.force:
         check(request, site, job)
