@@ -15,7 +15,7 @@ def record(directory: Path, ranks: list[list[tuple[int, int, int]]], attempt: fl
         events.write("start", {"began": attempt})
         for step, start, stop in shares:
             share = (start, stop)
-            events.step("step", (step, start, stop - start, share, 0.0, (0,) * 10, 0.5, 2.0, 4.0))
+            events.step("step", (step, start, stop - start, share, 0.0, (0,) * 10, 0.5, 2.0, 4.0, 0.0))
         events.close()
 
 

@@ -69,6 +69,15 @@ CASES = {
         finding="Ranks wait for data",
         advice="num_workers=6)",
     ),
+    "workers of all ranks that outnumber the cores": Case(
+        how={
+            "loading": Loading(seconds=[90e-3, 92e-3, 91e-3]),
+            "start": {"workers": 2, "cores": 1},
+        },
+        sentence="data",
+        finding="Ranks wait for data",
+        advice="if workers mostly wait, for a rank has 1 core;",
+    ),
     "one slow device": Case(
         plants=SLOW_DEVICE,
         how={"network": 9e-3},

@@ -146,9 +146,11 @@ def _more_workers(found: Loading) -> str:
             "the begin of an epoch; shoal bench data"
         )
     if found.cores is not None and found.enough > found.cores:
+        cores = "1 core" if found.cores == 1 else f"{found.cores} cores"
         return (
-            f"{found.enough} workers would keep up, and a rank has {found.cores} cores: less work "
-            "per sample (data that is prepared once, smaller images), or more cores; shoal bench data"
+            f"shoal.Loader(…, num_workers={found.enough}) would keep up if workers mostly wait, for a "
+            f"rank has {cores}; else more cores, or less work per sample, such as data prepared once; "
+            "shoal bench data measures it"
         )
     return f"shoal.Loader(…, num_workers={found.enough}) would keep up; shoal bench data measures it"
 
