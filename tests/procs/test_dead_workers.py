@@ -76,7 +76,6 @@ def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
         next(batches)
         with pytest.raises(shoal.DataError, match="a worker of rank 0's Loader died \\(signal 9"):
             _compute(go)
-        batches.close()
 
 
 def test_an_error_of_the_dataset_stays_what_it_is() -> None:
