@@ -24,7 +24,8 @@ import torch
 
 import shoal
 from shoal.hangs.matching import Matching
-from shoal.hangs.watch import Limits, Watch
+from shoal.hangs.verdict import Limits
+from shoal.hangs.watch import Watch
 
 MODES = ("neither", "watch", "watch and check")
 WIDTH, BATCH, SETTLE = 32, 32, 20

@@ -28,7 +28,7 @@ class Members(NamedTuple):
     device: torch.device
 
     def tell(self, source: int, tree: Any) -> Any:
-        """Return the tree of the rank at `source` on all ranks, its tensors on their device. Collective.
+        """Return the tree of the rank at `source` on all ranks, on their device. Collective.
 
         Raises CannotTravelError on all ranks for what can't be sent; see `shoal.codec`.
         """
