@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -50,6 +51,15 @@ def check_options(state: object, config: object) -> None:
                     found="no object with state_dict and load_state_dict",
                     fix="an object that has both, such as a shoal.EMA; plain values: config=",
                 )
+
+
+def settings(config: Any) -> Any:
+    """`config` as plain values: mappings of any class are dicts, paths are text."""
+    if isinstance(config, Mapping):
+        return {key: settings(value) for key, value in config.items()}
+    if type(config) in (list, tuple):
+        return type(config)(map(settings, config))
+    return str(config) if isinstance(config, Path) else config
 
 
 class Contents:

@@ -24,7 +24,7 @@ from shoal.checkpoint import (
     path_from,
     take_over,
 )
-from shoal.contents import Contents, Stateful, check_options
+from shoal.contents import Contents, Stateful, check_options, settings
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events
@@ -112,7 +112,7 @@ class Run:
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         check_same_data(self.world, loader.state_dict())
-        self._config = dict(config or {})
+        self._config = settings(config or {})
         self.contents = Contents(self.world, self.steps, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)

@@ -167,6 +167,27 @@ def test_options_that_can_not_be(world: shoal.World, tmp_path: Path, options: di
     assert not (tmp_path / "lock").exists()
 
 
+class Settings(dict[str, Any]):
+    """A configuration as a library has it: a class derived from dict."""
+
+
+def test_a_config_of_a_class_derived_from_dict_is_kept_as_a_dict(
+    world: shoal.World, tmp_path: Path
+) -> None:
+    config = Settings(model=Settings(width=8, layers=[Settings(rate=0.1)], token="abc"), data=tmp_path)
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data, config=config) as run:
+        step(next(data.epochs(1)))
+        run.tick()
+        run.save()
+    text = (tmp_path / "checkpoints/step-1/manifest.json").read_text().replace(" ", "")
+    assert '"width":8' in text
+    assert '"rate":0.1' in text
+    assert f'"data":"{tmp_path}"' in text
+    assert "abc" not in text
+    assert "abc" not in (tmp_path / "events/rank-0.jsonl").read_text()
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "events", "", ".", "../b", "a/b", "/b", "a\nb", 3])
 def test_where_a_run_keeps_nothing_apart(world: shoal.World, tmp_path: Path, name: Any) -> None:
     step, data = parts(world)
