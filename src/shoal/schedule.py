@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 
+import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -53,7 +53,7 @@ class Schedule:
                 found=f"the shapes are {', '.join(SHAPES)}",
                 fix="Schedule(shape='cosine', warmup=100), or any scheduler of torch's",
             )
-        if not isinstance(self.warmup, Integral) or isinstance(self.warmup, bool) or self.warmup < 0:
+        if not _is_count(self.warmup):
             ratio = self.warmup if _is_fraction(self.warmup) else 0.1
             raise StepError(
                 given=f"Schedule(warmup={self.warmup!r})",
@@ -88,6 +88,10 @@ class Schedule:
     def __call__(self, optimizer: Optimizer, total: int) -> LambdaLR:
         """The schedule of a run of `total` optimizer steps."""
         return LambdaLR(optimizer, partial(_factor, schedule=self, total=total))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
 
 
 def _is_fraction(value: object) -> bool:

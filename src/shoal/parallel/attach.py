@@ -60,6 +60,10 @@ def parallelize(
     may be given in its place; strategies that divide models (FSDP) then never hold the whole of it, and
     its parameters get the same values.
 
+    Afterwards the global generators of Python, NumPy and torch draw by data rank, so that dropout draws
+    different numbers for different samples. Draw data before it, or from a `torch.Generator` of a fixed
+    seed.
+
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
     one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
     ranks have models of other parameters. Collective.
