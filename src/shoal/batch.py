@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from shoal.coupled import say_division
 from shoal.engine import Correction, Engine, OpenEngine, check_clip, correct
 from shoal.errors import StepError
 from shoal.rows import Rows, gather_rows
@@ -127,6 +128,7 @@ class Batch:
         engine = self._engine(model)
         if engine not in self._backwards:
             engine.begin()
+            say_division(engine, len(self.micros))
         last = self._current == len(self.micros) - 1
         with engine.world.timeline.within(BACKWARD):
             engine.backward(loss, count, micro, self.size, scale=1.0, last=last)

@@ -67,8 +67,9 @@ class Run:
     """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
 
     `step` is a Step or several by name (two for a GAN); the first one counts. `state` is whatever
-    else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it should not depend on
-    the rank. `config` holds plain values that checkpoints are to keep for people: rates, paths. The
+    else has `state_dict` and `load_state_dict`, by name. It has to be the same on all ranks: a save
+    raises CheckpointError, naming the entry and the ranks, where it differs. `config` holds plain
+    values that checkpoints are to keep for people: rates, paths. The
     newest `keep` checkpoints are kept, and those of every `keep_every`-th step. They are kept in
     `checkpoints`, where that is given: another directory, or a URL of a file system that fsspec knows
     (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run where
@@ -80,7 +81,8 @@ class Run:
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
 
-    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written.
+    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written, and for
+    an entry of a model's state_dict that a checkpoint can't hold.
     """
 
     def __init__(

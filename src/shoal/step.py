@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal.batch import Batch, not_finite
+from shoal.coupled import say_division
 from shoal.engine import Correction, OpenEngine, check_clip, correct
 from shoal.errors import CheckpointError, StepError
 from shoal.names import (
@@ -23,7 +24,9 @@ from shoal.names import (
     named,
     numbered,
     parameter_names,
+    restored,
     shapes,
+    storable,
 )
 from shoal.parallel import engine_of
 from shoal.sameness import check_same_environment
@@ -215,7 +218,7 @@ class Step:
     def form(self) -> dict[str, Any]:
         """What `state_dict` returns, but for values that still differ between ranks. Collective."""
         state: dict[str, Any] = {
-            "model": self.model.state_dict(),
+            "model": storable(self.model.state_dict()),
             "optimizer": named(self.optimizer, self._names),
             "number": self.number,
             "engine": self.engine.state(),
@@ -233,8 +236,9 @@ class Step:
         """
         self.check_state(state)
         optimizer = numbered(self.optimizer, state["optimizer"], self._names)
-        own = self.model.state_dict().keys()
-        self.model.load_state_dict({n: value for n, value in state["model"].items() if n in own})
+        own = self.model.state_dict()
+        model = restored(own, {n: value for n, value in state["model"].items() if n in own})
+        self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
@@ -324,6 +328,7 @@ class Step:
     def _prepare(self, batch: Batch) -> None:
         check_same_environment(self.engine.world)
         check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
+        say_division(self.engine, len(batch))
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True

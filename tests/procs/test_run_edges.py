@@ -226,36 +226,6 @@ def test_a_closed_run_says_so(world: shoal.World, tmp_path: Path) -> None:
             use()
 
 
-class Own:
-    """State that depends on the rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.state: dict[str, Any] = {"rank": rank}
-        self.state |= {f"tensor {n}": torch.full((2 + rank,), rank) for n in range(6)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def own_state(world: shoal.World, directory: Path) -> dict[str, Any]:
-    step, data = parts(world)
-    own = Own(world.rank)
-    with shoal.Run(directory, step, data, state={"own": own}) as run:
-        run.save()
-        run.restore()
-    return own.state
-
-
-@pytest.mark.full
-def test_the_state_of_users_is_rank_0s_throughout(ranks: Ranks, tmp_path: Path) -> None:
-    for state in ranks.call(own_state, tmp_path):
-        assert state.pop("rank") == 0
-        assert [value.tolist() for value in state.values()] == [[0, 0]] * 6
-
-
 def after_the_end(world: shoal.World) -> list[str]:
     """What a world of two says when it is used after its end; the test's own world goes on."""
     closed = copy.copy(world)
