@@ -437,3 +437,11 @@ def test_large_tensors_are_written_in_blocks(
     done = extraction.extract(found, tmp_path / "out.safetensors", step=None, ema=None)
     assert same(load_file(done.path), model)
     assert (done.tensors, done.bytes) == (5, sum(tensor.nbytes for tensor in model.values()))
+
+
+def test_entries_that_are_no_tensors_are_named(tmp_path: Path) -> None:
+    model = {"weight": torch.ones(2), "_extra_state": {"calls": 3}}
+    save(tmp_path / "a", {"steps": {"step": {"model": model}}})
+    code, said = checkpoint("export", tmp_path / "a", tmp_path / "model.safetensors")
+    assert code == 0
+    assert "Not written, since they are no tensors: _extra_state" in words(said)
