@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor, nn
 
 from shoal.compiled import bare
+from shoal.coupled import say_division
 from shoal.engine import Correction, Engine, OpenEngine, Result, check_clip, correct
 from shoal.errors import ShoalError, StepError
 from shoal.rows import Rows, gather_rows
@@ -204,6 +205,7 @@ class Batch:
         engine.begin()
         check_same_environment(engine.world)
         self.compare_ranks()
+        say_division(engine, len(self.micros))
 
     def _check_backwards(self, engine: OpenEngine) -> None:
         done = self._backwards.count(engine)

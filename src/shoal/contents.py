@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from shoal.checkpoint import Loaded, path_of, present, shapes, some
+from shoal.alike import spans
+from shoal.checkpoint import (
+    Agreement,
+    Loaded,
+    differing,
+    facts,
+    path_of,
+    present,
+    shapes,
+    some,
+    take_apart,
+)
 from shoal.data import Loader
 from shoal.errors import CheckpointError
 from shoal.installed import versions
-from shoal.names import check_parts
+from shoal.names import check_parts, owner_of, storable
 from shoal.shares import divided, is_divided
 from shoal.streams import random_state, set_random_state
 from shoal.world import World
@@ -52,6 +65,15 @@ def check_options(state: object, config: object) -> None:
                 )
 
 
+def settings(config: Any) -> Any:
+    """`config` as plain values: mappings of any class are dicts, paths are text."""
+    if isinstance(config, Mapping):
+        return {key: settings(value) for key, value in config.items()}
+    if type(config) in (list, tuple):
+        return type(config)(map(settings, config))
+    return str(config) if isinstance(config, Path) else config
+
+
 class Contents:
     """Steps, user state and the position in the data, by names; `config` is kept for people."""
 
@@ -68,6 +90,7 @@ class Contents:
         self._loader = loader
         self._state = state
         self._config = config
+        Agreement(world).together("shoal.Run(…)", self._check_models)
 
     @property
     def in_parts(self) -> bool:
@@ -81,6 +104,7 @@ class Contents:
             "state": {name: item.state_dict() for name, item in self._state.items()},
             "loader": {**self._loader.state_dict(), "position": position},
         }
+        self._check_same(state["state"])
         held = self._world.gather(list(shapes(state["state"]))) if self.in_parts else []
         if not self._world.first:
             # Else each tensor would be that of the rank which happens to write it.
@@ -105,10 +129,9 @@ class Contents:
 
     def form(self) -> dict[str, Any]:
         """What there is to save by now, to see whether it can be; nothing is made equal. Collective."""
-        own = self._state if self._world.first else {}
         return {
             "steps": {name: step.form() for name, step in self._steps.items()},
-            "state": {name: item.state_dict() for name, item in own.items()},
+            "state": {name: item.state_dict() for name, item in self._state.items()},
         }
 
     def template(self) -> dict[str, Any]:
@@ -152,6 +175,51 @@ class Contents:
             set_random_state(loaded.rank_state)
         else:
             self._world.reseed(f"noise from step {loaded.step}")
+
+    def _check_models(self) -> None:
+        """Raise CheckpointError for an entry of a model's state_dict that a checkpoint can't hold."""
+        for step in self._steps.values():
+            for name, value in step.model.state_dict().items():
+                if isinstance(value, torch.Tensor):
+                    continue
+                try:
+                    take_apart(storable(value), name)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        given=f"shoal.Run(…) of a model whose state_dict has the entry {name!r}, of "
+                        f"{owner_of(step.model, name)}",
+                        found=error.found,
+                        fix="keep tensors, numbers, text, classes, functions, and dicts, lists and "
+                        "tuples of them in state_dict or get_extra_state; make the rest in __init__",
+                    ) from None
+
+    def _check_same(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError, on all ranks, where their user state differs: one is kept for all.
+
+        Collective. Ranks that take steps of their own (LocalSGD, Hogwild) have averages of their own
+        too, of which rank 0's are kept.
+        """
+        if not state or self._world.size == 1 or any(s.engine.alone for s in self._steps.values()):
+            return
+        mine = facts(state, in_parts=self.in_parts)
+        # One digest is enough where all ranks agree to the last bit, which is the usual case.
+        if len(set(self._world.gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+            return
+        found = differing(self._world.gather(mine))
+        if found is None:
+            return
+        path, odd = found
+        name = next(name for name in state if path_of(name) == path.partition("/")[0])
+        ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {spans(odd)}"
+        raise CheckpointError(
+            given=f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
+            found=f"{ranks} of {self._world.size} would save another value than the first rank that "
+            "has it, and a checkpoint keeps one for all",
+            fix="a dict by parameter name, as shoal.EMA saves: the entries of all stages are kept"
+            if self.in_parts
+            else "save the same on all ranks; or every rank's value: state_dict returns "
+            "{'ranks': world.gather(value)}, load_state_dict takes state['ranks'][world.rank]",
+        )
 
     def _check_names(self, saved: Mapping[str, Any], given: str) -> None:
         check_parts(saved, given)

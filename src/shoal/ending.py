@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,13 +19,15 @@ class Evaluation:
     `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `best` names
     the metric by which checkpoints are compared, `higher` says which way; the best one is kept in
     `best/` of the run directory. After `patience` evaluations without a better one training stops.
-    The rest is as for `shoal.evaluate`.
+    `collate_fn` is that of `shoal.train` unless given; `torch.utils.data.default_collate` is torch's
+    own. The rest is as for `shoal.evaluate`.
     """
 
     dataset: Any
     every: int | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     targets: Callable[[Any], Any] | None = None
+    outputs: Callable[[Any], Any] | None = None
     batch_size: int | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
@@ -47,6 +49,10 @@ class Evaluation:
                     found="it is a number of 1 or more",
                     fix=f"leave {name} out, or give a positive number",
                 )
+
+    def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Evaluation:
+        """This Evaluation, with the `collate_fn` given where it has none of its own."""
+        return self if self.collate_fn is not None else replace(self, collate_fn=collate_fn)
 
     def compared(self, metrics: Mapping[str, Any]) -> float:
         """The number of an evaluation's `metrics` that decides. Raises StepError if it is none."""

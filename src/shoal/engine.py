@@ -169,6 +169,8 @@ class Engine(ABC):
     """Why what it computes can't be counted from where the step is taken; empty where it can."""
     alone: bool = False
     """Whether each rank takes steps of its own, so that one may fail where the others have stepped."""
+    told: bool = False
+    """Whether the layers have been named whose numbers depend on the division of the batch."""
     noise: str = "noise"
     """The stream of random numbers that this rank's forward draws from; see `World.reseed`."""
 

@@ -36,7 +36,8 @@ class Metric(Protocol):
 class Accuracy:
     """The share of correct classes: scores of shape (…, classes), targets of shape (…).
 
-    Targets equal to `ignore_index` (torch's default, -100) are not counted.
+    Targets equal to `ignore_index` (torch's default, -100) are not counted. Raises DataError for an
+    output that is not a tensor, and for targets of another shape.
 
         >>> Accuracy()(torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), torch.tensor([1, 0, -100]))
         (tensor(2), tensor(2))
@@ -47,6 +48,12 @@ class Accuracy:
 
     def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, Tensor]:
         """(correct, counted)."""
+        if not isinstance(output, Tensor):
+            raise DataError(
+                given=f"shoal.Accuracy of an output of type {type(output).__name__}",
+                found="it takes the scores as one tensor of shape (…, classes)",
+                fix=_choice_of(output),
+            )
         if output.shape[:-1] != target.shape:
             raise DataError(
                 given=f"Accuracy with scores of shape {tuple(output.shape)}",
@@ -65,6 +72,7 @@ def evaluate(
     task: Task | None = None,
     metrics: Mapping[str, Metric | Any] | None = None,
     targets: Callable[[Any], Any] | None = None,
+    outputs: Callable[[Any], Any] | None = None,
     batch_size: int | None = None,
     collate_fn: Collate | None = None,
     num_workers: int = 0,
@@ -77,7 +85,9 @@ def evaluate(
     precision (a model's is that of a `torch.autocast` around the call); the modes of all modules are
     put back. A metric is a function (output, target) -> (sum, count), or any
     torchmetrics Metric; `targets(batch)` gives what it compares with (the second element of a tuple
-    and "labels" of a mapping by default). `batch_size` is global, 256 per data rank unless given.
+    and "labels" of a mapping by default). `outputs(output)` gives what metrics are called with where
+    the model returns more than one tensor: `outputs=lambda output: output.logits`. The loss gets the
+    whole output. `batch_size` is global, 256 per data rank unless given.
     `batches` looks at so many global batches only.
 
     Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
@@ -115,11 +125,12 @@ def evaluate(
                     beside = engine.beside(output, micro)
                     sums.add("loss", task.reduce(output, beside, batch.seed), weight)
                     target = (targets or default_targets)(beside.value) if metrics else None
+                    found = outputs(output) if metrics and outputs is not None else output
                     for name, metric in metrics.items():
                         if name not in foreign:
-                            sums.add(name, metric(output, target), weight)
+                            sums.add(name, metric(found, target), weight)
                         elif weight:
-                            foreign[name].update(*move((output, target), world.device))
+                            _update(name, foreign[name], *move((found, target), world.device))
         result: dict[str, Any] = sums.means(world)
         visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
         # Ranks of one data rank share samples.
@@ -237,6 +248,34 @@ def _local(name: str, metric: Any, world: World) -> Any:
     copy.reset()
     copy.distributed_available_fn = lambda: False
     return copy
+
+
+def _update(name: str, metric: Any, output: Any, target: Any) -> None:
+    """Give a torchmetrics Metric the next samples; StepError for an output that it can't take."""
+    try:
+        metric.update(output, target)
+    except Exception as error:
+        if isinstance(output, Tensor):
+            raise
+        raise StepError(
+            given=f"metrics={{{name!r}: {type(metric).__name__}}} of an output of type "
+            f"{type(output).__name__}",
+            found=f"its update raised {type(error).__name__}: {error}",
+            fix=_choice_of(output),
+        ) from error
+
+
+def _choice_of(output: object) -> str:
+    """What to write so that a metric gets one tensor of an output that is none."""
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        chosen = "output[0]"
+    elif isinstance(output, Mapping):
+        tensors = [name for name, value in output.items() if isinstance(value, Tensor) and value.dim()]
+        name = tensors[0] if tensors else "logits"
+        chosen = f"output.{name}" if hasattr(output, str(name)) else f"output[{name!r}]"
+    else:
+        chosen = "output.logits"
+    return f"shoal.evaluate(step, data, metrics=…, outputs=lambda output: {chosen})"
 
 
 def _merged(metric: Any, world: World) -> Any:

@@ -6,6 +6,8 @@ import copy
 import io
 import os
 import re
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import Agreement
 from shoal.compiled import bare
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, LaunchError
 from shoal.modes import evaluation
-from shoal.moves import move
-from shoal.names import check_model, shapes
+from shoal.moves import move, tensors_in
+from shoal.names import model_differences, shapes
 from shoal.parallel import engine_of, known_engine
 from shoal.parallel.spanning import span_of
 from shoal.run import Run
+from shoal.sections import Sections
 from shoal.shares import divided, shared_like, whole
 from shoal.step import Step
 from shoal.world import World
@@ -40,12 +43,20 @@ def export(
     *,
     example: tuple[Any, ...] | None = None,
 ) -> Path:
-    """Write the model for use without Shoal, under the user's names; rank 0 writes. Collective.
+    """Write the model for use without Shoal, under the user's names; rank 0 writes.
 
     The ending of `path` says how: `.safetensors` and `.pt` (by torch.save) hold the state_dict, `.ts`
     is TorchScript and `.pt2` a torch.export program, both in eval mode. These two are traced where
     `example`, the model's positional arguments, is given; TorchScript compiles the code without one.
-    A Run gives the model of its first Step. The file appears whole or not at all. Returns its path.
+    The first dimension of each tensor of `example`, the batch, may have another size in a `.pt2`
+    program, unless the model's code fixes it. A Run gives the model of its first Step. The file
+    appears whole or not at all. Returns its path, on all ranks once the file is there.
+
+    Entries of the state_dict that are not tensors are kept in `.pt` if
+    `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of those left out.
+
+    All ranks call it. Where each rank has the whole model (`DDP` and the like), rank 0 may call it
+    alone; where the model is divided (FSDP, Tensor, Pipeline, Remote) it is collective.
 
     Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
     """
@@ -58,19 +69,86 @@ def export(
             found=f"the endings are {', '.join((*_STATES, *_PROGRAMS))}",
             fix="shoal.export(model, 'model.safetensors')",
         )
-    state = _whole_state(model, keep=world.first) if path.suffix in _STATES else {}
+    if path.suffix in _PROGRAMS:
+        _refuse_divided(model, path)
+    replicated = _replicated(model)
+    state: dict[str, Any] = {}
+    if path.suffix in _STATES and not (replicated and not world.first):
+        state = _whole_state(model, keep=world.first, alone=replicated)
 
     def save() -> None:
         if not world.first:
             return
         with appearing(path) as partial, evaluation(model), torch.no_grad():
             if path.suffix in _STATES:
-                _STATES[path.suffix](state, partial)
+                _STATES[path.suffix](_held(state, path, world), partial)
             else:
                 _PROGRAMS[path.suffix](model, example, partial)
 
-    Agreement(world).together(f"shoal.export(…, {str(path)!r})", save)
+    given = f"shoal.export(…, {str(path)!r})"
+    if replicated:
+        _first_alone(world, given, path, save)
+    else:
+        Agreement(world).together(given, save)
     return path
+
+
+def _replicated(model: nn.Module) -> bool:
+    """Whether rank 0 has the whole model, the same as the others at the same step."""
+    engine = engine_of(model)
+    whole = engine.world.layout.degree("pipeline") == 1 and not divided(dict(model.named_parameters()))
+    return whole and not engine.alone and engine.world.survivors is None
+
+
+def _first_alone(world: World, given: str, path: Path, save: Callable[[], None]) -> None:
+    """Save on rank 0, which waits for no other rank; the others wait until the file is there.
+
+    Many scripts call export on rank 0 only. The step is part of the key: rank 0 may have written the
+    same path before, alone.
+    """
+    agreement = Agreement(world)
+    if world.size == 1:
+        agreement.together(given, save)
+        return
+    key = f"export {world.steps_begun} {path}"
+    try:
+        with world.service(Sections).named(key, within=world.limits.prepare) as first:
+            outcome = agreement.attempt(given, save) if first else None
+            if outcome is not None:
+                raise outcome
+    except LaunchError as error:
+        raise CheckpointError(
+            given=given,
+            found=error.found,
+            fix="see rank 0's own error; all ranks call shoal.export, or rank 0 alone",
+        ) from None
+
+
+def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
+    """What a file of this ending can hold of a state; says which entries it can't."""
+    kept = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) or (path.suffix == ".pt" and _readable(value))
+    }
+    left = [name for name in state if name not in kept]
+    if left:
+        why = "which is no tensor" if path.suffix != ".pt" else "which weights_only=True can't read"
+        world.say(
+            f"shoal: {path} does not hold {', '.join(left)} of the state_dict, {why}; shoal.load "
+            "leaves what the model has there"
+        )
+    return kept
+
+
+def _readable(value: object) -> bool:
+    """Whether `torch.load(…, weights_only=True)` can read `value` from a file."""
+    if type(value) in (dict, OrderedDict):
+        return all(map(_readable, (*value, *value.values())))  # type: ignore[misc, attr-defined]
+    if type(value) in (list, tuple, torch.Size):
+        return all(map(_readable, value))  # type: ignore[call-overload]
+    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    return value is None or isinstance(value, Tensor) or type(value) in plain
 
 
 @contextmanager
@@ -85,15 +163,17 @@ def appearing(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
+def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
     """Load a state_dict into `model`, from a safetensors file or a mapping, in place.
 
     Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped where the model has no
-    such names. Raises CheckpointError, before anything changes, if names or shapes differ or two names
-    become one.
+    such names. Entries of the model's state_dict that are not tensors, and that `source` lacks, stay as
+    they are, with a warning: safetensors files hold tensors only. Raises CheckpointError, before
+    anything changes, if names or shapes differ or two names become one.
     """
     model = bare(model)
     found = source if isinstance(source, Mapping) else _read(Path(source))
+    of = f"of {len(found)} entries" if isinstance(source, Mapping) else repr(str(source))
     here = _of_all_ranks(model)
     named = {_bare(name, here): tensor for name, tensor in found.items()}
     if len(named) < len(found):
@@ -103,9 +183,23 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
             found=f"several of them are the same one without their prefixes, {twice[0]} for one",
             fix="give those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
         )
-    check_model(model, named, here)
+    absent = [name for name, shape in here.items() if shape is None and name not in named]
+    expected = {name: shape for name, shape in here.items() if name not in absent}
+    differences = model_differences(expected, shapes(named))
+    if differences:
+        raise CheckpointError(
+            given=f"shoal.load(model, …) {of} into a {type(model).__name__} of {len(here)} entries",
+            found=f"it is the state of another model; {differences}",
+            fix="build the model that the file was written from, or give a dict with the model's "
+            "names: shoal.load(model, {new_name(k): v for k, v in state.items()})",
+        )
+    if absent:
+        warnings.warn(
+            f"shoal.load(model, …) {of}: it lacks {', '.join(absent)}, which the model keeps as it is",
+            stacklevel=2,
+        )
     own = model.state_dict()  # of a pipeline, this rank's part
-    shares = {name: shared_like(named[name], tensor) for name, tensor in own.items()}
+    shares = {name: shared_like(named[name], v) if name in named else v for name, v in own.items()}
     model.load_state_dict(shares)
 
 
@@ -125,21 +219,45 @@ def _model(source: Run | Step | nn.Module) -> nn.Module:
 
 
 def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
-    _refuse_divided(model, path)
     model, example = _alone(model, example)
     made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
     _write(made, torch.jit.save, path)
 
 
 def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
-    _refuse_divided(model, path)
     if example is None:
         raise CheckpointError(
             given=f"shoal.export(…, {path.suffix!r}) without an example",
             found="torch.export traces the model",
             fix="shoal.export(model, 'model.pt2', example=(inputs,))",
         )
-    _write(torch.export.export(*_alone(model, example)), torch.export.save, path)
+    from torch.export import Dim, ShapesCollection  # half a second, which is for those who trace
+
+    world = engine_of(model).world
+    alone, inputs = _alone(model, example)
+    sizes = ShapesCollection()
+    for tensor in tensors_in(inputs):
+        if tensor.dim() and len(tensor) > 1:  # torch.export fixes sizes of 0 and 1 anyway
+            sizes[tensor] = {0: Dim.AUTO}  # any size, unless the code needs this one
+    program = torch.export.export(alone, inputs, dynamic_shapes=sizes.dynamic_shapes(alone, inputs))
+    fixed = _fixed_sizes(program)
+    if fixed:
+        world.say(
+            f"shoal: the .pt2 program takes these sizes of the first dimension only: {fixed}; the "
+            "model's code fixes them, or the example has a single sample (give two or more)"
+        )
+    _write(program, torch.export.save, path)
+
+
+def _fixed_sizes(program: torch.export.ExportedProgram) -> str:
+    """The inputs of a program whose first dimension has one size only."""
+    inputs = set(program.graph_signature.user_inputs)
+    found = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" and node.name in inputs else None
+        if isinstance(value, Tensor) and value.dim() and str(value.shape[0]).isdecimal():
+            found.append(f"{node.name}: {value.shape[0]}")
+    return ", ".join(found)
 
 
 def _alone(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
@@ -159,7 +277,7 @@ def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> N
     path.write_bytes(memory.getbuffer())
 
 
-def save_pickled(tensors: dict[str, Tensor], path: Path) -> None:
+def save_pickled(tensors: dict[str, Any], path: Path) -> None:
     """Write a `.pt` file; raises OSError where that can't be."""
     try:
         with path.open("wb") as file:
@@ -179,9 +297,19 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    except KeyError as error:  # safetensors' own of a dtype
+        odd = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
+        if not odd:
+            raise
+        raise CheckpointError(
+            given=f"shoal.export(…, {path.suffix!r})",
+            found=f"{odd[0]} is {str(tensors[odd[0]].dtype).removeprefix('torch.')}, for which the "
+            "safetensors format has no type",
+            fix="shoal.export(model, 'model.pt')",
+        ) from None
 
 
-_STATES: dict[str, Callable[[dict[str, Tensor], Path], object]] = {
+_STATES: dict[str, Callable[[dict[str, Any], Path], object]] = {
     ".safetensors": _save_file,
     ".pt": save_pickled,
 }
@@ -203,21 +331,28 @@ def _refuse_divided(model: nn.Module, path: Path) -> None:
         )
 
 
-def _whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """The model's tensors on the CPU, one after the other; only those who `keep` them have them."""
+def _whole_state(model: nn.Module, *, keep: bool, alone: bool) -> dict[str, Any]:
+    """The model's state, tensors on the CPU one after the other; only those who `keep` it have it.
+
+    Collective, unless this rank has all of it `alone`.
+    """
     # Copies: tied weights keep both of their names, which safetensors refuses for shared memory.
     world = engine_of(model).world
-    own = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
-    holders = world.gather({name: (value.shape, value.dtype) for name, value in own.items()})
-    state: dict[str, Tensor] = {}
-    for name, (shape, dtype) in {n: form for held in holders for n, form in held.items()}.items():
-        source = next(rank for rank, held in enumerate(holders) if name in held)
-        tensor = whole(own[name].detach()).contiguous() if name in own else None
+    own = model.state_dict()
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    plain = move({n: v for n, v in own.items() if n not in tensors}, torch.device("cpu"))
+    mine = ({name: (value.shape, value.dtype) for name, value in tensors.items()}, plain)
+    holders = [mine] if alone else world.gather(mine)
+    state: dict[str, Any] = {}
+    for name, (shape, dtype) in {n: form for held, _ in holders for n, form in held.items()}.items():
+        source = next(rank for rank, (held, _) in enumerate(holders) if name in held)
+        tensor = whole(tensors[name].detach()).contiguous() if name in tensors else None
         if source > 0 and world.rank in (0, source):  # a stage of a pipeline that rank 0 has not
             tensor = _sent(tensor, torch.Size(shape), dtype, source, world)
         if keep and tensor is not None:
             state[name] = tensor.cpu().clone()
-    return state
+    others = {name: value for _, held in reversed(holders) for name, value in held.items()}
+    return state | others if keep else {}
 
 
 def _sent(

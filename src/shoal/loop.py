@@ -123,7 +123,7 @@ def train(
         rates = schedule and schedule(chosen, len(loader) * epochs if epochs else steps or 0)
         step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
         average = None if ema is None else EMA(made, decay=ema)
-        verdict = Verdict(evaluate)
+        verdict = Verdict(evaluate and evaluate.collating(collate_fn))
         state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
         run = Run(directory, step, loader, state=state, checkpoints=checkpoints, keep=keep)
         stack.enter_context(run)
@@ -236,6 +236,7 @@ class _Loop:
             evaluation.dataset,
             metrics=evaluation.metrics,
             targets=evaluation.targets,
+            outputs=evaluation.outputs,
             batch_size=evaluation.batch_size,
             collate_fn=evaluation.collate_fn,
             num_workers=evaluation.num_workers,

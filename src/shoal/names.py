@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Mapping
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -145,7 +147,20 @@ def check_model(
     model: nn.Module, saved: Mapping[str, Any], here: Mapping[str, tuple[int, ...] | None]
 ) -> None:
     """`here` holds the shapes of the model's state as `shapes` gives them, over all ranks."""
-    there = shapes(saved)
+    found = model_differences(here, shapes(saved))
+    if found:
+        raise CheckpointError(
+            given=f"a {type(model).__name__} with {len(here)} tensors",
+            found=f"a checkpoint of another model; {found}",
+            fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
+        )
+    restored(model.state_dict(), saved)
+
+
+def model_differences(
+    here: Mapping[str, tuple[int, ...] | None], there: Mapping[str, tuple[int, ...] | None]
+) -> str:
+    """How the entries of a saved model differ from those of the model here; empty if they don't."""
     missing = [name for name in here if name not in there]
     unexpected = [name for name in there if name not in here]
     reshaped = [
@@ -153,21 +168,63 @@ def check_model(
         for name in here
         if name in there and here[name] != there[name]
     ]
-    if missing or unexpected or reshaped:
-        raise CheckpointError(
-            given=f"a {type(model).__name__} with {len(here)} tensors",
-            found="a checkpoint of another model; "
-            + "; ".join(
-                f"{what}: {_first(names)}"
-                for what, names in (
-                    ("missing", missing),
-                    ("unexpected", unexpected),
-                    ("other shapes", reshaped),
-                )
-                if names
-            ),
-            fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
-        )
+    kinds = (("missing", missing), ("unexpected", unexpected), ("other shapes", reshaped))
+    return "; ".join(f"{what}: {_first(names)}" for what, names in kinds if names)
+
+
+def owner_of(model: nn.Module, entry: str) -> str:
+    """Which module put `entry` into the model's state_dict: its class, and its path in the model."""
+    at, owner = "", model
+    for name, module in model.named_modules():
+        if len(name) > len(at) and entry.startswith(f"{name}."):
+            at, owner = name, module
+    return f"a {type(owner).__name__}" + (f" at {at}" if at else "")
+
+
+def storable(value: Any) -> Any:
+    """`value` with its constants (classes, functions, dtypes, devices) as text; see `restored`."""
+    text = _constant(value)
+    if text is not None:
+        return text
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, storable(item)) for key, item in value.items())
+    if isinstance(value, dict):
+        return {key: storable(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(storable, value))
+    return value
+
+
+def restored(own: Any, saved: Any, *path: str) -> Any:
+    """`saved`, as `storable` made it, with the constants that `own` has in its places.
+
+    Names in a file so never decide what is imported. Raises CheckpointError where the constants are
+    others than the saved ones.
+    """
+    text = _constant(own)
+    if text is not None:
+        if text != saved:
+            raise CheckpointError(
+                given=f"a model whose state_dict has {text} at {'.'.join(path)}",
+                found=f"a checkpoint with {saved!r:.80}",
+                fix="build the same model as in that run, or start afresh: shoal.Run('runs/b', …)",
+            )
+        return own
+    if isinstance(own, Mapping) and isinstance(saved, dict):
+        items = {k: restored(own[k], v, *path, str(k)) if k in own else v for k, v in saved.items()}
+        return items if type(saved) is dict else type(saved)(items)
+    if type(saved) in (list, tuple) and isinstance(own, list | tuple) and len(own) == len(saved):
+        pairs = enumerate(zip(own, saved, strict=True))
+        return type(saved)(restored(a, b, *path, str(number)) for number, (a, b) in pairs)
+    return saved
+
+
+def _constant(value: object) -> str | None:
+    """A text for what a model is built with and training never changes; None for all else."""
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        kind = "class" if isinstance(value, type) else "function"
+        return f"{kind} {value.__module__}.{value.__qualname__}"
+    return str(value) if isinstance(value, torch.dtype | torch.device) else None
 
 
 def shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:

@@ -28,7 +28,7 @@ from shoal.checkpoint import (
     path_from,
     take_over,
 )
-from shoal.contents import Contents, Stateful, check_options
+from shoal.contents import Contents, Stateful, check_options, settings
 from shoal.data import Loader
 from shoal.errors import CheckpointError, DataError, StepError
 from shoal.events import Events
@@ -76,19 +76,21 @@ class Run:
     model each `batch.finish`. Your own loop steps the schedule, once after each optimizer step or once
     after each epoch; the Run saves and restores it.
 
-    `state` is whatever else has `state_dict` and `load_state_dict`, by name; rank 0's is kept, so it
-    should not depend on the rank. `config` holds plain values that checkpoints are to keep for people:
-    rates, paths. The newest `keep` checkpoints are kept, and those of every `keep_every`-th step. They
-    are kept in `checkpoints`, where that is given: another directory, or a URL of a file system that
-    fsspec knows (`s3://bucket/run`). A save that fails while training goes on is told, and ends the run
-    where `must_save` is set. `trackers` take what `world.log` is given: TensorBoard if it is installed,
-    unless others are chosen; () is none. torch's profiler records the steps from the first to the last
-    of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
+    `state` is whatever else has `state_dict` and `load_state_dict`, by name. It has to be the same on
+    all ranks: a save raises CheckpointError, naming the entry and the ranks, where it differs. `config`
+    holds plain values that checkpoints keep for people: rates, paths. The newest `keep` checkpoints are
+    kept, and those of every `keep_every`-th step. They are kept in `checkpoints`, where that is given:
+    another directory, or a URL of a file system that fsspec knows (`s3://bucket/run`). A save that
+    fails while training continues is reported, and ends the run where `must_save` is set. `trackers`
+    take what `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is
+    none. torch's profiler records the steps from the first to the last of `profile`, for a timeline of
+    all ranks (`shoal report runs/a --trace 100:105`).
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
 
-    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written.
+    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written, and for
+    an entry of a model's state_dict that a checkpoint can't hold.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Run:
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         loader.compare_ranks()
-        self._config = dict(config or {})
+        self._config = settings(config or {})
         self.contents = Contents(self.world, self.train_states, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)

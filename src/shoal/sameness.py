@@ -43,8 +43,9 @@ def check_same_data(world: World, loader: Mapping[str, object]) -> None:
     compare(
         world,
         facts,
-        fix="give all ranks the same data, made after shoal.init(seed=0), which seeds "
-        "all alike, or read from the same file",
+        fix="draw data before shoal.parallelize, which seeds the global generators of Python, NumPy "
+        "and torch by rank, or with torch.Generator().manual_seed(0); or read the same file on all "
+        "ranks",
     )
 
 

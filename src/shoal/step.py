@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.batch import Batch, not_finite
 from shoal.compiled import compiler_of
+from shoal.coupled import say_division
 from shoal.engine import Correction, OpenEngine, Result, check_clip, correct
 from shoal.errors import StepError
 from shoal.parallel import engine_of
@@ -246,6 +247,7 @@ class Step(TrainState):
         check_same_environment(self.engine.world)
         batch.compare_ranks()
         self.try_loss(batch)
+        say_division(self.engine, len(batch))
         if self._compile is not None:
             self.engine.compile(self._compile)
         self._prepared = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -25,12 +26,18 @@ Count: TypeAlias = "int | float | Tensor"
 class Noise:
     """Random numbers that belong to samples: row i depends on (seed, position of sample i) alone.
 
-    The same at any number of ranks, micro-batches and workers, which noise from a global generator
-    is not. Counter-based generation: Philox (Salmon et al. 2011), one stream per position; `stream`
-    numbers independent ones, so that a task's inputs and its loss do not draw the same.
+    They are the same at any number of ranks, micro-batches and workers; numbers from a global generator
+    are not. The `inputs` and the `loss` of a Task draw from two independent streams. `named` gives both
+    the same numbers, for a loss that needs what `inputs` has drawn. Counter-based generation: Philox
+    (Salmon et al. 2011), one generator per position, whose counter begins at `stream`.
 
         >>> both, second = Noise(0, first=6, samples=2), Noise(0, first=7, samples=1)
         >>> bool((both.normal(3)[1] == second.normal(3)[0]).all())
+        True
+        >>> inputs, loss = Noise(0, first=6, samples=2), Noise(0, first=6, samples=2, stream=1)
+        >>> bool((inputs.normal(3) == loss.normal(3)).any())
+        False
+        >>> bool((inputs.named("added").normal(3) == loss.named("added").normal(3)).all())
         True
     """
 
@@ -43,13 +50,32 @@ class Noise:
         self.stream = stream
         self._generators: list[np.random.Generator] | None = None
 
+    def named(self, name: str) -> Noise:
+        """The stream of this name, from its beginning: the same numbers wherever it is asked for.
+
+        Streams of different names are independent, and so is each of what the Noise itself draws.
+        Raises StepError for a name that is not text.
+        """
+        if not isinstance(name, str):
+            raise StepError(
+                given=f"noise.named({name!r})",
+                found="a stream is named by text",
+                fix="noise.named('added').normal(8)",
+            )
+        digest = hashlib.sha256(name.encode()).digest()
+        # The highest bit keeps them apart from the numbered streams.
+        stream = int.from_bytes(digest[:8], "big") | 1 << 63
+        return Noise(self.seed, self.first, self.samples, stream=stream)
+
     def generators(self) -> list[np.random.Generator]:
         """One NumPy generator per sample of the micro-batch, in its order; each call goes on."""
         if self._generators is None:
             keys = np.empty((self.samples, 2), np.uint64)
             keys[:, 0] = self.seed & _MASK
             keys[:, 1] = np.arange(self.first, self.first + self.samples)
-            counter = [0, 0, 0, self.stream]  # the highest word: draws count up from the lowest
+            counter = np.array(
+                [0, 0, 0, self.stream], np.uint64
+            )  # the highest word: draws count up from the lowest
             self._generators = [
                 np.random.Generator(np.random.Philox(key=key, counter=counter)) for key in keys
             ]
@@ -98,7 +124,8 @@ class Task:
     without dimensions, and what to divide the sum over the global batch by. `inputs(batch)` returns
     what the model is called with: a tuple for positional arguments, a mapping for keywords, anything
     else as the only argument. Without it, a tuple or list gives its first element and a mapping is
-    passed as keywords. A function that has a parameter named `noise` gets the Noise of its samples.
+    passed as keywords. A function that has a parameter named `noise` gets the Noise of its samples;
+    those of `inputs` and `loss` draw different numbers, except from `noise.named(…)`.
 
         >>> def loss(output, batch):
         ...     return torch.nn.functional.mse_loss(output, batch["y"], reduction="sum"), len(output)

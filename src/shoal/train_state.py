@@ -20,7 +20,9 @@ from shoal.names import (
     named,
     numbered,
     parameter_names,
+    restored,
     shapes,
+    storable,
 )
 from shoal.shares import divided
 
@@ -95,7 +97,7 @@ class TrainState:
     def form(self) -> dict[str, Any]:
         """What `state_dict` returns, but for values that still differ between ranks. Collective."""
         state: dict[str, Any] = {
-            "model": self.model.state_dict(),
+            "model": storable(self.model.state_dict()),
             "optimizer": named(self.optimizer, self._names),
             "number": self.number,
             "engine": self.engine.state(),
@@ -111,8 +113,9 @@ class TrainState:
         """
         self.check_state(state)
         optimizer = numbered(self.optimizer, state["optimizer"], self._names)
-        own = self.model.state_dict().keys()
-        self.model.load_state_dict({n: value for n, value in state["model"].items() if n in own})
+        own = self.model.state_dict()
+        model = restored(own, {n: value for n, value in state["model"].items() if n in own})
+        self.model.load_state_dict(model)
         self.optimizer.load_state_dict(optimizer)
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])

@@ -389,6 +389,11 @@ class World:
         elif self._steps > CHECKED_STEPS and not self._matching.found:
             self._matching.stop()
 
+    @property
+    def steps_begun(self) -> int:
+        """How many steps a world of several ranks has begun; the same on ranks that step together."""
+        return self._steps
+
     def _set_limit(self, watch: Watch) -> None:
         preparing = self._preparing or not self._steps
         watch.limit = self.limits.prepare if preparing else self.limits.step

@@ -477,3 +477,11 @@ def test_a_plain_file_named_like_a_checkpoint_is_left_alone(tmp_path: Path) -> N
     _save(tmp_path, 29, 30, 31, 32)
     assert notes.read_text() == "mine"
     assert [path.name for path in places.checkpoints(tmp_path)] == ["step-32"]
+
+
+def test_entries_that_are_no_tensors_are_named(tmp_path: Path) -> None:
+    model = {"weight": torch.ones(2), "_extra_state": {"calls": 3}}
+    save(tmp_path / "a", {"steps": {"step": {"model": model}}})
+    code, said = checkpoint("export", tmp_path / "a", tmp_path / "model.safetensors")
+    assert code == 0
+    assert "Not written, since they are no tensors: _extra_state" in words(said)

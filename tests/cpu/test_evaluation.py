@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,6 +204,49 @@ def test_targets_may_be_named(world: shoal.World) -> None:
     )
     assert found["accuracy"] == (outputs(step).argmax(1) == labels).sum().item() / SAMPLES
     assert "accuracy" not in shoal.evaluate(step, data)  # without metrics nobody asks for targets
+
+
+@dataclass
+class Scored(dict[str, Tensor]):
+    """An output as a library of models returns it: an object that is a mapping too."""
+
+    logits: Tensor
+
+    def __post_init__(self) -> None:
+        self["logits"] = self.logits
+
+
+class Wrapped(Network):
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, values: Tensor) -> Any:
+        return self.kind(super().forward(values))
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] = {
+    "object": (lambda scores: SimpleNamespace(logits=scores), lambda o: o.logits, "output.logits"),
+    "fields": (Scored, lambda output: output.logits, "output.logits"),
+    "dict": (lambda scores: {"scores": scores}, lambda output: output["scores"], "output['scores']"),
+    "tuple": (lambda scores: (scores, None), lambda output: output[0], "output[0]"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("metric", [shoal.Accuracy(), METRICS["f1"]], ids=["accuracy", "f1"])
+def test_metrics_of_outputs_that_are_objects(world: shoal.World, kind: str, metric: Any) -> None:
+    wrap, choose, typed = KINDS[kind]
+    task = shoal.Task(lambda output, batch: loss(choose(output), batch))
+    torch.manual_seed(2)
+    model = shoal.parallelize(Wrapped(wrap), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    with pytest.raises(shoal.ShoalError) as refused:
+        shoal.evaluate(step, dataset(), metrics={"it": metric})
+    assert f"outputs=lambda output: {typed})" in refused.value.fix
+    found = shoal.evaluate(step, dataset(), metrics={"it": metric}, outputs=choose)
+    plain = shoal.evaluate(build(world), dataset(), metrics={"it": metric})
+    assert (found["it"], found["loss"]) == (plain["it"], plain["loss"])
 
 
 def test_default_targets() -> None:

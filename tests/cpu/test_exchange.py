@@ -68,6 +68,92 @@ def test_programs_run_without_the_class(
     assert torch.equal(program(VALUES), expected(model))
 
 
+@pytest.mark.parametrize("samples", [1, 2, 7])
+def test_a_program_takes_batches_of_any_size(samples: int, world: shoal.World, tmp_path: Path) -> None:
+    model = shoal.parallelize(Tied(), world)
+    path = shoal.export(model, tmp_path / "model.pt2", example=(VALUES,))
+    values = torch.randn(samples, 4)
+    assert torch.equal(torch.export.load(path).module()(values), copy.deepcopy(model).eval()(values))
+
+
+class Fixed(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values).reshape(2, 1)
+
+
+@pytest.mark.parametrize("kind", ["code", "one sample", "any size"])
+def test_a_program_that_takes_one_size_only_says_so(
+    kind: str, world: shoal.World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = shoal.parallelize(Fixed(4, 1) if kind == "code" else nn.Linear(4, 1), world)
+    example = (VALUES[:1] if kind == "one sample" else VALUES,)
+    shoal.export(model, tmp_path / "model.pt2", example=example)
+    said = capfd.readouterr().out
+    size = {"code": "2", "one sample": "1"}.get(kind)
+    assert (f": {size}; the model's code fixes them" in said) if size else not said
+
+
+class Counted(nn.Linear):
+    """A module with a state besides its tensors."""
+
+    def __init__(self, calls: int = 3) -> None:
+        super().__init__(4, 1)
+        self.extra: Any = {"calls": calls, "mean": torch.ones(2)}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_a_pickled_state_keeps_what_is_no_tensor(
+    world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = shoal.export(shoal.parallelize(Counted(5), world), tmp_path / "model.pt")
+    state = torch.load(path, weights_only=True)
+    plain, other = Counted(), Counted()
+    plain.load_state_dict(state)
+    shoal.load(other, state)
+    assert (plain.extra["calls"], other.extra["calls"]) == (5, 5)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_what_a_file_can_not_hold_is_named_and_loaded_from_the_model(
+    suffix: str, world: shoal.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Counted(5)
+    model.extra = {"kind": nn.Linear}
+    path = shoal.export(shoal.parallelize(model, world), tmp_path / f"model{suffix}")
+    assert f"{path} does not hold _extra_state of the state_dict" in capsys.readouterr().out
+    other = Counted(7)
+    with pytest.warns(UserWarning, match="lacks _extra_state, which the model keeps"):
+        shoal.load(other, torch.load(path) if suffix == ".pt" else path)
+    assert other.extra["calls"] == 7
+    assert torch.equal(other.weight, model.weight)
+
+
+def test_the_errors_of_load_are_for_who_loads(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        shoal.load(nn.Linear(2, 2), {"kernel": torch.zeros(2, 2), "bias": torch.zeros(2)})
+    assert "missing: weight; unexpected: kernel" in refused.value.found
+    assert "shoal.Run" not in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_complex_numbers_of_twice_64_bits(suffix: str, world: shoal.World, tmp_path: Path) -> None:
+    model = shoal.parallelize(nn.Linear(2, 2, dtype=torch.complex128), world)
+    path = tmp_path / f"model{suffix}"
+    if suffix == ".pt":
+        assert torch.equal(torch.load(shoal.export(model, path))["weight"], model.weight)
+        return
+    with pytest.raises(CheckpointError, match="weight is complex128, for which") as refused:
+        shoal.export(model, path)
+    assert refused.value.fix == "shoal.export(model, 'model.pt')"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_run_and_a_step_give_their_model(world: shoal.World, tmp_path: Path) -> None:
     model = shoal.parallelize(nn.Linear(4, 1), world)
     task = shoal.Task(lambda output, batch: (output.sum(), len(output)))

@@ -112,3 +112,28 @@ def test_tensors_on_the_device_are_served_from_there() -> None:
         values = [micro for batch in loader.epochs(1) for micro in batch]
         assert all(value.is_cuda for value in values)
         assert torch.cat(values).sort().values.tolist() == list(range(SIZE))
+
+
+@pytest.mark.parametrize(
+    ("samples", "found"),
+    [
+        ([Graph.numbered(index) for index in range(SIZE)], "found <class '.*Graph'>"),
+        ([torch.zeros(1 + index) for index in range(SIZE)], "equal size"),
+        ([{"x": 1} if index % 2 else {"y": 1} for index in range(SIZE)], "samples of type dict"),
+    ],
+    ids=["objects", "lengths", "keys"],
+)
+def test_samples_that_torch_can_not_collate_ask_for_a_collate_fn(
+    world: shoal.World, samples: list[Any], found: str
+) -> None:
+    with pytest.raises(DataError, match=found) as refused:
+        next(shoal.Loader(samples, world, batch_size=BATCH).epochs(1))
+    assert "collate_fn=collate" in refused.value.fix
+
+
+def test_the_error_of_ones_own_collate_fn_is_passed_on(world: shoal.World) -> None:
+    def collate(samples: list[int]) -> Any:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        next(shoal.Loader(list(range(SIZE)), world, batch_size=BATCH, collate_fn=collate).epochs(1))

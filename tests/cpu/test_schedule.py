@@ -28,6 +28,8 @@ def rates(schedule: Schedule, total: int, steps: int) -> list[float]:
         (Schedule(shape="constant", warmup=4), [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
         (Schedule(shape="linear", warmup=2), [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0]),
         (Schedule(shape="linear", floor=0.5), [2.0, 2 - 1 / 6, 2 - 2 / 6, 1.5]),
+        (Schedule(shape="constant", warmup_ratio=0.5), [2 / 3, 4 / 3, 2.0, 2.0]),
+        (Schedule(shape="constant", warmup_ratio=0.4), [2 / 3, 4 / 3, 2.0, 2.0]),  # 2.4 steps
         (Schedule(warmup=2), [1.0, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]),
     ],
     ids=str,
@@ -58,10 +60,33 @@ def test_a_schedule_resumes_where_it_was() -> None:
     ("options", "found"),
     [
         ({"shape": "cosin"}, "the shapes are cosine, linear, constant"),
-        ({"warmup": -1}, "a warm-up is a number of steps"),
-        ({"floor": 2.0}, "the floor a share of the rate"),
+        ({"warmup": -1}, "warmup is a number of optimizer steps"),
+        ({"warmup": 0.1}, "warmup is a number of optimizer steps"),
+        ({"warmup": 2.5}, "warmup is a number of optimizer steps"),
+        ({"warmup": True}, "warmup is a number of optimizer steps"),
+        ({"warmup": "10"}, "warmup is a number of optimizer steps"),
+        ({"warmup_ratio": 10}, "warmup_ratio is a fraction of all optimizer steps"),
+        ({"warmup_ratio": -0.1}, "warmup_ratio is a fraction of all optimizer steps"),
+        ({"warmup_ratio": float("nan")}, "warmup_ratio is a fraction of all optimizer steps"),
+        ({"warmup": 10, "warmup_ratio": 0.1}, "both give the length of the warm-up"),
+        ({"floor": 2.0}, "floor is a fraction of the learning rate"),
+        ({"floor": "0.1"}, "floor is a fraction of the learning rate"),
     ],
 )
 def test_schedules_that_can_not_be(options: dict[str, object], found: str) -> None:
     with pytest.raises(StepError, match=found):
         Schedule(**options)  # type: ignore[arg-type]
+
+
+def test_a_fraction_given_as_warmup_is_told_the_option_that_takes_it() -> None:
+    with pytest.raises(StepError) as caught:
+        Schedule(warmup=0.1)  # type: ignore[arg-type]
+    assert "Schedule(warmup_ratio=0.1)" in caught.value.fix
+
+
+@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.07, 100, 7), (0.1, 3, 1), (1.0, 5, 5)])
+def test_the_steps_of_a_ratio_are_rounded_up(ratio: float, total: int, steps: int) -> None:
+    schedule = Schedule(shape="constant", warmup_ratio=ratio)
+    assert [schedule.factor(step, total) for step in range(steps)] == [
+        (step + 1) / steps for step in range(steps)
+    ]

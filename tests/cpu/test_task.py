@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shoal
 from shoal.errors import DataError, StepError
 from shoal.task import Micro, Noise, Task, check_loss, default_inputs
 
@@ -134,3 +135,48 @@ def test_a_count_may_be_a_tensor_of_one() -> None:
     loss = torch.zeros(())
     assert check_loss((loss, torch.tensor([3]))) == (loss, torch.tensor([3]))
     assert check_loss((loss, 2.5)) == (loss, 2.5)
+
+
+def test_a_named_stream_is_the_same_in_inputs_and_loss() -> None:
+    drawn: dict[str, Tensor] = {}
+
+    def inputs(batch: Tensor, noise: Noise) -> Tensor:
+        noise.normal(2)  # moves the stream of the inputs, and no named one
+        drawn["inputs"], drawn["again"] = noise.named("added").normal(3), noise.named("added").normal(3)
+        return batch
+
+    def loss(output: Tensor, batch: Tensor, noise: Noise) -> tuple[Tensor, int]:
+        drawn["loss"], drawn["other"] = noise.named("added").normal(3), noise.named("other").normal(3)
+        drawn["own"] = noise.normal(3)
+        return output.sum(), len(output)
+
+    micro = Micro(torch.zeros(2, 3), 40, 2, 1.0)
+    task = Task(loss, inputs=inputs)
+    task.reduce(task.forward(nn.Identity(), micro, 5), micro, 5)
+    assert torch.equal(drawn["inputs"], drawn["loss"])
+    assert torch.equal(drawn["inputs"], drawn["again"])
+    assert not torch.isclose(drawn["loss"], drawn["other"]).any()
+    assert not torch.isclose(drawn["loss"], drawn["own"]).any()
+    later = Noise(5, 41, 1).named("added").normal(3)
+    assert torch.equal(drawn["loss"][1:], later)  # by the position of the sample
+
+
+def test_a_denoising_model_learns_from_a_named_stream(world: shoal.World) -> None:
+    def inputs(batch: tuple[Tensor], noise: Noise) -> tuple[Tensor]:
+        return (batch[0] + noise.named("added").normal(8),)
+
+    def loss(output: Tensor, batch: tuple[Tensor], noise: Noise) -> tuple[Tensor, int]:
+        return (output - noise.named("added").normal(8)).square().mean(1).sum(), len(output)
+
+    torch.manual_seed(0)
+    model = shoal.parallelize(nn.Linear(8, 8), world)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    step = shoal.Step(model, optimizer, Task(loss, inputs=inputs))
+    for batch in shoal.Loader((torch.zeros(512, 8),), world, batch_size=64).epochs(40):
+        result = step(batch)
+    assert result.loss < 0.01
+
+
+def test_a_stream_is_named_by_text() -> None:
+    with pytest.raises(StepError, match="a stream is named by text"):
+        Noise(0, 0, 1).named(3)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -461,3 +462,23 @@ def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> 
 def test_loops_that_can_not_be(call: Callable[[Path], Any], found: str, tmp_path: Path) -> None:
     with pytest.raises(StepError, match=found):
         call(tmp_path)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_evaluation_collates_as_training_does(tmp_path: Path, own: bool) -> None:
+    calls = []
+
+    def joined(samples: list[Any], name: str = "train") -> tuple[Tensor, Tensor]:
+        calls.append(name)
+        inputs, labels = zip(*samples, strict=True)
+        return torch.stack(inputs), torch.stack(labels)
+
+    validation = shoal.Evaluation(
+        dataset=list(zip(*dataset(1), strict=True)),
+        collate_fn=partial(joined, name="evaluation") if own else None,
+        metrics={"accuracy": shoal.Accuracy()},
+        outputs=lambda output: output,
+    )
+    train(tmp_path, epochs=1, collate_fn=joined, evaluate=validation)
+    assert set(calls) == ({"train", "evaluation"} if own else {"train"})
+    assert calls[0] == ("evaluation" if own else "train")  # the first evaluation is tried at the start

@@ -172,6 +172,27 @@ def test_options_that_can_not_be(world: shoal.World, tmp_path: Path, options: di
     assert not (tmp_path / "lock").exists()
 
 
+class Settings(dict[str, Any]):
+    """A configuration as a library has it: a class derived from dict."""
+
+
+def test_a_config_of_a_class_derived_from_dict_is_kept_as_a_dict(
+    world: shoal.World, tmp_path: Path
+) -> None:
+    config = Settings(model=Settings(width=8, layers=[Settings(rate=0.1)], token="abc"), data=tmp_path)
+    step, data = parts(world)
+    with shoal.Run(tmp_path, step, data, config=config) as run:
+        step(next(data.epochs(1)))
+        run.tick()
+        run.save()
+    text = (tmp_path / "checkpoints/step-1/manifest.json").read_text().replace(" ", "")
+    assert '"width":8' in text
+    assert '"rate":0.1' in text
+    assert f'"data":"{tmp_path}"' in text
+    assert "abc" not in text
+    assert "abc" not in (tmp_path / "events/rank-0.jsonl").read_text()
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "events", "", ".", "../b", "a/b", "/b", "a\nb", 3])
 def test_where_a_run_keeps_nothing_apart(world: shoal.World, tmp_path: Path, name: Any) -> None:
     step, data = parts(world)
@@ -208,36 +229,6 @@ def test_a_closed_run_says_so(world: shoal.World, tmp_path: Path) -> None:
     for use in (run.tick, run.save, run.restore):
         with pytest.raises(StepError, match=r"inside `with shoal\.Run"):
             use()
-
-
-class Own:
-    """State that depends on the rank."""
-
-    def __init__(self, rank: int) -> None:
-        self.state: dict[str, Any] = {"rank": rank}
-        self.state |= {f"tensor {n}": torch.full((2 + rank,), rank) for n in range(6)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def own_state(world: shoal.World, directory: Path) -> dict[str, Any]:
-    step, data = parts(world)
-    own = Own(world.rank)
-    with shoal.Run(directory, step, data, state={"own": own}) as run:
-        run.save()
-        run.restore()
-    return own.state
-
-
-@pytest.mark.full
-def test_the_state_of_users_is_rank_0s_throughout(ranks: Ranks, tmp_path: Path) -> None:
-    for state in ranks.call(own_state, tmp_path):
-        assert state.pop("rank") == 0
-        assert [value.tolist() for value in state.values()] == [[0, 0]] * 6
 
 
 def after_the_end(world: shoal.World) -> list[str]:

@@ -11,24 +11,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal.checkpoint.agreement import Agreement
     from shoal.checkpoint.aside import Job
+    from shoal.checkpoint.equality import differing, facts
     from shoal.checkpoint.fence import Fence, FencedFiles, take_over
     from shoal.checkpoint.files import Files
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
     from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, path_from
     from shoal.checkpoint.remote import is_url, masked_url
-    from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some
+    from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some, take_apart
 
 _HOMES = {
     "agreement": ("Agreement",),
     "aside": ("Job",),
+    "equality": ("differing", "facts"),
     "fence": ("Fence", "FencedFiles", "take_over"),
     "files": ("Files",),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
     "paths": ("AnyPath", "how_to_remove", "lasting", "path_from"),
     "remote": ("is_url", "masked_url"),
-    "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some"),
+    "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some", "take_apart"),
 }
 
 __all__ = [
@@ -44,6 +46,8 @@ __all__ = [
     "Skipped",
     "Tree",
     "compare_names",
+    "differing",
+    "facts",
     "how_to_remove",
     "is_url",
     "lasting",
@@ -53,6 +57,7 @@ __all__ = [
     "present",
     "shapes",
     "some",
+    "take_apart",
     "take_over",
 ]
 

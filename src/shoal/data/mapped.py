@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from shoal.data.sampler import Share
 from shoal.errors import DataError
@@ -118,9 +118,23 @@ def collated(samples: list[Any], share: Share, collate: Collate) -> list[Any]:
     values, taken = [], 0
     for cell in share.cells:
         count = cell.stop - cell.start
-        values.append(collate(samples[taken : taken + count]))
+        values.append(_collate(samples[taken : taken + count], collate))
         taken += count
     return values
+
+
+def _collate(samples: list[Any], collate: Collate) -> Any:
+    if collate is not default_collate:
+        return collate(samples)
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        raise DataError(
+            given=f"a Loader without collate_fn, samples of type {type(samples[0]).__name__}",
+            found=f"torch's default_collate can't make a batch of them: {error}",
+            fix="shoal.Loader(dataset, world, …, collate_fn=collate), where collate(samples) makes one "
+            "micro-batch from a list of samples, padded where their lengths differ",
+        ) from error
 
 
 def draws(share: Share, seed: int, stream: int) -> list[np.random.Generator]:

@@ -25,13 +25,17 @@ _NAMES = {**DTYPES, torch.complex64: "C64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
-    """What was written: the model of a Step, with averaged parameters if `ema` names them."""
+    """What was written: the model of a Step, with averaged parameters if `ema` names them.
+
+    `left` are the entries of its state_dict that are no tensors, which are not written.
+    """
 
     path: Path
     step: str
     ema: str | None
     tensors: int
     bytes: int
+    left: tuple[str, ...]
 
 
 def extract(contents: Contents, path: Path, *, step: str | None, ema: str | None) -> Extracted:
@@ -51,7 +55,9 @@ def extract(contents: Contents, path: Path, *, step: str | None, ema: str | None
         )
     steps = _section(contents.state, "steps")
     chosen = _choose(contents, "Step", step, steps) if step or not steps else next(iter(steps))
-    model = _tensors(_section(steps[chosen], "model"))
+    entries = _section(steps[chosen], "model")
+    model = _tensors(entries)
+    left = tuple(str(name) for name in entries if str(name) not in model)
     if ema is not None:
         items = _section(contents.state, "state")
         averaged = {name: item for name, item in items.items() if _section(item, "averages")}
@@ -65,7 +71,7 @@ def extract(contents: Contents, path: Path, *, step: str | None, ema: str | None
         else:
             _write(model, contents, values, partial)
     size = sum(contents.tensors[of].bytes for of in model.values())
-    return Extracted(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size)
+    return Extracted(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size, left=left)
 
 
 def _section(tree: Any, key: str) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def _section(tree: Any, key: str) -> dict[str, Any]:
 
 
 def _tensors(tree: Mapping[str, Any]) -> dict[str, str]:
-    """By the user's names, the names in the checkpoint; what else a state_dict may hold is left out."""
+    """By the user's names, the names of the tensors in the checkpoint."""
     return {
         str(name): item.name
         for name, item in tree.items()

@@ -222,6 +222,8 @@ def extracted(console: Console, source: AnyPath, found: Extracted) -> None:
         f"{found.path}: {_many(found.tensors, 'tensor')}, {size(found.bytes)}, of the Step {found.step}"
     )
     print_path(console, f"{what}{averaged}, from {source}")
+    if found.left:
+        print_line(console, f"Not written, since they are no tensors: {', '.join(found.left)}")
 
 
 def _inner(name: str) -> str:

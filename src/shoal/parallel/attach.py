@@ -62,6 +62,10 @@ def parallelize(
     its parameters get the same values. Of `torch.compile(model)` it returns `model`, which from then on
     runs compiled.
 
+    Afterwards the global generators of Python, NumPy and torch draw by data rank, so that dropout draws
+    different numbers for different samples. Draw data before it, or from a `torch.Generator` of a fixed
+    seed.
+
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
     one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
     ranks have models of other parameters. Collective.

@@ -1,0 +1,123 @@
+"""Whether ranks hold the same state: what is compared, and the first entry in which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.state import path_of
+from shoal.shares import is_divided
+
+_SAMPLED = 4096
+"""How many elements of a tensor, evenly spaced, are compared in their order."""
+_TOLERANCE = 1e-5
+"""Relative: replicas may differ in the last bits of what each of them computed."""
+_TOLERANCE_16 = 1e-2
+
+
+class Fact(NamedTuple):
+    """What is compared of one entry: its kind, and numbers, each with the size of what was added up."""
+
+    kind: str
+    numbers: tuple[tuple[float, float], ...] = ()
+    tolerance: float = 0.0
+
+
+def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, Fact]:
+    """What is compared of each entry of a state, by path; entries around others come first.
+
+    Where ranks hold the state `in_parts`, the keys of dicts may differ. Divided tensors are compared
+    by shape only. Reads each tensor once, and copies none.
+    """
+    found = {path_of(*root): _fact(tree, in_parts)} if root else {}
+    if isinstance(tree, Mapping):
+        items: Any = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    else:
+        items = ()
+    for key, value in items:
+        found |= facts(value, *root, key, in_parts=in_parts)
+    return found
+
+
+def differing(ranks: Sequence[Mapping[str, Fact]]) -> tuple[str, tuple[int, ...]] | None:
+    """The first path whose fact is not the same on all ranks that have it, and the ranks that differ.
+
+    They differ from the first rank that has the entry.
+    """
+    for path in dict.fromkeys(path for found in ranks for path in found):
+        holders = {rank: found[path] for rank, found in enumerate(ranks) if path in found}
+        usual = next(iter(holders.values()))
+        odd = tuple(rank for rank, fact in holders.items() if not _same(usual, fact))
+        if odd:
+            return path, odd
+    return None
+
+
+def _fact(value: Any, in_parts: bool) -> Fact:
+    if isinstance(value, np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.dtype.kind not in "biufc":
+            return Fact(f"array of {array.dtype}")  # a save refuses it
+        return _of_tensor(torch.from_numpy(array.copy()))
+    if isinstance(value, Tensor):
+        return _of_tensor(value)
+    if isinstance(value, Mapping):
+        return Fact("dict" if in_parts else f"dict of {sorted(map(str, value))}")
+    if isinstance(value, list | tuple):
+        return Fact(f"{len(value)} entries")
+    if isinstance(value, float):
+        return Fact("float", ((value, abs(value)),), _TOLERANCE)
+    plain = value is None or isinstance(value, bool | int | str | bytes)
+    return Fact(repr(value) if plain else type(value).__name__)  # a save refuses other types
+
+
+def _of_tensor(tensor: Tensor) -> Fact:
+    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if is_divided(tensor):
+        return Fact(f"divided {kind}")
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return Fact(kind)
+    flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    flat = flat.reshape(-1)
+    if not flat.is_floating_point():
+        spaced = _spaced(flat).long()
+        sums = torch.stack((flat.sum(dtype=torch.long), (spaced * _weights(spaced)).sum()))
+        return Fact(f"{kind} {sums.tolist()}")
+    wide = flat if flat.element_size() > 1 else flat.float()  # 8 bits can't be summed
+    some = _spaced(wide).double()
+    sums = torch.stack(
+        (
+            wide.sum(dtype=torch.float64),
+            torch.linalg.vector_norm(wide, 1, dtype=torch.float64),
+            some @ _weights(some),
+            some.abs() @ _weights(some),
+        )
+    )
+    whole, size, ordered, size_ordered = sums.tolist()
+    tolerance = _TOLERANCE if flat.element_size() > 2 else _TOLERANCE_16
+    return Fact(kind, ((whole, size), (ordered, size_ordered)), tolerance)
+
+
+def _spaced(flat: Tensor) -> Tensor:
+    return flat[:: math.ceil(len(flat) / _SAMPLED)]
+
+
+def _weights(values: Tensor) -> Tensor:
+    return torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
+
+
+def _same(one: Fact, other: Fact) -> bool:
+    if (one.kind, len(one.numbers)) != (other.kind, len(other.numbers)):
+        return False
+    for (a, size), (b, more) in zip(one.numbers, other.numbers, strict=True):
+        equal = a == b or (math.isnan(a) and math.isnan(b))
+        if not equal and not abs(a - b) <= one.tolerance * max(size, more) < math.inf:
+            return False
+    return True
