@@ -56,9 +56,12 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
 
 
 @contextmanager
-def answering(server: socket.socket, line: bytes) -> Iterator[None]:
-    """Tell whoever calls at `server` the same line and hang up, for the length of the block."""
-    thread = threading.Thread(target=_answer, args=(server, line), daemon=True)
+def answering(server: socket.socket, line: bytes, then: bytes = b"") -> Iterator[None]:
+    """Send every caller at `server` the same line and hang up, for the length of the block.
+
+    `then` follows in packets of its own, as large as the network takes them.
+    """
+    thread = threading.Thread(target=_answer, args=(server, line, then), daemon=True)
     thread.start()
     try:
         yield
@@ -67,14 +70,16 @@ def answering(server: socket.socket, line: bytes) -> Iterator[None]:
         thread.join()
 
 
-def _answer(server: socket.socket, line: bytes) -> None:
+def _answer(server: socket.socket, line: bytes, then: bytes) -> None:
     while True:
         try:
             caller, _ = server.accept()
         except OSError:
             return
         with caller, suppress(OSError):
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             caller.sendall(line)
+            caller.sendall(then)
 
 
 def await_all(store: Store, size: int, deadline: float, *, key: str = _HERE) -> None:

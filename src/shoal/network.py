@@ -32,6 +32,8 @@ from shoal.meeting import answering, await_all, listen
 CALL_SECONDS = 3.0
 """How long a rank tries to reach rank 0 by one address."""
 
+_FULL = bytes(12 << 10)
+"""Fills packets of every usual size, jumbo frames of 9,000 bytes too."""
 _LATE_SECONDS = 0.3
 """How long it waits for the rest when it has come by one."""
 _INFINIBAND = 32
@@ -173,7 +175,7 @@ def _host(
         store.set(_OFFER, json.dumps({"host": host, "port": 0, "token": "", "interfaces": []}))
         return {"error": lacking}
     token = secrets.token_hex(16)
-    with listen(0) as server, answering(server, f"{token}\n".encode()):
+    with listen(0) as server, answering(server, f"{token}\n".encode(), _FULL):
         port = server.getsockname()[1]
         shown = [(one.name, one.addresses) for one in offered]
         offer = {"host": host, "port": port, "token": token, "interfaces": shown}
@@ -302,6 +304,15 @@ def _reach_one(address: str, port: int, token: str, source: str) -> str:
     with call, call.makefile("rb") as answer:
         if answer.readline(1000).decode(errors="replace").strip() != token:
             raise OSError("something else answers there")
+        try:
+            whole = len(answer.read(len(_FULL))) == len(_FULL)
+        except OSError:
+            whole = False
+        if not whole:
+            raise OSError(
+                "small packets come, packets of full size are lost on the way: a switch or a tunnel "
+                "between them has a smaller MTU than their interfaces (ip link set dev NAME mtu 1400)"
+            )
         return str(call.getsockname()[0])
 
 

@@ -115,6 +115,31 @@ def test_four_variables_on_hosts_that_have_no_address_but_of_version_6(tmp_path:
     assert said[1:] == ["", ""]
 
 
+def test_packets_of_full_size_that_are_lost_are_named(tmp_path: Path) -> None:
+    """An MTU hole: ranks connect, and the first large message hangs. By the doctor, too."""
+    if missing():
+        pytest.skip(missing())
+    hosts = {"a": ("10.78.0.1/24",), "b": ("10.78.0.2/24",)}
+    network = Network(f"n{secrets.token_hex(3)}", hosts)
+    ranks = []
+    try:
+        network.create()
+        network.shrink("b", 1000)
+        for rank, host in enumerate(hosts):
+            known = ["WORLD_SIZE=2", "MASTER_ADDR=10.78.0.1", "MASTER_PORT=5000", f"RANK={rank}"]
+            command = ["ip", "netns", "exec", network.space(host), "env", *known, "COLUMNS=1000"]
+            command += [sys.executable, "-m", "shoal", "doctor", "--limit", "2", "--wait", "60"]
+            ranks.append(subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        said = ranks[0].communicate(timeout=200)[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+        network.remove()
+    assert "(rank 1) did not reach" in said
+    assert "packets of full size are lost on the way: a switch or a tunnel" in said
+
+
 @pytest.mark.long
 def test_an_interface_that_was_chosen_is_kept(cluster: Cluster, tmp_path: Path) -> None:
     done, _ = look(cluster, tmp_path, GLOO_SOCKET_IFNAME="eth0", GIVEN="eth0")

@@ -65,10 +65,10 @@ def test_a_contradictory_environment_is_shown_with_the_error() -> None:
     done = info(RANK="1", WORLD_SIZE="2", SLURM_PROCID="3")
     assert done.returncode == 2
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["given", "found", "fix"]
-    assert "LOCAL_RANK" in done.stderr
+    assert "SLURM_STEP_ID not set" in done.stderr
     assert "torch" in done.stdout
     lines = [words(line) for line in done.stdout.splitlines()]
-    assert "torchrun, shoal run RANK=1" in lines
+    assert "env:// RANK=1" in lines
     assert "srun SLURM_PROCID=3" in lines
     assert "Flux none" in lines
 
