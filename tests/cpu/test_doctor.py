@@ -112,7 +112,7 @@ def test_a_launch_that_contradicts_itself_is_a_line() -> None:
     assert done.returncode == 1
     assert done.stderr == ""
     assert "FAILURE launcher" in words(done.stdout)
-    assert "LOCAL_RANK" in done.stdout
+    assert "SLURM_STEP_ID" in done.stdout
     assert "ok torch" in words(done.stdout)
 
 
