@@ -66,6 +66,11 @@ class Evaluation:
             ) from None
 
 
+def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that a checkpoint can keep: numbers and tensors."""
+    return {name: value for name, value in metrics.items() if isinstance(value, float | int | Tensor)}
+
+
 class Verdict:
     """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
 
@@ -74,10 +79,15 @@ class Verdict:
         self.best: float | None = None
         self.since = 0
         self.metrics: Mapping[str, Any] = {}
+        self._kept: Mapping[str, Any] = {}
 
-    def add(self, value: float, metrics: Mapping[str, Any]) -> bool:
-        """Take the next evaluation and the `value` compared; whether it is the best. NaN never is."""
-        self.metrics = metrics
+    def add(self, value: float, metrics: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+        """Take the next evaluation; return whether it is the best, which NaN never is.
+
+        `value` is what is compared and `kept` what a checkpoint keeps of the metrics, both rank 0's on
+        all ranks; `metrics` are this rank's.
+        """
+        self.metrics, self._kept = metrics, dict(kept)
         better = not math.isnan(value) and (
             self.best is None or (value > self.best if self._higher else value < self.best)
         )
@@ -104,15 +114,10 @@ class Verdict:
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, the evaluations since, and the last one's metrics: numbers and tensors."""
-        kept = {
-            name: value
-            for name, value in self.metrics.items()
-            if isinstance(value, float | int | Tensor)
-        }
-        return {"best": self.best, "since": self.since, "metrics": kept, "by": self._by}
+        return {"best": self.best, "since": self.since, "metrics": self._kept, "by": self._by}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; the best by another metric is none."""
-        self.metrics = state["metrics"]
+        self.metrics = self._kept = state["metrics"]
         if state["by"] == self._by:
             self.best, self.since = state["best"], state["since"]

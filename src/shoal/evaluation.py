@@ -124,13 +124,13 @@ def evaluate(
                     weight = micro.weight if engine.speaks else 0.0
                     beside = engine.beside(output, micro)
                     sums.add("loss", task.reduce(output, beside, batch.seed), weight)
-                    target = (targets or default_targets)(beside.value) if metrics else None
-                    found = outputs(output) if metrics and outputs is not None else output
-                    for name, metric in metrics.items():
-                        if name not in foreign:
-                            sums.add(name, metric(found, target), weight)
-                        elif weight:
-                            _update(name, foreign[name], *move((found, target), world.device))
+                    if not metrics:
+                        continue
+                    pair = (outputs or _same)(output), (targets or default_targets)(beside.value)
+                    for name in metrics.keys() - foreign.keys():
+                        sums.add(name, metrics[name](*pair), weight)
+                    for name, metric in foreign.items() if weight else ():
+                        _update(name, metric, *move(pair, world.device))
         result: dict[str, Any] = sums.means(world)
         visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
         # Ranks of one data rank share samples.
@@ -138,6 +138,10 @@ def evaluate(
         for name, metric in foreign.items():
             result[name] = _merged(metric, world)
         return result
+
+
+def _same(output: Any) -> Any:
+    return output
 
 
 class _Subject(NamedTuple):

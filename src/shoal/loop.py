@@ -17,7 +17,7 @@ from shoal.clock import Deadline
 from shoal.data import Loader
 from shoal.data.ordering import Ordering
 from shoal.ema import EMA
-from shoal.ending import Evaluation, Verdict
+from shoal.ending import Evaluation, Verdict, numbers
 from shoal.engine import Result, Spreading, Strategy
 from shoal.errors import StepError
 from shoal.evaluation import evaluate as evaluate_on
@@ -223,8 +223,8 @@ class _Loop:
         )
         self.run.world.say(f"step {self.step.number:,}: {shown}")
         # Rank 0 decides for all: a metric may differ in its last bit between ranks.
-        value = self.run.world.broadcast(evaluation.compared(metrics))
-        if self.verdict.add(value, metrics):
+        value, kept = self.run.world.broadcast((evaluation.compared(metrics), numbers(metrics)))
+        if self.verdict.add(value, metrics, kept):
             self.run.save(to="best", wait=False)
         if any(self.run.world.gather(any(map(_is_true, self.tell("evaluation"))))):
             return "callback"

@@ -172,7 +172,15 @@ class _Trial:
         """Raise StepError for a mean."""
         if not self.sums:
             return
-        (whole, _), first, second = self.sums
+        (whole, counted), first, second = self.sums
+        if not self._output_can_be_cut and not (
+            math.isclose(counted, first[1] + second[1]) or counted == first[1] == second[1] == 1
+        ):
+            self.sums, self.obstacle = (
+                [],
+                "the counts of halves of a batch do not add up to its own",
+            )
+            return
         if self._micro.samples == 1 and first[1] == second[1] == 1:
             return  # of one sample the mean is the sum
         samples = (self._parts[1].samples, self._parts[2].samples)

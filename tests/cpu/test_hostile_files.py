@@ -420,10 +420,8 @@ def test_nothing_in_the_library_unpickles_files_or_what_ranks_send(repository: P
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 called, owner = node.func.attr, ast.unparse(node.func.value).split(".")[-1]
                 if called in ("load", "loads", "Unpickler") and owner in LOADERS:
-                    safe = any(
-                        option.arg == "weights_only" and ast.unparse(option.value) == "True"
-                        for option in node.keywords
-                    )
+                    options = {(option.arg, ast.unparse(option.value)) for option in node.keywords}
+                    safe = options & {("weights_only", "True"), ("allow_pickle", "False")}
                     loads += [] if safe else [f"{inside}: {ast.unparse(node.func)}"]
                 if called in OBJECTS:
                     objects.add(inside)

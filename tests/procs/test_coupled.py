@@ -27,6 +27,7 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def said(world: shoal.World, layers: tuple[nn.Module, ...], micro: int, own: bool, ends: str) -> str:
     """What rank 0 prints in two steps, and in evaluation where `ends` says so."""
+    values = torch.ones(32, 4)
     model = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), *layers), world)
     if ends == "frozen":
         model.eval()
@@ -34,7 +35,7 @@ def said(world: shoal.World, layers: tuple[nn.Module, ...], micro: int, own: boo
     step = shoal.Step(model, optimizer, shoal.Task(loss))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        data = shoal.Loader((torch.randn(32, 4),), world, batch_size=16, micro_batches=micro)
+        data = shoal.Loader((values,), world, batch_size=16, micro_batches=micro)
         if ends == "evaluated":
             shoal.evaluate(step, (torch.ones(8, 4),))
         for batch in data.epochs(0 if ends == "evaluated" else 1):

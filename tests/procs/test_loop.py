@@ -446,7 +446,7 @@ def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> 
 )
 def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> None:
     verdict = Verdict(shoal.Evaluation(dataset=None, higher=higher))
-    assert [verdict.add(value, {}) for value in values] == best
+    assert [verdict.add(value, {}, {}) for value in values] == best
 
 
 @pytest.mark.parametrize(

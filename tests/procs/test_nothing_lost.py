@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     directory = tmp_path_factory.mktemp("undisturbed")
     with Ranks(RANKS) as ranks:
         ended = ranks.call(train, Training(directory=directory))
-        assert ranks.call(buckets) == [4] * RANKS
+        assert ranks.call(buckets) == [3] * RANKS
     return Undisturbed(directory, ended)
 
 

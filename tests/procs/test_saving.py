@@ -319,7 +319,7 @@ class Tags:
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        ({"config": {"data": Path("data")}}, "info/config/data"),
+        ({"config": {"data": {1, 2}}}, "info/config/data"),
         ({"state": {"tags": Tags()}}, "state/state/tags/tags"),
     ],
 )

@@ -95,7 +95,7 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
     [
         ({"wide": "columns"}, None, ["'columns'", "column, row, head, logits, vocabulary, sequence"]),
         ({"layers.*": "column"}, None, ["layers.*", "embedding, wide, narrow, norm, head"]),
-        ({"norm": "column"}, None, ["norm is a LayerNorm", "Linear"]),
+        ({"norm": "column"}, None, ["norm is a torch.nn.modules.normalization.LayerNorm", "Linear"]),
         ({"wide": "column"}, None, ["tensor=2", "out_features are 9", "divides 9"]),
         ({"embedding": "vocabulary", "head": "row"}, None, ["head.weight", "one parameter", '"head"']),
         ({"embedding": "vocabulary"}, None, ["embedding.weight and head.weight", "one parameter"]),
