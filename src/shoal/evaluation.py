@@ -83,12 +83,11 @@ def evaluate(
     `model` is a Step; or, for your own loop, a parallelized model, given with the `task` whose loss is
     to be evaluated. Every sample is visited once, in eval mode, without gradients, in the Step's
     precision (a model's is that of a `torch.autocast` around the call); the modes of all modules are
-    put back. A metric is a function (output, target) -> (sum, count), or any
-    torchmetrics Metric; `targets(batch)` gives what it compares with (the second element of a tuple
-    and "labels" of a mapping by default). `outputs(output)` gives what metrics are called with where
-    the model returns more than one tensor: `outputs=lambda output: output.logits`. The loss gets the
-    whole output. `batch_size` is global, 256 per data rank unless given.
-    `batches` looks at so many global batches only.
+    put back. A metric is a function (output, target) -> (sum, count), or any torchmetrics Metric;
+    `targets(batch)` gives what it compares with (default: the second element of a tuple, "labels" of a
+    mapping), `outputs(output)` what it is called with where the model returns more than one tensor:
+    `outputs=lambda output: output.logits`. The loss gets the whole output. `batch_size` is global
+    (default: 256 per data rank). `batches` is the number of global batches to visit (default: all).
 
     Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
     """
@@ -107,10 +106,8 @@ def evaluate(
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
-        foreign = {
-            name: _local(name, metric, world) for name, metric in metrics.items() if _foreign(metric)
-        }
-        sums = Sums(["loss", *(name for name in metrics if name not in foreign)])
+        kinds = _Metrics(metrics, world)
+        sums = Sums(["loss", *kinds.own])
         samples = 0
         with evaluation(engine.module), torch.no_grad():
             for batch in islice(loader.epochs(1), batches):
@@ -124,24 +121,36 @@ def evaluate(
                     weight = micro.weight if engine.speaks else 0.0
                     beside = engine.beside(output, micro)
                     sums.add("loss", task.reduce(output, beside, batch.seed), weight)
-                    if not metrics:
-                        continue
-                    pair = (outputs or _same)(output), (targets or default_targets)(beside.value)
-                    for name in metrics.keys() - foreign.keys():
-                        sums.add(name, metrics[name](*pair), weight)
-                    for name, metric in foreign.items() if weight else ():
-                        _update(name, metric, *move(pair, world.device))
+                    if metrics:
+                        target = (targets or default_targets)(beside.value)
+                        kinds.add(sums, (outputs or _same)(output), target, weight)
         result: dict[str, Any] = sums.means(world)
         visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
         # Ranks of one data rank share samples.
         result["samples"] = visits * world.data_size // world.size
-        for name, metric in foreign.items():
-            result[name] = _merged(metric, world)
-        return result
+        return result | {name: _merged(metric, world) for name, metric in kinds.foreign.items()}
 
 
 def _same(output: Any) -> Any:
     return output
+
+
+class _Metrics:
+    """The metrics of one evaluation: functions, whose sums are reduced, and torchmetrics' objects."""
+
+    def __init__(self, metrics: Mapping[str, Any], world: World) -> None:
+        self.foreign = {
+            n: _local(n, metric, world) for n, metric in metrics.items() if _foreign(metric)
+        }
+        self.own = {n: each for n, each in metrics.items() if n not in self.foreign}
+        self._device = world.device
+
+    def add(self, sums: Sums, output: Any, target: Any, weight: float) -> None:
+        """Add one micro-batch, to `sums` or to the objects."""
+        for name, metric in self.own.items():
+            sums.add(name, metric(output, target), weight)
+        for name, metric in self.foreign.items() if weight else ():
+            _update(name, metric, *move((output, target), self._device))
 
 
 class _Subject(NamedTuple):

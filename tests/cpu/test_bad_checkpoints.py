@@ -263,9 +263,7 @@ def test_a_run_without_a_step_or_without_checkpoints(tmp_path: Path) -> None:
             with pytest.raises(shoal.StepError, match="no name that could be printed"):
                 shoal.Run(tmp_path, {name: step}, run.loader)  # type: ignore[dict-item]
         for wrong in ({}, step.model, {"step": loss}):
-            with pytest.raises(
-                shoal.StepError, match="no Step and no model|a model without optimizer="
-            ) as told:
+            with pytest.raises(shoal.StepError, match=r"no Step and no model|without optim") as told:
                 shoal.Run(tmp_path, wrong, run.loader)  # type: ignore[arg-type]
             assert "shoal.Step(model, optimizer, task)" in told.value.fix
         with pytest.raises(CheckpointError, match="keep=0") as caught:
