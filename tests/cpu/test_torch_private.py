@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader, TensorDataset
 
-from shoal._torch import autograd, c10d, checkpointing, ddp, dispatch, fsdp, mesh, modules
+from shoal._torch import autograd, c10d, checkpointing, dataloader, ddp, dispatch, fsdp, mesh, modules
 
 
 @pytest.fixture
@@ -211,6 +212,13 @@ def test_process_groups_and_store(group: Any) -> None:
     assert c10d.operations_begun(group) == before + 1
     c10d.set_timeout(group, timedelta(seconds=77))
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+
+
+def test_worker_processes() -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(2)), num_workers=1)
+    (process,) = dataloader.worker_processes(iter(loader))
+    assert process.pid is not None
+    assert dataloader.worker_processes(iter(DataLoader(TensorDataset(torch.zeros(2))))) == []
 
 
 def test_rpc_agent() -> None:

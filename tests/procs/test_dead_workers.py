@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 import shoal
+from shoal.data.deaths import Workers
 
 
 class Dying(Dataset[torch.Tensor]):
@@ -52,6 +54,18 @@ def test_a_worker_that_dies_is_named(end: Callable[[], object], how: str, fix: s
     assert error.given == "shoal.Loader(…, num_workers=2)"
     assert error.found.startswith(f"a worker of rank 0's Loader died ({how}): process ")
     assert fix in error.fix
+
+
+def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> None:
+    """torch may notice the death where it polls for batches, and then leaves the exit code out."""
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    process.start()
+    process.join()
+    workers = Workers(rank=1, count=4, processes=[process])
+    error = RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
+    explained = workers.explain(error)
+    assert explained is not None
+    assert explained.found.startswith("a worker of rank 1's Loader died (exit code 3): process ")
 
 
 def _compute(go: Path) -> None:

@@ -7,7 +7,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
@@ -27,10 +28,11 @@ _ELSE = "num_workers=0 reads the dataset in the rank itself, whose report then h
 
 @dataclass(frozen=True, kw_only=True)
 class Workers:
-    """The workers of a rank's Loader, of which there are `count`."""
+    """The `count` workers of a rank's Loader, and their processes once they have started."""
 
     rank: int
     count: int
+    processes: list[BaseProcess] = field(default_factory=list)
 
     def explain(self, error: BaseException) -> DataError | None:
         """The error to raise in the place of torch's, where that tells of a worker that died."""
@@ -39,11 +41,13 @@ class Workers:
         match = _DIED.match(str(error))
         if match is None or not isinstance(error, RuntimeError):
             return None
-        how, number = _how(match[2])
+        number = int(match[1].partition(",")[0])
+        codes = (each.exitcode for each in self.processes if each.pid == number)
+        how, ended_by = _how(match[2], next(codes, None))
         return DataError(
             given=f"shoal.Loader(…, num_workers={self.count})",
             found=f"a worker of rank {self.rank}'s Loader died ({how}): process {match[1]}",
-            fix=_FIX.get(number, _ELSE).format(fewer=self.count // 2),
+            fix=_FIX.get(ended_by, _ELSE).format(fewer=self.count // 2),
         )
 
     @contextmanager
@@ -82,10 +86,14 @@ class _Handler:
             self.former(signum, frame)
 
 
-def _how(text: str) -> tuple[str, signal.Signals | None]:
+def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
+    """How a worker ended, by torch's text or else by the exit `code` of its process."""
     killed = _SIGNAL.search(text)
     if killed is not None:
         found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]
         return (f"signal {found[0].value}, {killed[1]}", found[0]) if found else (killed[1], None)
-    code = _CODE.search(text)
-    return (f"exit code {code[1]}" if code is not None else "it ended by itself"), None
+    if code is not None and code < 0:
+        return f"signal {-code}, {signal.strsignal(-code)}", signal.Signals(-code)
+    said = _CODE.search(text)
+    code = code if said is None else int(said[1])
+    return f"exit code {code}" if code else "it ended by itself", None

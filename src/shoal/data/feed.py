@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shoal._torch.dataloader import worker_processes
 from shoal.data.deaths import Workers
 from shoal.data.mapped import Source
 from shoal.data.ordering import Checked
@@ -58,6 +59,7 @@ class Fetch:
         with workers.explained():
             items = iter(loader)
             if self.num_workers:
+                workers.processes.extend(worker_processes(items))
                 workers.watch()
             yield from items
 
