@@ -38,6 +38,14 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs that tests submit are not in the user's own list."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

@@ -154,9 +154,18 @@ def failures() -> Path | None:
 
 def config_folder() -> Path:
     """Where the user's own settings are: `$XDG_CONFIG_HOME/shoal`, or `~/.config/shoal`."""
-    given = os.environ.get("XDG_CONFIG_HOME", "")
+    return _user_folder("XDG_CONFIG_HOME", "~/.config")
+
+
+def state_folder() -> Path:
+    """Where lists of the user's own runs are: `$XDG_STATE_HOME/shoal`, or `~/.local/state/shoal`."""
+    return _user_folder("XDG_STATE_HOME", "~/.local/state")
+
+
+def _user_folder(variable: str, default: str) -> Path:
+    given = os.environ.get(variable, "")
     # Relative paths are invalid by the specification of these variables.
-    base = Path(given) if os.path.isabs(given) else Path("~/.config").expanduser()
+    base = Path(given) if os.path.isabs(given) else Path(default).expanduser()
     return base / "shoal"
 
 

@@ -13,8 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.errors import LaunchError
 from shoal.launchers import DIRECTORY, PORTS, Meeting
+from shoal.outages import Calls
 
 LONGEST = 300.0
 """How many seconds ranks look for the first one at most: as long as torch's own stores wait."""
@@ -30,6 +31,9 @@ SILENCE = 10.0
 """After so many seconds in which nothing comes back from any host it is the network that is wrong:
 a host on which rank 0 is not ready yet says that nobody listens."""
 
+_MOST_CALLED = 64
+"""So many other machines rank 0 calls at most when ranks are missing."""
+_NAMED = 3
 _ANSWER_SECONDS = 2.0
 _CALLERS = 1024
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
@@ -51,7 +55,7 @@ def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
         store = _open_store(meeting, server, size, limit)
         line = f"{meeting.job} {store.port}\n".encode()
         with answering(server, line), _published(meeting, server.getsockname()[1]):
-            await_all(store, size, time.monotonic() + limit)
+            await_all(store, size, time.monotonic() + limit, machines=_machines(meeting))
     return store
 
 
@@ -82,23 +86,60 @@ def _answer(server: socket.socket, line: bytes, then: bytes) -> None:
             caller.sendall(then)
 
 
-def await_all(store: Store, size: int, deadline: float, *, key: str = _HERE) -> None:
-    """Wait, on rank 0, for the key of each other rank. LaunchError names those that do not come."""
+def await_all(
+    store: Store,
+    size: int,
+    deadline: float,
+    *,
+    key: str = _HERE,
+    machines: Mapping[str, tuple[str, int]] | None = None,
+) -> None:
+    """Wait, on rank 0, for the key of each other rank.
+
+    Raises LaunchError, which names the ranks that do not come; or those of `machines`, given by their
+    names with an address and a port, that answer no call.
+    """
     missing = list(range(1, size))
-    pause = _FIRST_PAUSE
-    while True:
-        missing = [rank for rank in missing if not store.check([key.format(rank=rank)])]
-        if not missing:
-            return
-        if time.monotonic() + pause > deadline:
-            names = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
-            raise LaunchError(
-                given=f"a world of {size}, whose rank 0 is on {socket.gethostname()}",
-                found=f"rank {names} did not come",
-                fix="check that every rank was started, and its own error message",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    pause, begun = _FIRST_PAUSE, time.monotonic()
+    calls: Calls | None = None
+    with ExitStack() as stack:
+        while True:
+            missing = [rank for rank in missing if not store.check([key.format(rank=rank)])]
+            if not missing:
+                return
+            now = time.monotonic()
+            if now + pause > deadline:
+                raise _not_come(missing, size, calls)
+            if machines and calls is None and now > begun + min(SILENCE, (deadline - begun) / 2):
+                calls = stack.enter_context(Calls(machines))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _machines(meeting: Meeting) -> dict[str, tuple[str, int]]:
+    """The job's other machines, each with its name for an address and a port to call."""
+    return {host: (host, meeting.ports[0]) for host in meeting.others[:_MOST_CALLED]}
+
+
+def _not_come(missing: Sequence[int], size: int, calls: Calls | None) -> LaunchError:
+    here = socket.gethostname()
+    names = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
+    dead = [one for one in calls.outages() if not one.over] if calls else []
+    given = f"a world of {size}, whose rank 0 is on {here}"
+    if not dead:
+        return LaunchError(
+            given=given,
+            found=f"rank {names} did not come",
+            fix="check that every rank was started, and its own error message",
+        )
+    silent = "; ".join(f"{one.host} does not answer {here}: {one}" for one in dead[:_NAMED])
+    more = f"; {len(dead) - _NAMED} more machines do not answer" if dead[_NAMED:] else ""
+    return LaunchError(
+        given=given,
+        found=f"{silent}{more}; missing: rank {names}",
+        fix=f"look at the link between {here} and {dead[0].host} (ping {dead[0].host}; ip -s link), "
+        f"or leave that machine out (sbatch --exclude={dead[0].host})",
+    )
 
 
 def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:

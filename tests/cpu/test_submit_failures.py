@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,9 @@ def run(
     python = str(path) if program.startswith("#!") else sys.executable
     where = place(folder / "run", script=str(path), python=python)
     text = write(job(**changes), PLAIN, where)
-    assert "patience=120\n" in text
-    return run_script(text.replace("patience=120\n", f"patience={patience}\n"), fakes)
+    assert ("patience=120\n" in text) == (changes.get("launcher") != "torchrun")
+    text = text.replace("patience=120\n", f"patience={patience}\n")
+    return run_script(text, fakes, {"SLURM_JOB_NODELIST": "node[01-02]"})
 
 
 def test_the_true_traceback_is_the_last_thing_in_the_log(fakes: Fakes, tmp_path: Path) -> None:
@@ -146,3 +148,101 @@ def test_a_chain_goes_on_after_a_failure(fakes: Fakes, tmp_path: Path) -> None:
     assert not over.exists()
     assert run(fakes, tmp_path, "raise SystemExit(3)", restarts=1, chain=2).returncode == 3
     assert over.exists()
+
+
+def logging(fakes: Fakes, folder: Path) -> None:
+    """Let ranks print into the job's log, which has lines of an attempt before, as srun does."""
+    log = folder / "run/jobs/1/log.txt"
+    log.write_text("Traceback of an attempt before\nValueError: old\n")
+    start = f'#!/bin/bash\nexec >> "{log}" 2>&1\n'
+    ranks = SRUN.replace("RANK=$rank", "SLURM_PROCID=$rank RANK=$rank")
+    (fakes.path / "srun").write_text(ranks.replace("#!/bin/bash\n", start))
+
+
+ODD = "import os, signal, sys\nif os.environ['RANK'] == '1':\n    "
+
+
+@pytest.mark.parametrize(
+    ("does", "said", "code"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'", 1),
+        ("sys.exit('the data are not there')", "the data are not there", 1),
+        ("sys.exit(3)", "ended with exit code 3", 3),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL (signal 9), which is often the system running out of memory",
+            137,
+        ),
+    ],
+)
+def test_a_rank_that_left_no_report_is_named_with_what_it_printed_last(
+    does: str, said: str, code: int, fakes: Fakes, tmp_path: Path
+) -> None:
+    """It failed before `shoal.init`, called sys.exit or was killed."""
+    logging(fakes, tmp_path)
+    done = run(fakes, tmp_path, ODD + does, processes=2)
+    place = f"where: rank 1 of 2 on {socket.gethostname()} (exit code {code})"
+    assert done.returncode == code
+    assert read_failure(tmp_path / "run/jobs/1") == (said, place)
+    assert done.stderr.splitlines()[-2:] == [said, place]
+    assert "old" not in (tmp_path / "run/jobs/1/failure").read_text()
+
+
+def test_a_killed_rank_counts_before_errors_of_others_that_noticed(
+    fakes: Fakes, tmp_path: Path
+) -> None:
+    logging(fakes, tmp_path)
+    program = FAILS.replace('raise ValueError("the true reason")', "os.kill(os.getpid(), 9)")
+    run(fakes, tmp_path, program, processes=2)
+    assert read_failure(tmp_path / "run/jobs/1")[0].startswith("killed by SIGKILL (signal 9)")
+
+
+def test_where_all_of_a_step_is_killed_slurms_own_words_are_kept(fakes: Fakes, tmp_path: Path) -> None:
+    """By an out-of-memory handler of Slurm, with the shells around its ranks."""
+    log = tmp_path / "run/jobs/1/log.txt"
+    words = "slurmstepd: error: Detected 1 oom_kill event in StepId=42.0. Some processes were killed."
+    (fakes.path / "srun").write_text(f'#!/bin/bash\necho "{words}" >> {log}\nexit 137\n')
+    assert run(fakes, tmp_path, "pass").returncode == 137
+    assert read_failure(tmp_path / "run/jobs/1") == (
+        words,
+        "where: 42 on node[01-02], exit code 137; no rank has left a report",
+    )
+
+
+TORCHRUN = """#!/bin/bash
+cat >> {log} <<'END'
+Traceback (most recent call last):
+ModuleNotFoundError: No module named 'x'
+E1122 20:11:02.8 41 torch/distributed/elastic/api.py:984] failed (exitcode: 1) local_rank: 0
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_20:11:02
+  host      : node02
+  rank      : 1 (local_rank: 0)
+  exitcode  : 1 (pid: 57)
+END
+exit 1
+"""
+
+
+def test_under_torchrun_its_own_report_names_the_rank(fakes: Fakes, tmp_path: Path) -> None:
+    log = tmp_path / "run/jobs/1/log.txt"
+    (fakes.path / "srun").write_text(TORCHRUN.format(log=log))
+    run(fakes, tmp_path, "pass", launcher="torchrun", nodes=2, processes=2)
+    assert read_failure(tmp_path / "run/jobs/1") == (
+        "ModuleNotFoundError: No module named 'x'",
+        "where: rank 1 of 2 on node02 (exit code 1)",
+    )
+
+
+@pytest.mark.parametrize(("told", "code"), [("kill -TERM $PPID\n", 75), ("", 1)])
+def test_torchrun_told_to_end_before_a_run_is_open_is_requeued(
+    told: str, code: int, fakes: Fakes, tmp_path: Path
+) -> None:
+    """Its agents get the signal and exit with 1, as they do when a rank fails."""
+    program = f"#!/bin/bash\n{told}exit 1\n"
+    done = run(fakes, tmp_path, program, launcher="torchrun")
+    assert done.returncode == code
+    assert (["scontrol", "requeue", "42"] in fakes.calls("scontrol")) == (code == 75)

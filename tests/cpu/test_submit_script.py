@@ -196,8 +196,12 @@ def test_the_code_is_that_of_the_first_rank_that_left(
     python.chmod(0o755)
     where = place(tmp_path / "run", python=str(python))
     done = run_script(write(request(), PLAIN, where), fakes)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert [path.name for path in (tmp_path / "run/jobs/1").iterdir()] == ["ends"]
+    assert done.returncode == code
+    failed = code not in (0, 75)
+    kept = sorted(path.name for path in (tmp_path / "run/jobs/1").iterdir())
+    assert kept == ["ends", "failure"][: 1 + failed]
+    assert done.stderr.startswith("\nshoal: 42 failed:\n" * failed)
+    assert bool(done.stderr) == failed
 
 
 def test_ranks_that_have_saved_are_no_failure_to_srun(fakes: Fakes, tmp_path: Path) -> None:
@@ -366,7 +370,7 @@ def test_torchrun_that_saved_is_known_by_the_record_of_the_run(fakes: Fakes, tmp
     done = run_script(write(request(**job), PLAIN, place(folder)), fakes)
     assert done.returncode == 1
     call = fakes.calls("srun")[0]
-    assert call[2:5] == ["python", "-m", "torch.distributed.run"]
+    assert ranks(call)[:3] == ["python", "-m", "torch.distributed.run"]
     assert call[call.index("--rdzv-endpoint") + 1] == "node01:10043"
     assert "--signal=TERM@300" in directives(write(request(**job), PLAIN, place(folder)))
 

@@ -21,6 +21,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     for name, value in fakes.variables().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "300")
     (tmp_path / "work").mkdir()
@@ -115,6 +116,31 @@ def test_status_without_a_run_lists_all(fakes: Fakes) -> None:
         ["runs/other", "43", "failed"],
         ["runs/train", "42", "gone"],
     ]
+
+
+def test_status_without_a_run_lists_those_submitted_from_elsewhere(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch, gone = tmp_path / "scratch/a run", tmp_path / "scratch/gone"
+    for run in (gone, scratch, scratch):
+        assert submit("--run", str(run), "train.py").exit_code == 0
+    gone.rename(tmp_path / "scratch/moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    lines = [line for line in shoal("status").output.splitlines() if "scratch" in line]
+    assert [line.partition("  ")[0] for line in lines] == [str(scratch)]
+    assert (tmp_path / "state/shoal/runs").stat().st_mode & 0o077 == 0
+
+
+def test_a_list_that_cannot_be_written_does_not_stop_a_submission(
+    fakes: Fakes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    done = submit("train.py")
+    assert done.exit_code == 0
+    assert "note: not in the list of `shoal status`" in done.output
+    assert "runs/train" in shoal("status").output
 
 
 def test_an_interpreter_is_looked_at_before_the_queue(fakes: Fakes, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -145,10 +145,10 @@ class Doctor:
             except Exception as error:  # whatever it is, the other lines are worth having
                 yield unchecked(topic.name, f": {type(error).__name__}: {error}", hung=False)
 
-    def result(self) -> Examination:
-        """What has been found."""
-        if self.rounds.missing:
-            ranks = [Seen(rank=one, host=self.hosts[one], facts=None) for one in self.rounds.missing]
+    def result(self, cut_off: Collection[str] = ()) -> Examination:
+        """What has been found. Ranks on machines that are `cut_off` need no line of their own."""
+        missing = [Seen(rank=one, host=self.hosts[one], facts=None) for one in self.rounds.missing]
+        if ranks := [one for one in missing if one.host not in cut_off]:
             self.findings.append(
                 failure(
                     "ranks",
@@ -270,12 +270,26 @@ def _compute_of_all() -> Topic[Any]:
 
 def examine_together(world: World, request: Request) -> tuple[Examination | None, bool]:
     """Look at all ranks of a world, once in its life; as `examine`. Collective."""
+    from shoal.doctor import outages
+
+    hosts = world.gather(socket.gethostname())
+    rounds = Rounds(world.store("shoal/doctor"), rank=world.rank, size=world.size)
+    doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
+    with outages.Links(world, hosts) as watched:
+        _examine_all(world, doctor)
+        doctor.go("outages", [Topic(name=outages.WHAT, look=watched.look, judge=outages.judge)])
+        seen = watched.look()
+    rounds.end()
+    cut_off = [one["host"] for one in seen if not one["over"]]
+    return doctor.result(cut_off) if world.first else None, not rounds.going
+
+
+def _examine_all(world: World, doctor: Doctor) -> None:
+    """The checks in their order; what needs all ranks only while all are there. Collective."""
     from shoal.doctor import compute, links, place
 
+    request, rounds, hosts = doctor.request, doctor.rounds, doctor.hosts
     store = world.store("shoal/doctor")
-    hosts = world.gather(socket.gethostname())
-    rounds = Rounds(store, rank=world.rank, size=world.size)
-    doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
     rank, size, inner = world.rank, world.size, request.limit * _INNER
     placed = Topic(name="place", look=partial(place.look, world), judge=place.judge)
     doctor.go("each", [*each_alone(request, size), placed])
@@ -293,5 +307,3 @@ def examine_together(world: World, request: Request) -> tuple[Examination | None
         measured = partial(links.look, world, links.chosen(hosts, crowded))
         if rounds.going:
             doctor.measure(Topic(name="links", look=measured, judge=links.judge, better=links.better))
-    rounds.end()
-    return doctor.result() if rank == 0 else None, not rounds.going

@@ -32,13 +32,15 @@ class Meeting:
 
     Rank 0 takes the first free one of `ports`; the others look for it at each of `hosts` and in
     the file that it writes into `directory` (none if empty). `job` is what they know each other by:
-    no other job, step or attempt has the same. `choices` say who named hosts and ports.
+    no other job, step or attempt has the same. `others` are the job's other machines, where the
+    launcher lists them. `choices` say who named hosts and ports.
     """
 
     job: str
     hosts: tuple[str, ...]
     ports: tuple[int, ...]
     directory: str = ""
+    others: tuple[str, ...] = field(default=(), compare=False)
     choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
 
 
@@ -127,12 +129,13 @@ def meet(
     hosts: Choice[tuple[str, ...]],
     number: int | None = None,
     shared: bool = False,
+    others: tuple[str, ...] = (),
 ) -> Meeting:
     """The meeting of the job known as `job`; MASTER_ADDR and MASTER_PORT, where set, decide.
 
     `hosts` are those where rank 0 may be, and who says so. `number` is a number of the job;
     neighbours get different first ports. With `shared`, rank 0 also publishes its address in a
-    directory that all machines see.
+    directory that all machines see. `others` are the machines of the job but for this one.
     """
     own = bool(env.get("MASTER_ADDR"))
     unset = {"one of your own": "MASTER_ADDR is not set"}
@@ -143,7 +146,14 @@ def meet(
     if shared and not own:
         chosen = _directory(env)
         directory, choices = chosen.value, (*choices, chosen)
-    return Meeting(job=job, hosts=hosts.value, ports=ports.value, directory=directory, choices=choices)
+    return Meeting(
+        job=job,
+        hosts=hosts.value,
+        ports=ports.value,
+        directory=directory,
+        others=others,
+        choices=choices,
+    )
 
 
 def _given_address(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:

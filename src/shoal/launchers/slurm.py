@@ -52,6 +52,7 @@ def srun(env: Mapping[str, str], cpus: int) -> Placement:
         job=f"{slurm_job(env)}.{step}-{attempt}",
         hosts=_first_rank(env, hosts, _ranks_here(env, rank, tasks[node]), node),
         number=job * 61 + step,
+        others=tuple(host for index, host in enumerate(hosts) if index != node),
     )
     return Placement(
         rank=rank,

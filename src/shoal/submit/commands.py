@@ -171,12 +171,12 @@ def _submit(request: Request, site: str | None, options: Options) -> None:
 
 def status(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run directory; else all in runs/.")
+        Path | None, typer.Argument(metavar="[RUN]", help="A run directory; else all.")
     ] = None,
 ) -> None:
     """Show how the newest submission of a run is, and how far its training is.
 
-    Without RUN, one line for each run in the directory runs/ here.
+    Without RUN, one line for each run that you have submitted, and for those in runs/ here.
     """
     from shoal.tables import plain_console
 

@@ -10,7 +10,7 @@ from typing import Any
 from shoal.errors import LaunchError
 from shoal.launchers import REQUEUE
 
-from . import slurm
+from . import index, slurm
 from .folder import (
     RECORD,
     End,
@@ -45,15 +45,18 @@ class Status:
 
 
 def runs(folder: Path) -> list[Path]:
-    """The run directories in `folder` that have a submission, by name.
+    """The runs that the user has submitted, the newest first, then others in `folder`, by name.
 
-    Raises LaunchError where there is none.
+    Those whose directory is gone are left out; at most `index.MOST` are given. Raises LaunchError where
+    there is none.
     """
-    found = sorted({path.parents[2] for path in folder.glob(f"*/jobs/*/{RECORD}")})
+    here = sorted({path.parents[2].resolve() for path in folder.glob(f"*/jobs/*/{RECORD}")})
+    submitted = [run for run in index.read() if any(run.glob(f"jobs/*/{RECORD}"))]
+    found = list(dict.fromkeys([*submitted, *here]))[: index.MOST]
     if not found:
         raise LaunchError(
             given=f"shoal status in {Path.cwd()}",
-            found=f"no run in {folder}/ with a job of `shoal submit`",
+            found=f"no run in {folder}/ or in {index.path()} with a job of `shoal submit`",
             fix="shoal status RUN with the directory that was named by --run",
         )
     return found

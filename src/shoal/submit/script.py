@@ -87,6 +87,7 @@ def render(job: Job, site: Site, place: Place) -> str:
         requeue_code=REQUEUE,
         restarts=job.restarts,
         launcher=Shell(job.launcher),
+        processes=job.processes,
         launch=Shell(_launch(job, site)),
         events=f"{place.run}/events/rank-0.jsonl",
         local=Shell(site.local),
@@ -205,8 +206,8 @@ def _launch(job: Job, site: Site) -> str:
 
 
 def _around(job: Job, program: Sequence[str]) -> Sequence[str]:
-    """The program of each rank in the shell that keeps its exit code; torchrun's agents have none."""
-    return program if job.launcher == "torchrun" else ["bash", "-c", *_KEEPING, *program]
+    """The program of each rank, or agent of torchrun's, in the shell that keeps its exit code."""
+    return ["bash", "-c", *_KEEPING, *program]
 
 
 def _program(job: Job, site: Site, place: Place) -> Sequence[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal import environ
 from shoal.errors import LaunchError
 
-from . import slurm
+from . import index, slurm
 from .checking import check, check_interpreter, notes, without_secrets, workers_of
 from .deciding import decide
 from .folder import (
@@ -117,15 +117,25 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
         if isinstance(error, OSError):
             raise _unwritable(run, error) from None
         raise
+    unlisted = _list(run) if jobs else ()
     return Submission(
         job=job,
         script=text,
-        notes=tuple(notes(request, site, job)),
+        notes=(*notes(request, site, job), *unlisted),
         run=run,
         folder=folder,
         jobs=jobs,
         linked=tuple(map(str, source.linked)) if source else (),
     )
+
+
+def _list(run: Path) -> tuple[str, ...]:
+    """Add a run to the user's list; a note where that can't be written, for the job is submitted."""
+    try:
+        index.add(run)
+    except OSError as error:
+        return (f"not in the list of `shoal status`: {index.path()}: {error.strerror}",)
+    return ()
 
 
 def _check_alone(run: Path) -> None:

@@ -1,0 +1,171 @@
+"""Whether other machines answer: a short call every half second, and when no answer came.
+
+A call counts as answered when the other machine's kernel says anything, also that nothing listens at
+that port. So a process that hangs, is stopped or has ended differs from a link that is dead.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import psutil
+
+LEAST_SECONDS = 2.0
+"""A shorter span is no outage: a packet that is lost is sent again within it."""
+
+_LEAST_CALLS = 2
+"""A process that gets no time from its machine makes no calls, and finds no outage either."""
+_CALL_SECONDS = 1.0
+_PAUSE = 0.5
+_SILENT = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT)
+# Closed so, a call leaves nothing behind that waits for late packets.
+_AT_ONCE = struct.pack("ii", 1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outage:
+    """A span of time in which a machine answered no call.
+
+    `began` is the time of its last answer, or of the first call if it has not `answered` before, in
+    seconds since the epoch; `over` says whether it has answered since. `calls` had no answer, the last
+    one for the reason `why`. `interface` is the one of this machine that leads to `address`; it is
+    empty where none does.
+    """
+
+    host: str
+    address: str
+    port: int
+    interface: str
+    began: float
+    seconds: float
+    calls: int
+    why: str
+    answered: bool
+    over: bool
+
+    def __str__(self) -> str:
+        by = f" by {self.interface}" if self.interface else ""
+        since = time.strftime("%H:%M:%S", time.localtime(self.began))
+        last = f"the last answer came at {since}" if self.answered else f"none came since {since}"
+        return (
+            f"{self.calls} calls to {self.address}, port {self.port},{by} had no answer of any kind "
+            f"for {self.seconds:.0f} s ({last}; {self.why})"
+        )
+
+
+@dataclass(kw_only=True)
+class _Line:
+    """What has come of the calls to one machine; times by both clocks."""
+
+    host: str
+    address: str
+    port: int
+    interface: str = ""
+    begun: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.time)
+    answered: bool = False
+    calls: int = 0
+    why: str = ""
+
+    def outage(self, *, over: bool) -> Outage | None:
+        seconds = time.monotonic() - self.begun
+        if self.calls < _LEAST_CALLS or seconds < LEAST_SECONDS:
+            return None
+        return Outage(
+            host=self.host,
+            address=self.address,
+            port=self.port,
+            interface=self.interface,
+            began=self.began,
+            seconds=seconds,
+            calls=self.calls,
+            why=self.why,
+            answered=self.answered,
+            over=over,
+        )
+
+
+class Calls:
+    """Calls to machines, each given by its name with an address and a port, while a block lasts."""
+
+    def __init__(self, machines: Mapping[str, tuple[str, int]]) -> None:
+        self._machines = machines
+        self._lines: dict[str, _Line] = {}
+        self._past: list[Outage] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def __enter__(self) -> Calls:
+        for host, (address, port) in self._machines.items():
+            line = _Line(host=host, address=address, port=port)
+            self._lines[host] = line
+            threading.Thread(target=self._watch, args=(line,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+
+    def outages(self) -> list[Outage]:
+        """All outages so far, those that are over first."""
+        with self._lock:
+            now = [line.outage(over=False) for line in self._lines.values()]
+            return [*self._past, *(one for one in now if one is not None)]
+
+    def _watch(self, line: _Line) -> None:
+        while not self._over.is_set():
+            with suppress(socket.gaierror):  # a name that nobody knows says nothing of the network
+                address = socket.getaddrinfo(line.address, line.port, type=socket.SOCK_STREAM)[0]
+                line.interface = interface_to(address[4]) or line.interface
+                why = _call(address[0], address[4])
+                with self._lock:
+                    self._note(line, why)
+            self._over.wait(_PAUSE)
+
+    def _note(self, line: _Line, why: str) -> None:
+        if why:
+            line.calls, line.why = line.calls + 1, why
+            return
+        past = line.outage(over=True)
+        if past is not None:
+            self._past.append(past)
+        line.begun, line.began = time.monotonic(), time.time()
+        line.answered, line.calls = True, 0
+
+
+def _call(family: int, address: tuple[object, ...]) -> str:
+    """Why nothing came back from an address; empty if something did."""
+    with socket.socket(family, socket.SOCK_STREAM) as call:
+        call.settimeout(_CALL_SECONDS)
+        try:
+            call.connect(address)
+            call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+        except TimeoutError:
+            return "timed out"
+        except OSError as error:
+            return (error.strerror or str(error)) if error.errno in _SILENT else ""
+    return ""
+
+
+def interface_to(address: tuple[object, ...]) -> str:
+    """The interface of this machine by which packets to an address leave; empty without one."""
+    family = socket.AF_INET6 if ":" in str(address[0]) else socket.AF_INET
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+        for name, known in psutil.net_if_addrs().items():
+            if any(one.address.partition("%")[0] == own for one in known):
+                return name
+    return ""
