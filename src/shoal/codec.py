@@ -128,6 +128,8 @@ class _Writer:
 
     def _write_object(self, value: Any, kind: type) -> Any:
         if isinstance(value, Enum):
+            if value.name not in type(value).__members__:
+                raise CodecError(f"{value!r}, which has no name in {kind.__qualname__}")
             return {"enum": [*_path(kind), value.name]}
         if isinstance(value, ShoalError):
             fields = [value.given, value.found, value.fix, value.where]
@@ -147,7 +149,7 @@ class _Writer:
         return [[self.write(key), self.write(item)] for key, item in value.items()]
 
     def _tensor(self, value: torch.Tensor) -> list[Any]:
-        plain = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+        plain = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value.detach())
         data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype).removeprefix("torch."), list(value.shape), *self._buffer(data)]
 
@@ -202,7 +204,11 @@ class _Reader:
         """A tensor on the CPU."""
         name, shape, size = content
         data = self.buffer(size)
-        flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        flat = (
+            torch.frombuffer(data, dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         return flat.view(_constant("dtype", name)).reshape(shape)
 
     def array(self, content: list[Any]) -> np.ndarray[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -75,3 +76,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             waiting += item.values()
         if not isinstance(item, Tensor | type | ModuleType) and hasattr(item, "__dict__"):
             waiting += vars(item).values()
+
+
+@contextmanager
+def values_kept(value: Any) -> Iterator[None]:
+    """Afterwards the tensors in `value` hold what they hold now, though a model works in place."""
+    kept = [(tensor, version(tensor), tensor.clone()) for tensor in tensors_in(value)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before, values in kept:
+                if before is None or version(tensor) != before:
+                    tensor.copy_(values)
+
+
+def version(tensor: Tensor) -> int | None:
+    """How often a tensor has been changed in place; torch does not count it of inference tensors."""
+    return None if tensor.is_inference() else tensor._version

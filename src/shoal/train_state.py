@@ -59,6 +59,8 @@ class TrainState:
 
     def count(self, result: Result) -> Result:
         """Count an optimizer step that came to `result`."""
+        if self.number == self._number_began:
+            self._follow_schedule_from_here()  # the script may have loaded its state until now
         self.number += 1
         self.last = result
         return result

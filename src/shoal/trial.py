@@ -15,6 +15,7 @@ from shoal.batch import Batch
 from shoal.engine import Engine
 from shoal.errors import ShoalError, StepError
 from shoal.modes import evaluation, random_states_kept
+from shoal.moves import values_kept
 from shoal.task import Micro, Task, place
 
 TOLERANCE = 0.02
@@ -31,9 +32,9 @@ def check_loss_adds_up(
 
     The loss of a rank's first micro-batch is compared with the losses of its halves. One that can't be
     cut in halves is collated anew from the samples of each; one of a single sample is tried together
-    with another sample. The model runs in eval mode, without gradients, and random states and modes
-    are put back, so that nothing else changes. Rank 0 says so where no rank could try the loss. Raises
-    ShoalError on all ranks if on any.
+    with another sample. The model runs in eval mode, without gradients, and random states, modes and
+    the tensors of the batch are put back, so that nothing else changes. Rank 0 says so where no rank
+    could try the loss. Raises ShoalError on all ranks if on any.
     """
     world = engine.world
     trial = _Trial(engine, task, batch, autocast)
@@ -198,11 +199,13 @@ class _Trial:
         return _cut(output, slice(start, start + part.samples), self._micro.samples)
 
     def _run(self, part: Micro) -> Any:
-        return self._engine.infer(self._task, part, self._batch.seed, autocast=self._autocast)
+        with values_kept(part.value):
+            return self._engine.infer(self._task, part, self._batch.seed, autocast=self._autocast)
 
     def _reduce(self, part: Micro, output: Any) -> Sum:
         beside = self._engine.beside(output, part)
-        loss, count = self._task.reduce(output, beside, self._batch.seed)
+        with values_kept(beside.value):
+            loss, count = self._task.reduce(output, beside, self._batch.seed)
         return float(loss), float(count)
 
 

@@ -302,3 +302,26 @@ def test_noise_is_an_error_or_a_value() -> None:
             data[draw.randrange(len(data))] = draw.randrange(256)
         with suppress(CodecError):
             codec.loads(bytes(data[: draw.randint(0, len(data))]))
+
+
+def test_tensors_arrive_on_the_cpu_where_the_default_device_is_another() -> None:
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        for shape in ((3,), (0, 2)):
+            found = codec.loads(codec.dumps(torch.ones(shape, device="cpu")))
+            assert found.device.type == "cpu"
+            assert found.shape == shape
+    finally:
+        torch.set_default_device(before)
+
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+
+def test_a_flag_without_a_name_is_an_error_of_its_sender() -> None:
+    assert codec.loads(codec.dumps(Flags.A)) is Flags.A
+    with pytest.raises(codec.CodecError, match=r"Flags.*no name"):
+        codec.dumps(Flags.A | Flags.B)

@@ -69,3 +69,8 @@ def test_parts_may_have_other_keys_but_no_other_values() -> None:
     assert differing([facts(stage) for stage in stages]) == ("ema", (1,))
     lists = [facts({"ema": [rank]}, in_parts=True) for rank in range(2)]
     assert differing(lists) == ("ema/0", (1,))
+
+
+@pytest.mark.parametrize("array", [np.arange(3, dtype=">i4"), np.longdouble(1)])
+def test_an_array_that_torch_lacks_is_left_to_the_save_to_refuse(array: Any) -> None:
+    assert facts({"x": array})["x"].kind.startswith("array of")

@@ -335,3 +335,32 @@ def test_models_that_can_only_be_compiled_in_parts_raise(world: shoal.World) -> 
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     with pytest.raises(StepError, match="of which parts run again"):
         shoal.parallelize(compiled(net, []), world, shoal.Recompute(units=("0", "1")))
+
+
+def test_a_skipped_batch_leaves_the_parameters_to_other_code(world: shoal.World) -> None:
+    """Averages that are swapped in for an evaluation, or a state that is loaded, are no step."""
+    parts = Parts(world)
+    ema = shoal.EMA(parts.model)
+    first, second, _ = parts.data.epochs(1)
+    for x, y in first:
+        first.backward(total=F.cross_entropy(parts.model(x), y, reduction="sum"), count=len(y))
+    parts.optimizer.zero_grad()
+    with ema.applied():
+        pass
+    parts.model.load_state_dict(parts.model.state_dict())
+    parts.take(second)
+
+
+def test_a_schedule_may_be_loaded_after_the_run_was_opened(world: shoal.World, tmp_path: Path) -> None:
+    parts = Parts(world)
+    schedule = torch.optim.lr_scheduler.StepLR(parts.optimizer, 100)
+    state = {**schedule.state_dict(), "last_epoch": 40}
+    with shoal.Run(
+        tmp_path, parts.model, parts.data, optimizer=parts.optimizer, schedule=schedule, trackers=()
+    ) as run:
+        schedule.load_state_dict(state)
+        for batch in parts.data.epochs(1):
+            parts.take(batch)
+            schedule.step()
+            run.tick()
+    assert schedule.last_epoch == 40 + SAMPLES // BATCH

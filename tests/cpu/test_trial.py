@@ -350,3 +350,40 @@ def test_layers_that_do_more_than_note_the_mode_are_put_back_too() -> None:
         assert not any(module.training for module in modules)
     assert [module.training for module in modules] == modes
     assert [module.merged for module in modules if isinstance(module, Merging)] == [False, True]
+
+
+class InPlace(nn.Module):
+    """Scales its input in place."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(2.0))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_a_model_that_works_in_place_trains_on_the_batch_as_it_was(
+    world: shoal.World, objects: bool
+) -> None:
+    x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+    model = shoal.parallelize(InPlace(), world)
+    expected = nn.functional.cross_entropy(model.linear(2.0 * x), y).item()
+
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        labels = torch.tensor([label for _, label in batch[1]]) if objects else batch[1]
+        return nn.functional.cross_entropy(output, labels, reduction="sum"), len(labels)
+
+    samples = list(zip(x, y.tolist(), strict=True))
+
+    def collate(rows: list[Any]) -> Any:
+        labels = [("label", label) for _, label in rows]
+        return torch.stack([row for row, _ in rows]), labels if objects else torch.tensor(
+            [label for _, label in labels]
+        )
+
+    loader = shoal.Loader(samples, world, batch_size=8, shuffle=False, collate_fn=collate)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
+    assert step(next(loader.epochs(1))).loss == pytest.approx(expected, rel=1e-5)

@@ -94,6 +94,28 @@ class Masked(Net):
         return super().forward(2 * x if mask is None else x)
 
 
+class Beginning(Net):
+    """Its forward uses again what a module has been given."""
+
+    in_place = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=self.in_place)
+        self.entry = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.entry(x)
+        again = self.relu(h)
+        return super().forward(again + (h if self.in_place else again))
+
+
+class InPlace(Beginning):
+    """The module works in place, so the forward uses what it made of it."""
+
+    in_place = True
+
+
 class Sums(nn.Module):
     """Returns what can't be sent."""
 
@@ -182,6 +204,11 @@ def test_what_draws_is_the_whole_model_too(
 ) -> None:
     """Both runs draw the same numbers, in training as in evaluation, wherever a module is."""
     two.call(log, strategy, make, precision)
+
+
+def test_modules_that_work_in_place_are_the_whole_model_too(two: Ranks) -> None:
+    """A tensor changes on all ranks that have it."""
+    assert two.call(log, PIPELINE, InPlace) == two.call(log, PIPELINE, Beginning)
 
 
 def halves(world: shoal.World) -> list[float]:

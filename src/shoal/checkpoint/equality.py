@@ -65,7 +65,7 @@ def _fact(value: Any, in_parts: bool) -> Fact:
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
             return Fact(f"array of {array.dtype}")  # a save refuses it
-        return _of_tensor(torch.from_numpy(array.copy()))
+        return _of_array(array)
     if isinstance(value, Tensor):
         return _of_tensor(value)
     if isinstance(value, Mapping):
@@ -76,6 +76,13 @@ def _fact(value: Any, in_parts: bool) -> Fact:
         return Fact("float", ((value, abs(value)),), _TOLERANCE)
     plain = value is None or isinstance(value, bool | int | str | bytes)
     return Fact(repr(value) if plain else type(value).__name__)  # a save refuses other types
+
+
+def _of_array(array: np.ndarray[Any, Any]) -> Fact:
+    try:
+        return _of_tensor(torch.from_numpy(array.copy()))
+    except (TypeError, ValueError):  # another byte order, or longer numbers than torch has
+        return Fact(f"array of {array.dtype}")  # a save refuses it
 
 
 def _of_tensor(tensor: Tensor) -> Fact:

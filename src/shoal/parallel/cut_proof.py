@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError, StepError
 from shoal.modes import random_states_kept
+from shoal.moves import values_kept
 from shoal.parallel.compared import TOLERANCES, distance
 from shoal.parallel.held import Inputs
 from shoal.parallel.local import mixed
@@ -24,7 +25,7 @@ class CutProof:
     """Runs stages and uncut model on the first batch of each structure, in each mode, and compares.
 
     Memory: the outputs, and where they differ what comes to each module of this rank. Random states
-    and buffers are put back.
+    buffers and the tensors of the batch are put back.
     """
 
     def __init__(self, uncut: Uncut, model: nn.Module, world: World, given: str) -> None:
@@ -51,7 +52,7 @@ class CutProof:
             return
         # The first proof is of all ranks at the same time, a later one of those that share the batch.
         gather = self._uncut.members.gather if self._proved else self._world.gather
-        runs, output = self._run(flow, gather)
+        runs, output = self._run(inputs, flow, gather)
         if not runs:
             return
         found = self._found(output, inputs, flow, autocast)
@@ -65,14 +66,19 @@ class CutProof:
             )
         self._proved.add(key)
 
-    def _run(self, flow: Callable[[], Any], gather: Callable[[object], list[Any]]) -> tuple[bool, Any]:
+    def _run(
+        self,
+        inputs: Callable[[], Inputs],
+        flow: Callable[[], Any],
+        gather: Callable[[object], list[Any]],
+    ) -> tuple[bool, Any]:
         """Whether the stages run on all ranks, and their output; a ShoalError of one is raised on all.
 
         Any other error shows where the stages run again, with its own traceback.
         """
         output, error = None, None
         try:
-            with self._aside():
+            with self._aside(inputs):
                 output = flow()
         except Exception as caught:
             error = caught
@@ -115,7 +121,7 @@ class CutProof:
         return self._place(inputs, flow, output, autocast)
 
     def _expected(self, inputs: Callable[[], Inputs], autocast: torch.dtype | None) -> Any:
-        with self._aside(), mixed(self._world.device, autocast):
+        with self._aside(inputs), mixed(self._world.device, autocast):
             return self._uncut(inputs())
 
     def _place(
@@ -127,7 +133,7 @@ class CutProof:
     ) -> str | None:
         """Where the two differ first: both run again, and what comes to each module is compared."""
         found: dict[int, list[Tensor]] = {}
-        with self._aside(), _noting(self._uncut, found):
+        with self._aside(inputs), _noting(self._uncut, found):
             again = flow()
         self._uncut.seen = []
         self._expected(inputs, autocast)
@@ -160,10 +166,10 @@ class CutProof:
         self._world.say(f"shoal: {self._given} can't be compared with the whole model: {why}")
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, inputs: Callable[[], Inputs]) -> Iterator[None]:
         kept = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         try:
-            with random_states_kept(self._model):
+            with random_states_kept(self._model), values_kept(inputs()):
                 yield
         finally:
             for buffer, value in kept:

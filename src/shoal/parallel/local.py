@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.batch import Batch
 from shoal.compiled import Compiler
@@ -34,8 +36,10 @@ class LocalEngine(HoldingEngine, OpenEngine):
         super().__init__(module, world)
         OpenEngine.__init__(self)
         self.call: Callable[..., Any] = module
-        self._changes = 0
-        """How often the parameters had been changed in place at the first backward of this batch."""
+        self._stepped = False
+        """Whether an optimizer has stepped since the first backward of a batch that is not finished."""
+        handle = register_optimizer_step_post_hook(_noting_steps(weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
 
     def compile(self, how: str) -> None:
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
@@ -140,7 +144,7 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def begin(self) -> None:
         """Forget the sums of a batch that was skipped; see the contract."""
-        before, self._changes = self._changes, self._count_changes()
+        stepped, self._stepped = self._stepped, False
         if not self._pending():
             return
         if any(p.grad is not None for p in self.parameters):
@@ -151,7 +155,7 @@ class LocalEngine(HoldingEngine, OpenEngine):
                 "accumulate, shoal.Loader(…, micro_batches=4)",
             )
         self.discard()
-        if self._changes != before:
+        if stepped:
             raise StepError(
                 given="batch.backward on a new batch",
                 found="the optimizer has stepped on the batch before it without batch.finish: its "
@@ -159,8 +163,12 @@ class LocalEngine(HoldingEngine, OpenEngine):
                 fix="batch.finish(model) before optimizer.step()",
             )
 
-    def _count_changes(self) -> int:
-        return sum(parameter._version for parameter in self.parameters)
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has stepped: is it on gradients of a batch that is not finished?"""
+        if self._pending() and not self._stepped:
+            own = {id(p) for p in self.parameters if p.grad is not None}
+            groups = optimizer.param_groups
+            self._stepped = any(id(p) in own for group in groups for p in group["params"])
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output of the module as it stands; the caller has chosen mode and no_grad."""
@@ -209,6 +217,15 @@ class LocalEngine(HoldingEngine, OpenEngine):
     def _pending(self) -> bool:
         """Whether there are sums of a batch that was not finished."""
         return bool(self._shown)
+
+
+def _noting_steps(engine: weakref.ref[LocalEngine]) -> Callable[..., None]:
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        found = engine()
+        if found is not None:
+            found.note_step(optimizer)
+
+    return note
 
 
 def mixed(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

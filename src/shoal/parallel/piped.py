@@ -18,6 +18,7 @@ from shoal.batch import Batch
 from shoal.engine import Totals
 from shoal.errors import ShoalError, StepError
 from shoal.layout import AXES
+from shoal.moves import values_kept
 from shoal.parallel.cut_proof import CutProof
 from shoal.parallel.divided import Division, divide_alike, division_of
 from shoal.parallel.held import Inputs, bring, by_name, hold
@@ -248,7 +249,7 @@ class PipelineEngine(MeshEngine):
         In the mode that there is: in the other one layers may compute in another dtype.
         """
         kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), values_kept(inputs):
             _, forms = self._flow(inputs)
         for buffer, value in kept:
             buffer.copy_(value)

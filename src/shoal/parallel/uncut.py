@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shoal.moves import version
 from shoal.parallel.deferred import like
 from shoal.parallel.held import Inputs
 from shoal.parallel.members import Members
@@ -120,20 +121,22 @@ class Uncut:
                 _set_random_states(members.device, self._states)
             self._running = owner
         told: Any = None
+        given = _Given((args, kwargs))
         failure: Exception | None = None
         if owner == members.place:
             if self.seen is not None:
                 self.seen.append((index, tensors_in((args, kwargs))))
             try:
-                told = self._compute(stage, name, args, kwargs), _random_states(members.device), None
+                found = self._compute(stage, name, args, kwargs)
+                told = found, given.changes(found), _random_states(members.device), None
             except Exception as error:
                 failure = error
-                told = None, [], f"{type(error).__name__}: {error}".partition("\n")[0]
-        output, states, text = members.tell(owner, told)
+                told = None, ({}, {}), [], f"{type(error).__name__}: {error}".partition("\n")[0]
+        output, changes, states, text = members.tell(owner, told)
         if text is not None:
             raise FailsUncutError(f"{name}: {text}") from failure
         _set_random_states(members.device, states)
-        return output
+        return output if owner == members.place else given.follow(output, *changes)
 
     def _made(self, module: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Module:
         """A module of the same class and attributes, without memory, whose parts are called above."""
@@ -215,6 +218,37 @@ class Uncut:
                 if held.get(key) is not None:
                     value = like(held[key], _META) if tensor is None else tensor
                     held[key] = nn.Parameter(value, False) if held is shell._parameters else value
+
+
+class _Given:
+    """The tensors that a module is called with, which it may change in place and return."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        self._versions = [version(tensor) for tensor in self._tensors]
+
+    def changes(self, output: Any) -> tuple[dict[int, Tensor], dict[int, int]]:
+        """The tensors that the module has changed, and which leaf of its output is which tensor."""
+        changed = {
+            index: tensor
+            for index, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True))
+            if version(tensor) != before
+        }
+        leaves = enumerate(tree_leaves(output))
+        places = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        same = {at: places[id(leaf)] for at, leaf in leaves if id(leaf) in places}
+        return changed, same
+
+    def follow(self, output: Any, changed: dict[int, Tensor], same: dict[int, int]) -> Any:
+        """Make the same changes where another rank has run the module, and return its output."""
+        for index, value in changed.items():
+            self._tensors[index].copy_(value)
+        if not same:
+            return output
+        leaves, form = tree_flatten(output)
+        return tree_unflatten(
+            [self._tensors[same[at]] if at in same else leaf for at, leaf in enumerate(leaves)], form
+        )
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
