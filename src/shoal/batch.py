@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import Tensor, nn
 
 from shoal.compiled import bare
@@ -159,6 +160,8 @@ class Batch:
         last = self._current == len(self.micros) - 1
         with engine.world.timeline.within(BACKWARD):
             engine.backward(*loss, micro, self.size, scale=1.0, last=last)
+            if last:
+                engine.note_gradients()
         self._backwards.append(engine)
 
     def finish(self, model: nn.Module, *, clip: float | None = None) -> Result:
@@ -175,6 +178,7 @@ class Batch:
         states = engine.states
         with engine.world.timeline.within(UPDATE):
             try:
+                engine.check_gradients()
                 for state in states:
                     state.try_loss(self)
                 decided = correct(engine.totals(), size=self.size, scale=1.0, clip=clip)
@@ -287,6 +291,7 @@ def _loss_sum(
         loss, count = check_loss((total if mean is None else mean, count), call=call)
         if mean is None:
             return loss, count
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed float16
         return loss * (count.reshape(()).to(loss.device) if isinstance(count, Tensor) else count), count
     raise StepError(
         given=call,

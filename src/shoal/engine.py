@@ -277,6 +277,14 @@ class OpenEngine(Engine):
         """
 
     @abstractmethod
+    def note_gradients(self) -> None:
+        """The last `batch.backward` has run; only `batch.finish` may change the gradients now."""
+
+    @abstractmethod
+    def check_gradients(self) -> None:
+        """Raise StepError where the loop has changed or used the gradients before `batch.finish`."""
+
+    @abstractmethod
     def totals(self) -> Totals:
         """The sums of the batch whose last backward has run, and the norm of its gradients."""
 

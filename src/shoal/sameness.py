@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.alike import differences
+from shoal.alike import differences, spans
 from shoal.errors import AgreementError
 from shoal.installed import packages
 
@@ -47,6 +47,23 @@ def check_same_data(world: World, loader: Mapping[str, object]) -> None:
         "and torch by rank, or with torch.Generator().manual_seed(0); or read the same file on all "
         "ranks",
     )
+
+
+def warn_of_other_arrays(world: World, arrays: Mapping[str, str]) -> None:
+    """Print a warning where the arrays that a dataset holds differ between ranks. Collective.
+
+    A warning and no error, since an array may be a buffer that each rank fills as it likes.
+    """
+    if world.size == 1:
+        return
+    for found in differences(world.gather(dict(arrays))):
+        ranks = sorted(rank for others in found.others.values() for rank in others)
+        world.say(
+            f"shoal: the dataset's {found.name} differs between ranks (rank {spans(ranks)}): all ranks "
+            "need the same dataset, since the Loader divides the samples; draw it before "
+            "shoal.parallelize, or with torch.Generator().manual_seed(0)"
+        )
+        return
 
 
 def compare(world: World, facts: Mapping[str, str], *, fix: str | None = None) -> None:

@@ -364,3 +364,42 @@ def test_a_schedule_may_be_loaded_after_the_run_was_opened(world: shoal.World, t
             schedule.step()
             run.tick()
     assert schedule.last_epoch == 40 + SAMPLES // BATCH
+
+
+def _clip(parts: Parts) -> None:
+    nn.utils.clip_grad_norm_(parts.model.parameters(), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("early", "found", "fix"),
+    [
+        (
+            lambda parts: parts.optimizer.step(),
+            "the optimizer has stepped before it",
+            "then optimizer.step",
+        ),
+        (_clip, "the gradients were changed", "batch.finish(model, clip=1.0)"),
+    ],
+    ids=["optimizer.step", "clip_grad_norm_"],
+)
+def test_what_belongs_after_finish_raises_before_it(
+    world: shoal.World, early: Callable[[Parts], object], found: str, fix: str
+) -> None:
+    parts = Parts(world)
+    batch = next(parts.data.epochs(1))
+    for x, y in batch:
+        loss = F.cross_entropy(parts.model(x), y, reduction="sum")
+        batch.backward(total=loss, count=len(y), model=parts.model)
+    early(parts)
+    with pytest.raises(StepError, match=found) as caught:
+        batch.finish(parts.model)
+    assert fix in caught.value.fix
+
+
+def test_a_mean_in_half_precision_is_multiplied_in_single_precision(world: shoal.World) -> None:
+    parts = Parts(world)
+    batch = next(parts.data.epochs(1))
+    for x, _ in batch:
+        loss = (parts.model(x).sum() * 0 + 60_000.0).half()
+        batch.backward(mean=loss, count=4, model=parts.model)
+    assert batch.finish(parts.model).loss == 60_000.0

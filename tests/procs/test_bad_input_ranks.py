@@ -267,10 +267,10 @@ def loss(output, batch):
 
 def main(layout):
     with shoal.init(layout=layout) as world:
+        data = shoal.Loader((torch.randn(8, 4), torch.arange(8) % 3), world, batch_size=8)
         model = shoal.parallelize(torch.nn.Linear(4, 3), world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step = shoal.Step(model, optimizer, shoal.Task(loss))
-        data = shoal.Loader((torch.randn(8, 4), torch.arange(8) % 3), world, batch_size=8)
         for batch in data.epochs(1):
             step(batch)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,3 +162,32 @@ def compiled_parts(world: shoal.World) -> list[str]:
 
 def test_a_compiled_model_that_is_divided(divided: Ranks) -> None:
     assert divided.call(compiled_parts) == [["weight", "bias"]] * 2
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Samples that its constructor draws, as scripts for one process do."""
+
+    def __init__(self) -> None:
+        self.images = torch.randn(16, 4)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % 2
+
+
+def printed(world: shoal.World, early: bool) -> str:
+    """What a first batch prints, of a dataset drawn before the generators differ by rank or after."""
+    world.reseed("data", by_rank=not early)
+    data = shoal.Loader(torch.utils.data.Subset(Drawn(), range(12)), world, batch_size=4)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        data.compare_ranks()
+    return out.getvalue()
+
+
+def test_a_dataset_that_holds_other_arrays_on_a_rank_is_named(ranks: Ranks) -> None:
+    first, *others = ranks.call(printed, False)
+    assert "dataset's dataset.images differs between ranks (rank 1)" in first
+    assert ranks.call(printed, True) == [""] * (1 + len(others))

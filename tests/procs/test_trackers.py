@@ -23,6 +23,7 @@ from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 import shoal
 from commands import wait_for
 from ranks import Ranks
+from shoal import regular
 from shoal.errors import LaunchError
 
 
@@ -152,13 +153,13 @@ def test_a_kill_leaves_no_half_note_of_wandb(
     options = (shoal.WandB(project="tests", mode="offline"),)
     train(world, tmp_path, 3, options)
     before = (tmp_path / "wandb.json").read_text()
-    whole = Path.write_text
+    whole = regular.write_new
 
-    def die(path: Path, text: str) -> int:
+    def die(path: Path, text: str) -> None:
         whole(path, text[: len(text) // 2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", die)
+    monkeypatch.setattr(regular, "write_new", die)
     with pytest.raises(KeyboardInterrupt):
         train(world, tmp_path, 4, options)
     monkeypatch.undo()

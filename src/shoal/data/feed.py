@@ -89,6 +89,10 @@ class Feed(ABC):
         where the epoch ends before; None where samples can't be fetched again."""
         return None
 
+    def held(self) -> dict[str, str]:
+        """Digests of the arrays that the user's dataset holds, by their names; see Source."""
+        return {}
+
     @abstractmethod
     def consumed(self, share: Share) -> None:
         """Go on after a share."""
@@ -129,6 +133,10 @@ class Placed(Feed):
             shares = blocks.sent.pop(0)
             for share, value in zip(shares, values, strict=True):
                 yield share._replace(load=seconds / len(shares)), value
+
+    def held(self) -> dict[str, str]:
+        """See Feed."""
+        return self.source.held()
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
         """Micro-batches of `sizes` samples each, fetched anew from position `first` on, or near it."""

@@ -26,7 +26,7 @@ from shoal.data.source import source
 from shoal.data.stream import GROUPS, Lanes, Stream, counted
 from shoal.errors import DataError
 from shoal.moves import move
-from shoal.sameness import check_same_data
+from shoal.sameness import check_same_data, warn_of_other_arrays
 from shoal.task import Micro
 from shoal.timeline import WAIT
 from shoal.world import World
@@ -164,6 +164,7 @@ class Loader:
         """
         if not self._compared:
             check_same_data(self.world, self.state_dict())
+            warn_of_other_arrays(self.world, self._feed.held())
             self._compared = True
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:

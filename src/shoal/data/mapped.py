@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
+from shoal.data.held import arrays_in, digest
 from shoal.data.sampler import Share
 from shoal.errors import DataError
 from shoal.task import Noise
@@ -42,6 +43,10 @@ class Source(Dataset[list[list[Any]]]):
     def checksum(self) -> str | None:
         """Something that other samples would change, if that costs next to nothing."""
         return None
+
+    def held(self) -> dict[str, str]:
+        """Digests of a few rows of the arrays that the user's dataset holds, by their names."""
+        return {}
 
 
 class Sampled(Source):
@@ -92,6 +97,10 @@ class Mapped(Sampled):
         while not self._takes_rng and (inner := getattr(inner, "dataset", None)) is not None:
             _refuse_to_hide(inner, dataset)
         self.size = len(dataset)
+
+    def held(self) -> dict[str, str]:
+        """See Source."""
+        return {name: digest([array]) for name, array in arrays_in(self._dataset)}
 
     def samples(self, share: Share) -> list[Any]:
         """The samples of all cells of a share, one after the other."""

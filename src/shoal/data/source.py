@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
+from shoal.data.held import digest
 from shoal.data.mapped import Collate, Mapped, Rows, Source, values_of
 from shoal.data.sampler import Share
 from shoal.data.stream import Stream, Streamed
@@ -45,13 +45,7 @@ class Arrays(Source):
 
     def checksum(self) -> str:
         """Of the first, the middle and the last sample."""
-        digest = hashlib.sha256()
-        for tensor in self._tensors.values():
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            for row in sorted({0, self.size // 2, self.size - 1}) if self.size else ():
-                flat = tensor[row : row + 1].detach().cpu().contiguous().reshape(-1)
-                digest.update(flat.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:12]
+        return digest(self._tensors.values())
 
     def _value(self, pieces: tuple[Tensor, ...]) -> Any:
         if self._structure is tuple:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shoal._torch.autograd import version
 from shoal.batch import Batch
 from shoal.compiled import Compiler
 from shoal.engine import OpenEngine, Totals
@@ -20,6 +21,7 @@ from shoal.moves import device_in, move
 from shoal.parallel.holding import HoldingEngine
 from shoal.parallel.recompute import runs_again
 from shoal.parallel.spanning import Span
+from shoal.shares import share
 from shoal.task import Count, Micro, Task
 from shoal.timeline import BACKWARD, FORWARD, UPDATE
 from shoal.world import World
@@ -37,6 +39,7 @@ class LocalEngine(HoldingEngine, OpenEngine):
         OpenEngine.__init__(self)
         self.call: Callable[..., Any] = module
         self._stepped = False
+        self._noted: list[tuple[int, int]] = []
         """Whether an optimizer has stepped since the first backward of a batch that is not finished."""
         handle = register_optimizer_step_post_hook(_noting_steps(weakref.ref(self)))
         weakref.finalize(self, handle.remove)
@@ -162,6 +165,30 @@ class LocalEngine(HoldingEngine, OpenEngine):
                 "gradients were not those of the mean over the global batch",
                 fix="batch.finish(model) before optimizer.step()",
             )
+
+    def note_gradients(self) -> None:
+        """See the contract."""
+        self._noted = self._gradients_now()
+
+    def check_gradients(self) -> None:
+        """See the contract."""
+        if self._stepped:
+            found = "the optimizer has stepped before it, with gradients that were not the mean's"
+            fix = "batch.finish(model), then optimizer.step()"
+        elif self._noted != self._gradients_now():
+            found = (
+                "the gradients were changed after the last batch.backward, before they were the mean's"
+            )
+            fix = "batch.finish(model, clip=1.0) to clip them; change them in other ways after it"
+        else:
+            return
+        self._stepped = False
+        raise StepError(given="batch.finish(model)", found=found, fix=fix)
+
+    def _gradients_now(self) -> list[tuple[int, int]]:
+        """Which gradients there are, and how often each was changed."""
+        gradients = (share(p.grad) for p in self.parameters if p.grad is not None)
+        return [(gradient.data_ptr(), version(gradient)) for gradient in gradients]
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: is it on gradients of a batch that is not finished?"""
