@@ -1,8 +1,8 @@
-"""Shoal beside a loop over plain DDP written by hand, on the same model, in paired rounds of one run.
+"""Shoal compared with a hand-written DDP loop, on the same model, in paired rounds of one run.
 
     python benchmarks/by_hand.py [--model resnet-small] [-n 2] [--batch 32] [--rounds 20] [--json]
 
-The models are those of `shoal bench scaling`, so that `--model resnet101` is the study of the sources.
+The models are those of `shoal bench scaling`, for example `--model resnet101`.
 All loops run in the same processes, with the same number of threads, and take the same number of steps
 in each round, in an order that rotates. Between the loop of the tutorials and Shoal are two loops with
 one more difference each, and every loop's step is divided into parts, so that the output says where a
@@ -47,7 +47,7 @@ from spread import Spread, interval
 WARM_UP = 6
 """Steps before the first round, in some of which Shoal compares what the ranks do."""
 AIM = 1.05
-"""Shoal takes at most so many times as long as the loop by hand."""
+"""The aim: at most this ratio of Shoal's time to that of the loop by hand."""
 RATIOS = (
     ("shoal", "by hand"),
     ("+ views", "by hand"),
@@ -83,7 +83,7 @@ def train(
     batches: Callable[[int], Iterator[list[Tensor]]],
     timeline: Timeline,
 ) -> Loop:
-    """Steps over one epoch after the other, with the mean loss of each rank's share.
+    """Steps over one epoch after the other, with the mean loss of each rank's local batch.
 
     The parts of a step are marked on `timeline`, as Shoal marks its own.
     """

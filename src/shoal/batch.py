@@ -141,12 +141,12 @@ class Batch:
         count: Count | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        """Backward of the current micro-batch; gradients are reduced over ranks after the last.
+        """Run backward for the current micro-batch; the last one reduces the gradients over ranks.
 
-        Give either `total`, the sum of the losses of the micro-batch (`reduction="sum"`), or `mean`,
-        their mean; `count` is the number of samples or tokens that the sum or the mean was taken over.
-        Give the `total` where a micro-batch may count none, since the mean does not exist there.
-        `model` names the model that learns, where several have been parallelized.
+        Pass either `total`, the sum of the losses of the micro-batch (`reduction="sum"`), or `mean`,
+        their mean; `count` is the number of samples or tokens in the sum or the mean. Pass `total` if
+        the count may be 0, since there is no mean then. `model` is the model to train; it is required
+        if several have been parallelized.
 
         Raises StepError for a loss that does not say which of the two it is; where the batch before
         was not finished; for a Step over the model with options that a loop ignores; and
@@ -280,13 +280,13 @@ def _loss_sum(
     given = [*("…" for _ in positional), *(f"{n}=…" for n, v in named.items() if v is not None)]
     call = f"batch.backward({', '.join(given)})"
     if positional:
-        found = "arguments without names: a sum and a mean can't be told apart by their values"
+        found = "positional arguments: the loss could be a sum or a mean"
     elif total is not None and mean is not None:
-        found = "a total and a mean: one of them is the loss"
+        found = "both a total and a mean; pass only one of them"
     elif total is None and mean is None:
         found = "no loss"
     elif count is None:
-        found = "no count: how many samples or tokens the loss was taken over"
+        found = "no count, the number of samples or tokens in the loss"
     else:
         loss, count = check_loss((total if mean is None else mean, count), call=call)
         if mean is None:

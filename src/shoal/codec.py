@@ -2,7 +2,7 @@
 
 The bytes are a JSON text, followed by the content of tensors, arrays and byte strings. The text names
 the kind of each value that JSON lacks. Classes are looked up among the modules that are imported
-already, and only dataclasses, named tuples, enums and Shoal's errors are taken; their fields are set
+already, and only dataclasses, named tuples, enums and Shoal's errors are allowed; their fields are set
 without a call of any method of theirs.
 """
 

@@ -12,10 +12,10 @@ _SHOWN = 3
 
 
 def say_division(engine: Engine, micro_batches: int) -> None:
-    """Print once, on rank 0, which layers make the results depend on the division of the batch.
+    """Print once, on rank 0, which layers make the results depend on how the batch is split.
 
-    Those are batch normalization, whose statistics are of one micro-batch of one rank, and dropout,
-    which draws by rank. Layers in eval mode, and dropout of nothing, count as none.
+    These are batch normalization, whose statistics cover one micro-batch of one rank, and dropout,
+    which draws by rank. Layers in eval mode and dropout with p=0 are not reported.
     """
     world = engine.world
     if engine.told or (world.data_size == 1 and micro_batches == 1):
@@ -31,13 +31,13 @@ def say_division(engine: Engine, micro_batches: int) -> None:
     ]
     drops = [f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if _drops(each)]
     found = [
-        f"{_listed(norms)}: statistics of one micro-batch of one rank" if norms else "",
-        f"{_listed(drops)}: numbers drawn by rank" if drops else "",
+        f"{_listed(norms)}: statistics cover one micro-batch of one rank" if norms else "",
+        f"{_listed(drops)}: each rank draws its own random numbers" if drops else "",
     ]
     if norms or drops:
         world.say(
-            f"shoal: results depend on the division of the batch, here over {world.data_size} data "
-            f"rank(s) and {micro_batches} micro-batch(es), by " + "; ".join(filter(None, found))
+            f"shoal: results depend on how the batch is split, here over {world.data_size} data "
+            f"rank(s) and {micro_batches} micro-batch(es), because of " + "; ".join(filter(None, found))
         )
 
 

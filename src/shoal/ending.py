@@ -19,8 +19,8 @@ class Evaluation:
     `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `best` names
     the metric by which checkpoints are compared, `higher` says which way; the best one is kept in
     `best/` of the run directory. After `patience` evaluations without a better one training stops.
-    `collate_fn` is that of `shoal.train` unless given; `torch.utils.data.default_collate` is torch's
-    own. The rest is as for `shoal.evaluate`.
+    `collate_fn` defaults to that of `shoal.train`; pass `torch.utils.data.default_collate` for torch's.
+    The other fields are those of `shoal.evaluate`.
     """
 
     dataset: Any

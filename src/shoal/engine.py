@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class Result(NamedTuple):
-    """What one global batch came to, the same on all ranks; times in seconds on this rank.
+    """The result of one global batch, the same on all ranks; times in seconds on this rank.
 
-    Both `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
-    `counted` what the sum was divided by, `norm` the gradient norm before clipping. Under an
-    asynchronous strategy they are of this rank's share alone. A step whose fp16 gradients overflowed
-    is `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
+    `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
+    `counted` the divisor of the sum, `norm` the gradient norm before clipping. Under an asynchronous
+    strategy these describe this rank's local batch only. A step whose fp16 gradients overflowed is
+    `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
     `communication`, for which the rank waited in them; by the clock of the host, so on CUDA that is
-    how long it took to queue them, and to wait for the loss. `batch.finish` leaves the times at 0: it
-    sees neither the forward nor the update of your loop.
+    how long it took to queue them, and to wait for the loss. `batch.finish` leaves the times at 0,
+    because it does not see the forward and the optimizer step of your loop.
     """
 
     loss: float

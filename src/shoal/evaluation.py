@@ -78,15 +78,15 @@ def evaluate(
     num_workers: int = 0,
     batches: int | None = None,
 ) -> dict[str, Any]:
-    """The loss and the `metrics` of a model over `dataset`. Collective.
+    """Return the loss and the `metrics` of a model over `dataset`. Collective.
 
-    `model` is a Step; or, for your own loop, a parallelized model, given with the `task` whose loss is
-    to be evaluated. Every sample is visited once, in eval mode, without gradients, in the Step's
-    precision (a model's is that of a `torch.autocast` around the call); the modes of all modules are
-    put back. A metric is a function (output, target) -> (sum, count), or any torchmetrics Metric;
-    `targets(batch)` gives what it compares with (default: the second element of a tuple, "labels" of a
-    mapping), `outputs(output)` what it is called with where the model returns more than one tensor:
-    `outputs=lambda output: output.logits`. The loss gets the whole output. `batch_size` is global
+    `model` is a Step or, in your own loop, a parallelized model together with a `task` that has the
+    loss function. Every sample is visited once, in eval mode, without gradients, in the Step's
+    precision (for a model, that of a `torch.autocast` around the call); the modes of all modules are
+    restored. A metric is a function (output, target) -> (sum, count), or any torchmetrics Metric.
+    `targets(batch)` returns the target (default: the second element of a tuple, "labels" of a
+    mapping). If the model returns more than one tensor, `outputs(output)` returns the one that metrics
+    get: `outputs=lambda output: output.logits`. The loss gets the whole output. `batch_size` is global
     (default: 256 per data rank). `batches` is the number of global batches to visit (default: all).
 
     Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.

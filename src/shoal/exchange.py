@@ -45,18 +45,18 @@ def export(
 ) -> Path:
     """Write the model for use without Shoal, under the user's names; rank 0 writes.
 
-    The ending of `path` says how: `.safetensors` and `.pt` (by torch.save) hold the state_dict, `.ts`
-    is TorchScript and `.pt2` a torch.export program, both in eval mode. These two are traced where
-    `example`, the model's positional arguments, is given; TorchScript compiles the code without one.
-    The first dimension of each tensor of `example`, the batch, may have another size in a `.pt2`
-    program, unless the model's code fixes it. A Run gives the model of its first Step. The file
-    appears whole or not at all. Returns its path, on all ranks once the file is there.
+    The extension of `path` sets the format: `.safetensors` and `.pt` (by torch.save) hold the
+    state_dict, `.ts` is TorchScript and `.pt2` a torch.export program, both in eval mode. These two
+    are traced if you pass `example`, the model's positional arguments; without it, TorchScript
+    compiles the code. A `.pt2` program takes any batch size, the first dimension of each tensor in
+    `example`, unless the model's code fixes it. For a Run, its first model is written. The write is
+    atomic. Returns the path, on all ranks once the file is there.
 
     Entries of the state_dict that are not tensors are kept in `.pt` if
     `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of those left out.
 
-    All ranks call it. Where each rank has the whole model (`DDP` and the like), rank 0 may call it
-    alone; where the model is divided (FSDP, Tensor, Pipeline, Remote) it is collective.
+    Call it on all ranks. If each rank has the whole model (as under `DDP`), rank 0 may call it alone;
+    if the model is sharded or split (FSDP, Tensor, Pipeline, Remote), it is collective.
 
     Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
     """
@@ -133,10 +133,14 @@ def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
     }
     left = [name for name in state if name not in kept]
     if left:
-        why = "which is no tensor" if path.suffix != ".pt" else "which weights_only=True can't read"
+        why = (
+            "not a tensor"
+            if path.suffix != ".pt"
+            else "not readable by torch.load with weights_only=True"
+        )
         world.say(
             f"shoal: {path} does not hold {', '.join(left)} of the state_dict, {why}; shoal.load "
-            "leaves what the model has there"
+            "keeps the model's own values for these"
         )
     return kept
 

@@ -70,21 +70,21 @@ class Restored(NamedTuple):
 class Run:
     """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
 
-    `model` is a Step; or, for your own loop, a parallelized model, given with its `optimizer` and, if
-    it has one, its `schedule`; or several of them by name (two for a GAN), with the optimizers and
-    schedules of the models by the same names. The first one counts: a Step counts its own steps, a
-    model each `batch.finish`. Your own loop steps the schedule, once after each optimizer step or once
+    `model` is a Step or, for your own loop, a parallelized model with its `optimizer` and, if it has
+    one, its `schedule`. For several models (two for a GAN) pass dicts with the same names. The step
+    number of the Run is that of the first one: a Step counts its own steps, and for a model each
+    `batch.finish` counts. Your own loop steps the schedule, once after each optimizer step or once
     after each epoch; the Run saves and restores it.
 
-    `state` is whatever else has `state_dict` and `load_state_dict`, by name. It has to be the same on
-    all ranks: a save raises CheckpointError, naming the entry and the ranks, where it differs. `config`
-    holds plain values that checkpoints keep for people: rates, paths. The newest `keep` checkpoints are
-    kept, and those of every `keep_every`-th step. They are kept in `checkpoints`, where that is given:
-    another directory, or a URL of a file system that fsspec knows (`s3://bucket/run`). A save that
-    fails while training continues is reported, and ends the run where `must_save` is set. `trackers`
-    take what `world.log` is given: TensorBoard if it is installed, unless others are chosen; () is
-    none. torch's profiler records the steps from the first to the last of `profile`, for a timeline of
-    all ranks (`shoal report runs/a --trace 100:105`).
+    `state` holds other objects with `state_dict` and `load_state_dict`, by name. Their state must be
+    the same on all ranks: if it differs, a save raises CheckpointError with the entry and the ranks.
+    `config` holds plain values that checkpoints keep for people: rates, paths. The newest `keep`
+    checkpoints are kept, and those of every `keep_every`-th step. They are kept in `checkpoints`,
+    where that is given: another directory, or a URL of a file system that fsspec knows
+    (`s3://bucket/run`). A save that fails while training continues is reported, and ends the run where
+    `must_save` is set. `trackers` take what `world.log` is given: TensorBoard if it is installed,
+    unless others are chosen; () is none. torch's profiler records the steps from the first to the last
+    of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
 
     As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
     tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.

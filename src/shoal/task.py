@@ -26,10 +26,11 @@ Count: TypeAlias = "int | float | Tensor"
 class Noise:
     """Random numbers that belong to samples: row i depends on (seed, position of sample i) alone.
 
-    They are the same at any number of ranks, micro-batches and workers; numbers from a global generator
-    are not. The `inputs` and the `loss` of a Task draw from two independent streams. `named` gives both
-    the same numbers, for a loss that needs what `inputs` has drawn. Counter-based generation: Philox
-    (Salmon et al. 2011), one generator per position, whose counter begins at `stream`.
+    They are the same at any number of ranks, micro-batches and workers; numbers from a global
+    generator are not. The `inputs` and the `loss` of a Task draw from two independent streams. `named`
+    gives both the same numbers, for a loss that needs the numbers that `inputs` drew. Counter-based
+    generation: Philox (Salmon et al. 2011), one generator per position, whose counter begins at
+    `stream`.
 
         >>> both, second = Noise(0, first=6, samples=2), Noise(0, first=7, samples=1)
         >>> bool((both.normal(3)[1] == second.normal(3)[0]).all())

@@ -81,9 +81,9 @@ def test_a_mean_and_a_total_give_the_same_gradients(
 @pytest.mark.parametrize(
     ("positional", "named", "given", "found"),
     [
-        ((1.0, 4), {}, r"batch.backward\(…, …\)", "a sum and a mean can't be told apart"),
-        ((1.0,), {"count": 4}, r"batch.backward\(…, count=…\)", "without names"),
-        ((), {"total": 1.0, "mean": 1.0, "count": 4}, "total=…, mean=…", "a total and a mean"),
+        ((1.0, 4), {}, r"batch.backward\(…, …\)", "could be a sum or a mean"),
+        ((1.0,), {"count": 4}, r"batch.backward\(…, count=…\)", "positional arguments"),
+        ((), {"total": 1.0, "mean": 1.0, "count": 4}, "total=…, mean=…", "both a total and a mean"),
         ((), {"count": 4}, r"batch.backward\(count=…\)", "no loss"),
         ((), {"total": 1.0}, r"batch.backward\(total=…\)", "no count"),
         ((), {"mean": torch.ones(2), "count": 4}, "mean=…, count=…", r"a loss of shape \(2,\)"),

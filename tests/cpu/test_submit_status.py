@@ -91,7 +91,7 @@ def test_status_says_why_a_job_will_not_start(fakes: Fakes) -> None:
     submit("train.py")
     fakes.set("squeue", out="42|PENDING|0:00|1:00:00|(PartitionTimeLimit)\n")
     said = shoal("status", "runs/train").output
-    assert "job 42 will not start by waiting: it asks for more time than its partition" in said
+    assert "job 42 can never start: it asks for more time than its partition" in said
 
 
 def test_status_names_the_rank_that_failed_and_its_line(fakes: Fakes) -> None:

@@ -393,13 +393,13 @@ class Hooked(Net):
         self.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-NOT_WHOLE = "the cut model is not the whole one: "
+NOT_WHOLE = "the split model differs from the whole one: "
 HERE = "test_awkward_forwards.py:"
 
 REFUSED: list[tuple[type[Net], str]] = [
-    (ExactClass, f"{NOT_WHOLE}what comes to first differs"),
-    (ExactClassLate, f"{NOT_WHOLE}what comes to head differs"),
-    (Matching, f"{NOT_WHOLE}what comes to head differs"),
+    (ExactClass, f"{NOT_WHOLE}the input of first differs"),
+    (ExactClassLate, f"{NOT_WHOLE}the input of head differs"),
+    (Matching, f"{NOT_WHOLE}the input of head differs"),
     (Tied, "parameters that its forward does not use: other.weight"),
     (Replaced, "the forward of a Replaced was replaced on the object"),
     (PositionalInPlace, "its own forward changes x in place"),

@@ -58,8 +58,8 @@ BOTH = (nn.BatchNorm1d(4), nn.Dropout(0.5))
 def test_layers_that_depend_on_the_division_are_named_once(own: bool, ranks: Ranks) -> None:
     first, second = ranks.call(said, BOTH, 1, own, "")
     assert first.count("\n") == 1
-    assert "1 (BatchNorm1d): statistics of one micro-batch of one rank" in first
-    assert "2 (Dropout): numbers drawn by rank" in first
+    assert "1 (BatchNorm1d): statistics cover one micro-batch of one rank" in first
+    assert "2 (Dropout): each rank draws its own random numbers" in first
     assert "2 data rank(s) and 1 micro-batch(es)" in first
     assert second == ""
 

@@ -16,7 +16,7 @@ from ranks import RankError, Ranks
 from shoal.errors import StepError
 
 WIDTH, SAMPLES = 8, 64
-NOT_WHOLE = "the cut model is not the whole one: "
+NOT_WHOLE = "the split model differs from the whole one: "
 
 
 @pytest.fixture(scope="module")
@@ -187,12 +187,12 @@ def test_a_difference_is_found_in_every_layout(
 ) -> None:
     four.divide(layout)
     exact = Exact if made == "constructed" else Exact()
-    refused(four.attempt(log, strategy, exact), f"{NOT_WHOLE}what comes to blocks.0 differs")
+    refused(four.attempt(log, strategy, exact), f"{NOT_WHOLE}the input of blocks.0 differs")
     four.call(log, strategy, Net if made == "constructed" else Net())
 
 
 def test_a_difference_is_found_where_several_ranks_share_a_stage(three: Ranks) -> None:
-    refused(three.attempt(log, SPREAD, Exact), f"{NOT_WHOLE}what comes to blocks.0 differs")
+    refused(three.attempt(log, SPREAD, Exact), f"{NOT_WHOLE}the input of blocks.0 differs")
     three.call(log, SPREAD, Net)
 
 
@@ -273,7 +273,7 @@ def masked(world: shoal.World, strategy: Any) -> tuple[list[float], str]:
 def test_a_batch_of_another_structure_is_compared_anew(two: Ranks, strategy: Any) -> None:
     for losses, error in two.call(masked, strategy):
         assert len(losses) == 2
-        assert f"{NOT_WHOLE}what comes to first differs" in error
+        assert f"{NOT_WHOLE}the input of first differs" in error
 
 
 def said(world: shoal.World) -> list[str]:

@@ -1,4 +1,4 @@
-"""What stands out in a run and what to do about it, the costliest first."""
+"""Findings about a run, the costliest first, with advice."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Judged:
 
 
 def culprit(each: Straggler) -> Culprit:
-    """By what the same straggler is known in several attempts."""
+    """The key that identifies the same straggler in several attempts."""
     return each.rank, each.host, each.part
 
 

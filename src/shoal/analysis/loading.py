@@ -64,6 +64,6 @@ def everyones(attempt: Attempt, found: Profile, place: int) -> bool:
 
 
 def _busy(found: Profile) -> Array:
-    """Seconds of a step of each rank without what it waits for data, and for others that do."""
+    """Seconds of a step of each rank, without waits for data and for ranks that wait for data."""
     waits = found.mean[SHOWN.index("wait")] + found.mean[SHOWN.index("waiting")]
     return found.average(found.wall - waits)

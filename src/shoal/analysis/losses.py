@@ -19,7 +19,7 @@ from .stragglers import NOTABLE, Straggler
 MUCH = 0.1
 """The share of the time from which a loss is worth a finding,"""
 LEAST = {"checkpoint": NOTABLE, STALLS: NOTABLE}
-"""and that of losses which nobody has to put up with."""
+"""and that of losses that are easily avoided."""
 SAVING = 0.01
 """The share of the time that saves may take."""
 
@@ -41,7 +41,7 @@ _SHARED = {
 
 @dataclass(frozen=True)
 class Loss:
-    """A finding on a loss, and whether it is large enough to be told in any case."""
+    """A finding on a loss, and whether it is large enough to be reported in any case."""
 
     finding: Finding
     large: bool
@@ -54,7 +54,7 @@ def losses(
     costs: Costs,
     judged: Sequence[Judged],
 ) -> Iterator[Loss]:
-    """What is lost in parts that no rank alone is to blame for."""
+    """Losses in parts for which no single rank is to blame."""
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - owed(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
@@ -78,7 +78,7 @@ def _step(one: Judged) -> float:
 
 
 def _about(part: str, share: float, history: History, judged: Sequence[Judged]) -> tuple[str, str]:
-    """What is lost in a part, as a sentence, and what to do about it."""
+    """A sentence on the loss in a part, and what to do about it."""
     newest = judged[-1]
     if part == STALLS:
         return _about_stalls(share, history, judged)

@@ -1,4 +1,4 @@
-"""Workers of a Loader that died: torch's RuntimeError as a DataError with its cause and a fix."""
+"""Dead Loader workers: turns torch's RuntimeError into a DataError with the cause and a fix."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class UnreachableError(OSError):
 
 
 class Door:
-    """Answers the questions of those who know the token, and closes all other connections in silence.
+    """Answers questions that carry the token, and closes all other connections without an answer.
 
     Other users of the machine may reach the port. Nothing that comes before the right token is parsed,
     and what it may take is bounded: a connection has `_PATIENCE` seconds to ask, and where more than
@@ -76,7 +76,7 @@ class Door:
             writer.transport.abort()
 
     async def _hear(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
-        """The question; None where nobody asks who has the token."""
+        """The question; None if the connection does not send the token."""
         try:
             token = await asyncio.wait_for(reader.readexactly(len(self._token)), _PATIENCE)
             if not hmac.compare_digest(token, self._token):

@@ -334,7 +334,7 @@ class Watch:
 
     def _keep(self, text: str) -> Path:
         """Where the details are kept; writing them must not wait for a disk that hangs too."""
-        # In the directory for temporary files others could be waiting for a name that they can guess.
+        # In the directory for temporary files, another user could create a file at a guessable name.
         unique = f"{os.getpid()}-{secrets.token_hex(8)}"
         name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{unique}.txt"
         path = (self._directory() or Path(tempfile.gettempdir())) / name

@@ -1,4 +1,4 @@
-"""The variables of torch's `env://`, set by hand or by whatever starts pods."""
+"""The variables of torch's `env://`, set by hand or by a job controller of Kubernetes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _PROCESSES = "PET_NPROC_PER_NODE"
 def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
     """Placement by the variables that `init_process_group(init_method="env://")` reads.
 
-    Which ranks share a machine, they learn from each other when they meet; where the environment is
-    that of a pod with one process, the local rank is 0 of 1.
+    Ranks learn at rendezvous which of them share a machine; in a pod with one process, the local
+    rank is 0 of 1.
     """
     if env.get("RANK") == "0" and env.get("WORLD_SIZE") == "1":
         # In a world of one the rest is known.
@@ -71,7 +71,7 @@ def _pod(env: Mapping[str, str], size: int) -> str:
     if processes.isdecimal() and int(processes) > 1:
         raise LaunchError(
             given=spell(env, ("RANK", "WORLD_SIZE", _PROCESSES)),
-            found=f"this pod is to run {processes} processes, and RANK is the pod's and not theirs",
+            found=f"this pod should run {processes} processes, but RANK is the rank of the pod",
             fix="start the script with torchrun, which reads the variables PET_*: `torchrun train.py`",
         )
     return spell(env, names)

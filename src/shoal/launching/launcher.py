@@ -119,11 +119,11 @@ class Launcher:
                 stop_server()
 
     def _end_orphans(self, grace: float) -> None:
-        """Give what ranks have left in sessions of their own time to finish, then end and name it."""
+        """Let processes that ranks left in their own sessions finish, then kill and report the rest."""
         found = ", ".join(map(orphans.name, self._orphans.left()))
         if not found:
             return
-        _tell(f"shoal run: waits up to {grace:g} s for what the ranks left running: {found}\n")
+        _tell(f"shoal run: waiting up to {grace:g} s for processes that ranks left running: {found}\n")
         for name in self._orphans.end(grace):
             _tell(f"shoal run: {name} was still running after {grace:g} s, and was killed\n")
 

@@ -55,16 +55,16 @@ def parallelize(
 ) -> Model:
     """Spread `model` over `world` in place and return it: the same object, with the same names.
 
-    The model is moved to the world's device; build the optimizer afterwards. Without a `strategy`
-    the layout decides: replicated data-parallel ranks, or nothing in a world of one. Several
-    strategies are applied in their order; the last one sums gradients. A function that makes the model
-    may be given in its place; strategies that divide models (FSDP) then never hold the whole of it, and
-    its parameters get the same values. Of `torch.compile(model)` it returns `model`, which from then on
-    runs compiled.
+    The model is moved to the world's device; build the optimizer afterwards. Without a `strategy` the
+    layout decides: replicated data-parallel ranks, or nothing in a world of one. Several strategies
+    are applied in their order; the last one sums gradients. A function that makes the model may be
+    given in its place; strategies that divide models (FSDP) then never hold the whole of it, and its
+    parameters get the same values. Given `torch.compile(model)`, it returns `model`, which from then
+    on runs compiled.
 
-    Afterwards the global generators of Python, NumPy and torch draw by data rank, so that dropout draws
-    different numbers for different samples. Draw data before it, or from a `torch.Generator` of a fixed
-    seed.
+    It seeds the global generators of Python, NumPy and torch differently on each data rank, so that
+    dropout draws different numbers for different samples. Create data before this call, or with a
+    `torch.Generator` that has a fixed seed.
 
     Raises StepError for what is no model or no strategy and for a model that shares parameters with
     one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where

@@ -1,4 +1,4 @@
-"""Whether a cut model computes what the uncut one does: both run on the first batch."""
+"""Checks that a split model computes the same as the whole one: both run on the first batch."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class CutProof:
         if found is not None:
             raise StepError(
                 given=self._given,
-                found=f"the cut model is not the whole one: {found}",
-                fix="put what its own forward decides into a module of its own, which is then one "
-                "part, or name split points further outside",
+                found=f"the split model differs from the whole one: {found}",
+                fix="move that code of the model's own forward into a submodule, which then stays "
+                "whole, or choose split points further outside",
             )
         self._proved.add(key)
 
@@ -86,7 +86,7 @@ class CutProof:
         try:
             errors = [other for other in gather(shown) if other is not None]
         except RuntimeError:
-            if error is not None:  # which tells more than that a rank is gone
+            if error is not None:  # it explains more than the loss of a rank
                 raise error from None
             raise
         if error is not None:
@@ -145,9 +145,9 @@ class CutProof:
         everyone = self._uncut.members.gather(min(mine, default=None))
         places = [index for index in everyone if index is not None]
         if not places:
-            return "its output differs from that of one process, after its last module"
+            return "its output differs from that of one process, after the last module"
         name = self._uncut.name_of(min(places))
-        return f"what comes to {name} differs from what it is in one process"
+        return f"the input of {name} differs from that in one process"
 
     def _anywhere(self, apart: bool) -> bool:
         return any(self._uncut.members.gather(apart))

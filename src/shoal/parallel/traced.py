@@ -40,7 +40,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _TORCH, _HERE = Path(torch.__file__).parent, Path(__file__)
 _OWN = {"tracer", "node", "root", "attr", "_node"}
 """What torch itself sets on a proxy."""
-_MODULE = "put that into a module of its own, which is then one part"
+_MODULE = "move that code into a submodule, which then stays whole"
 
 
 class _Mode(NamedTuple):
@@ -360,7 +360,7 @@ def _settings() -> tuple[object, ...]:
 
 
 def _refuse_bound(parts: Sequence[nn.Module], given: str) -> None:
-    """A forward set on an object is that object's: the uncut model, a shell of it, can't run it."""
+    """A forward set on an object runs on that object only, not on the shell that `uncut` runs."""
     for part in parts:
         forward = vars(part).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not part:
@@ -396,7 +396,7 @@ def _frames() -> list[FrameType]:
 
 
 def _check_frames(frames: Sequence[FrameType]) -> None:
-    """Refuse what changes backward, or runs again in it, and leaves no trace in a graph."""
+    """Raise StepError for calls that change backward or run again in it: a graph would lose them."""
     for frame in frames:
         if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
             raise _RefusedError("it calls a torch.autograd.Function, whose backward a graph would lose")
@@ -422,7 +422,7 @@ def place(frames: Sequence[FrameType]) -> str:
 
 
 def _asked_by_fx() -> bool:
-    """Whether torch.fx itself asks, directly or through other parts of torch."""
+    """Whether torch.fx itself is the caller, directly or through other parts of torch."""
     frame = sys._getframe(3)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -435,7 +435,7 @@ def _asked_by_fx() -> bool:
 
 
 def _explained(error: Exception, given: str) -> ShoalError:
-    """What to tell the user of a forward that failed while it was traced."""
+    """The StepError for a forward that failed while it was traced."""
     if isinstance(error, ShoalError):
         return error
     frames, trace = [], error.__traceback__

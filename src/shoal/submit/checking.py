@@ -45,10 +45,10 @@ def check(request: Request, site: Site, job: Job) -> None:
 
 
 def check_interpreter(request: Request, source: str) -> None:
-    """Raise LaunchError for a --python that is not there, or that lacks the Shoal of a script.
+    """Raise LaunchError if --python does not exist, or lacks the Shoal that a script needs.
 
-    In a container it can't be looked at from here; and one that can't be run here, such as that of
-    another architecture, is left to the nodes. `source` is the text of the script.
+    An interpreter in a container, or of another architecture, can't run here and is not checked.
+    `source` is the text of the script.
     """
     python = request.python
     if python is None or request.container is not None:
@@ -59,7 +59,7 @@ def check_interpreter(request: Request, source: str) -> None:
         raise LaunchError(
             given=f"--python {python}",
             found="it may not be executed" if there else "there is no such program",
-            fix="--python with the path of an interpreter, or leave it out: then it is this one",
+            fix="--python with the path of an interpreter, or omit it to use this one",
         )
     if "shoal" not in source:
         return

@@ -57,7 +57,7 @@ _Chain = Annotated[
     int, typer.Option(min=1, metavar="N", help="N jobs after each other, where none may requeue.")
 ]
 _Restarts = Annotated[
-    int, typer.Option(min=0, metavar="N", help="How often to put it back after a failure.")
+    int, typer.Option(min=0, metavar="N", help="Requeue the job after up to N failures.")
 ]
 _Launcher = Annotated[
     str | None, typer.Option(metavar="srun|torchrun|mpirun", help="Else as the site wants it.")

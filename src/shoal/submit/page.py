@@ -96,7 +96,7 @@ def overview(console: Console, found: Iterable[Status]) -> None:
 def _stuck(found: Status) -> Iterator[str]:
     for each in found.queued:
         if each.never:
-            yield f"job {each.job} will not start by waiting: {each.never} ({each.reason.strip('()')})"
+            yield f"job {each.job} can never start: {each.never} ({each.reason.strip('()')})"
 
 
 def _progress(found: Status) -> Iterator[str]:

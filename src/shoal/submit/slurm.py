@@ -20,15 +20,15 @@ _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAIL
 _ENDED |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 
 
-# Reasons of pending jobs that waiting alone does not end, by how they begin, and what to do about them
+# Reasons, by prefix, for which a pending job never starts, and what to do about them
 # ("Job reason codes" of squeue(1)).
 _NEVER = {
-    "DependencyNeverSatisfied": "the job that it waits for has ended otherwise than it asks",
+    "DependencyNeverSatisfied": "its dependency can't be satisfied: the other job ended differently",
     "PartitionTimeLimit": "it asks for more time than its partition gives",
-    "PartitionNodeLimit": "it asks for more nodes than its partition gives, or fewer than it wants",
-    "PartitionConfig": "its partition can't give what it asks for",
+    "PartitionNodeLimit": "it asks for more nodes than its partition allows, or fewer than it requires",
+    "PartitionConfig": "its partition does not have the resources that it asks for",
     "ReqNodeNotAvail": "the nodes that it asks for are down, drained or reserved beyond its end",
-    "BadConstraints": "no node has what it asks for",
+    "BadConstraints": "no node has the resources that it asks for",
     "AccountNotAllowed": "its account may not use this partition",
     "QOSNotAllowed": "its QoS may not use this partition",
     "InvalidAccount": "its account is not valid any more",
@@ -37,9 +37,9 @@ _NEVER = {
     "JobHeldUser": "it is held: scontrol release JOB",
     "QOSMax": "it asks for more than its QoS gives one job",
     "AssocMax": "it asks for more than its account gives one job",
-    "QOSMin": "it asks for less than its QoS wants",
+    "QOSMin": "it asks for less than its QoS requires",
 }
-# What resolves by itself begins so too: limits of all jobs together, not of one.
+# Limits of all jobs together, not of one, have the same prefixes and resolve by themselves.
 _TOGETHER = re.compile(r"^(QOS|Assoc)(Max|Grp)\w*(PerUser|PerAccount|Submit|JobsLimit|JobsPer)")
 
 
@@ -60,7 +60,7 @@ class Queued:
 
     @property
     def never(self) -> str:
-        """Why it will not start by waiting alone, as far as Slurm's reason tells; else empty."""
+        """Why it can never start, as far as Slurm's reason says; else empty."""
         code = self.reason.strip("()")
         if self.state != "PENDING" or _TOGETHER.match(code):
             return ""
