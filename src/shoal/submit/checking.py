@@ -47,8 +47,8 @@ def check(request: Request, site: Site, job: Job) -> None:
 def check_interpreter(request: Request, source: str) -> None:
     """Raise LaunchError if --python does not exist, or lacks the Shoal that a script needs.
 
-    An interpreter in a container, or of another architecture, can't run here and is not checked.
-    `source` is the text of the script.
+    An interpreter in a container is not checked. The version is not checked if the interpreter can't
+    run here, such as that of another architecture. `source` is the text of the script.
     """
     python = request.python
     if python is None or request.container is not None:
