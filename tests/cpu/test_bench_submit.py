@@ -178,7 +178,11 @@ def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
             '"$around" "$first" python',
         ),
         ("mpirun", 'turn two.txt mpirun -n 2 bash -c "$around" "$first" python'),
-        ("torchrun", "turn two.txt srun --kill-on-bad-exit=1 python -m torch.distributed.run"),
+        (
+            "torchrun",
+            'turn two.txt srun --kill-on-bad-exit=1 bash -c "$around" "$first" python '
+            "-m torch.distributed.run",
+        ),
     ],
 )
 def test_each_turn_has_as_many_processes_as_it_needs(launcher: str, told: str, tmp_path: Path) -> None:

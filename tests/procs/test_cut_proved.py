@@ -15,6 +15,8 @@ import shoal
 from ranks import RankError, Ranks
 from shoal.errors import StepError
 
+pytestmark = pytest.mark.full
+
 WIDTH, SAMPLES = 8, 64
 NOT_WHOLE = "the split model differs from the whole one: "
 

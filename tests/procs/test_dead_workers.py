@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 import shoal
 from shoal.data.deaths import Workers
 
+pytestmark = pytest.mark.full
+
 
 class Dying(Dataset[torch.Tensor]):
     """Its worker ends at sample 5 in some way."""

@@ -75,6 +75,8 @@ import encodings.idna, os, re, sys
 from datetime import timedelta
 import torch.distributed as dist
 
+pytestmark = pytest.mark.full
+
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(65534)
