@@ -22,6 +22,8 @@ from ranks import RankError, Ranks
 from shoal.errors import AgreementError
 from shoal.launching.rendezvous import Backend
 
+pytestmark = pytest.mark.full
+
 VICTIM = """
 import os, sys, time
 from pathlib import Path
@@ -74,8 +76,6 @@ ATTACKER = """
 import encodings.idna, os, re, sys
 from datetime import timedelta
 import torch.distributed as dist
-
-pytestmark = pytest.mark.full
 
 if os.getuid() == 0:
     os.setgroups([])
