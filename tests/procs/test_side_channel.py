@@ -89,7 +89,8 @@ def test_a_line_without_a_question_is_dropped_in_silence(
 ) -> None:
     with serving() as served:
         caller = call(served.port, line)
-        caller.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # the other end may have closed before the line was read whole
+            caller.shutdown(socket.SHUT_WR)
         assert said(caller) == b""
         assert served.ask() == {"heard": {"judge": 1}}
         assert served.complaints == []
