@@ -31,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Engine
-from shoal.parallel import engine_of
-from shoal.parallel.averaging import AveragingEngine
-from shoal.parallel.hogwild import HogwildEngine
-from shoal.parallel.replicate import DDPEngine
+from shoal.strategies import engine_of
+from shoal.strategies.asynchronous.hogwild import HogwildEngine
+from shoal.strategies.contracts import Engine
+from shoal.strategies.data_parallel.ddp import DDPEngine
+from shoal.strategies.data_parallel.local_sgd import AveragingEngine
 
 ROOT = Path(__file__).parents[1]
 RATE, BATCH = 3e-3, 64

@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
-from shoal.bench.models import Made, make
-from shoal.bench.subject import BuiltIn, parse_subject
-from shoal.timeline import BACKWARD, FORWARD, OTHER, PARTS, UPDATE, WAIT, Timeline
+from shoal.bench.scaling.models import Made, make
+from shoal.bench.scaling.subject import BuiltIn, parse_subject
+from shoal.telemetry.step_timer import BACKWARD, FORWARD, OTHER, PARTS, UPDATE, WAIT, Timeline
 from spread import Spread, interval
 
 WARM_UP = 6

@@ -48,9 +48,9 @@ from torch.utils._pytree import tree_leaves
 
 import shoal
 from shoal.checkpoint import Checkpoints
-from shoal.checkpoint.aside import Aside
-from shoal.shares import share
-from shoal.world import CHECKED_STEPS
+from shoal.checkpoint.async_save import Aside
+from shoal.distributed.world import CHECKED_STEPS
+from shoal.strategies.dtensor import share
 from spread import Spread, quartiles
 
 LAYOUTS = {"alone": "replicate=1", "DDP": "replicate=2", "FSDP": "shard=2"}

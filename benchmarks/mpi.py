@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.world import CHECKED_STEPS
+from shoal.distributed.world import CHECKED_STEPS
 from spread import quartiles
 
 SIZES = (4, 1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import typer
 
-from shoal.data.order import Order
+from shoal.data.permutation import Order
 
 SIZES = (10**3, 10**6, 10**9, 10**12)
 READ = 4_000_000  # positions per round, or the whole order if it is smaller

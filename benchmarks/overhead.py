@@ -39,9 +39,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
-from shoal.events import FLUSH_STEPS
-from shoal.recording import Recording
-from shoal.timeline import Timeline
+from shoal.telemetry.events import FLUSH_STEPS
+from shoal.telemetry.step_timer import Timeline
+from shoal.training.run_events import Recording
 from spread import Spread, quartiles
 
 SAMPLES = 4096

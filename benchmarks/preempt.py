@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.stopping import Stopping
+from shoal.training.preemption import Stopping
 
 SIZES = (1, 2, 4)
 CALLS = 200_000

@@ -49,7 +49,16 @@ dist.destroy_process_group()
 def command(launcher: str, ranks: int, kills: int) -> list[str]:
     """The launcher's words before the script."""
     if launcher == "shoal run":
-        return [sys.executable, "-m", "shoal.cli", "run", "-n", f"{ranks}", "--restarts", f"{kills}"]
+        return [
+            sys.executable,
+            "-m",
+            "shoal",
+            "run",
+            "-n",
+            f"{ranks}",
+            "--restarts",
+            f"{kills}",
+        ]
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", f"{ranks}", "--max-restarts", f"{kills}"),

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal import events
+from shoal.telemetry import events
 
 EVERY = 12
 """Steps between two checkpoints."""

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.hangs.matching import Matching
-from shoal.hangs.verdict import Limits
-from shoal.hangs.watch import Watch
+from shoal.distributed.watchdog.diagnosis import Limits
+from shoal.distributed.watchdog.mismatch import Matching
+from shoal.distributed.watchdog.watchdog import Watch
 
 MODES = ("neither", "watch", "watch and check")
 WIDTH, BATCH, SETTLE = 32, 32, 20

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 from safetensors.torch import load_file
 
-from shoal import events
+from shoal.telemetry import events
 
 HERE = Path(__file__).parent
 RUNS = next(path for n in count(1) if not (path := Path("runs", f"demo-{n}")).exists())

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.parallel import engine_of
-from shoal.parallel.hogwild import HogwildEngine
+from shoal.strategies import engine_of
+from shoal.strategies.asynchronous.hogwild import HogwildEngine
 
 
 def data(samples: int) -> tuple[Tensor, Tensor]:

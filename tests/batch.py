@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from shoal.submit.deciding import decide
-from shoal.submit.request import Request
-from shoal.submit.script import Place, render
-from shoal.submit.site import Site
+from shoal.launcher.submit.decide import decide
+from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.site import Site
+from shoal.launcher.submit.slurm.batch_script import Place, render
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >> "{folder}/calls"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.world import CHECKED_STEPS
+from shoal.distributed.world import CHECKED_STEPS
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

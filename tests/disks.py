@@ -17,8 +17,8 @@ from torch import Tensor
 import shoal
 from hooked import Counted, HookedFiles
 from shoal.checkpoint import AnyPath, Checkpoints
-from shoal.checkpoint.files import Room
-from shoal.checkpoint.state import take_apart
+from shoal.checkpoint.filesystem import Room
+from shoal.checkpoint.state_tree import take_apart
 from staged import parts
 
 EVERY, UNTIL = 2, 8

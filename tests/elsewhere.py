@@ -8,8 +8,8 @@ import torch
 
 from processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles, Files
+from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.store import damage, manifest_of
-from shoal.checkpoint.stores import store_in
 
 NUMBERS = 700
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal import objects
+from shoal.distributed import objects
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "shoal.checkpoint",
     "shoal.data",
-    "shoal.step",
+    "shoal.training.step",
 ]
 
 Task = Callable[..., Any]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.parallel import engine_of
-from shoal.parallel.local import LocalEngine
-from shoal.shares import whole
+from shoal.strategies import engine_of
+from shoal.strategies.dtensor import whole
+from shoal.strategies.local import LocalEngine
 
 SEED = 0
 LEARNING_RATE = 1e-3

@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 import shoal
 from hooked import HookedFiles
 from shoal.checkpoint import AnyPath, Checkpoints, staging
-from shoal.parallel import engine_of
-from shoal.parallel.replicate import DDPEngine
-from shoal.streams import random_state
+from shoal.distributed.seeds import random_state
+from shoal.strategies import engine_of
+from shoal.strategies.data_parallel.ddp import DDPEngine
 
 SAMPLES = 41
 BATCH = 12  # the last batch of an epoch has 5 samples

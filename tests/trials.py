@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.shares import whole
+from shoal.strategies.dtensor import whole
 from specification import LEARNING_RATE, SEED, Trained
 
 WORDS, WIDTH, LENGTH, SAMPLES, BATCH = 12, 8, 6, 21, 8

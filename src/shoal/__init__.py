@@ -9,13 +9,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.batch import Batch
-    from shoal.choice import Choice
-    from shoal.data import Budget, Loader, Order, Stream, Weighted, coverage
-    from shoal.ema import EMA
-    from shoal.ending import Evaluation
-    from shoal.engine import Result
-    from shoal.errors import (
+    from shoal.data import Budget, Loader, Order, Stream, Weighted
+    from shoal.data.batch import Batch, Result
+    from shoal.data.gather import Rows, gather
+    from shoal.data.noise import Noise
+    from shoal.distributed.cluster_env import Placement
+    from shoal.distributed.layout import Layout
+    from shoal.distributed.world import World, init
+    from shoal.launcher import launch
+    from shoal.report.coverage import coverage
+    from shoal.strategies import parallelize
+    from shoal.strategies.activation_checkpoint import Recompute
+    from shoal.strategies.asynchronous.hogwild import Hogwild
+    from shoal.strategies.context_parallel.options import Context
+    from shoal.strategies.data_parallel.compression import PowerSGD, TopK
+    from shoal.strategies.data_parallel.ddp import DDP, DataParallel, Single
+    from shoal.strategies.data_parallel.local_sgd import DiLoCo, LocalSGD
+    from shoal.strategies.device_placement.options import Placed
+    from shoal.strategies.fsdp.options import FSDP
+    from shoal.strategies.pipeline.options import Pipeline
+    from shoal.strategies.rpc_pipeline.options import Remote
+    from shoal.strategies.task import Task
+    from shoal.strategies.tensor_parallel.options import Tensor
+    from shoal.telemetry.trackers import TensorBoard, WandB
+    from shoal.training.early_stopping import Evaluation
+    from shoal.training.ema import EMA
+    from shoal.training.evaluation import Accuracy, evaluate
+    from shoal.training.loop import Moment, Trained, train
+    from shoal.training.model_export import export, load
+    from shoal.training.run import Run
+    from shoal.training.save_policy import YoungDaly
+    from shoal.training.schedule import Schedule
+    from shoal.training.step import Step
+    from shoal.util.decision import Choice
+    from shoal.util.errors import (
         AgreementError,
         CheckpointError,
         DataError,
@@ -24,43 +51,17 @@ if TYPE_CHECKING:
         ShoalError,
         StepError,
     )
-    from shoal.evaluation import Accuracy, evaluate
-    from shoal.exchange import export, load
-    from shoal.launchers import Placement
-    from shoal.launching import launch
-    from shoal.layout import Layout
-    from shoal.loop import Moment, Trained, train
-    from shoal.parallel import parallelize
-    from shoal.parallel.averaging import DiLoCo, LocalSGD
-    from shoal.parallel.compression import PowerSGD, TopK
-    from shoal.parallel.context import Context
-    from shoal.parallel.hogwild import Hogwild
-    from shoal.parallel.pipeline import Pipeline
-    from shoal.parallel.placed import Placed
-    from shoal.parallel.recompute import Recompute
-    from shoal.parallel.remote import Remote
-    from shoal.parallel.replicate import DDP, DataParallel, Single
-    from shoal.parallel.shard import FSDP
-    from shoal.parallel.tensor import Tensor
-    from shoal.rows import Rows, gather
-    from shoal.run import Run
-    from shoal.saving import YoungDaly
-    from shoal.schedule import Schedule
-    from shoal.step import Step
-    from shoal.task import Noise, Task
-    from shoal.trackers import TensorBoard, WandB
-    from shoal.world import World, init
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "batch": ("Batch",),
-    "choice": ("Choice",),
-    "data": ("Budget", "Loader", "Order", "Stream", "Weighted", "coverage"),
-    "ema": ("EMA",),
-    "ending": ("Evaluation",),
-    "engine": ("Result",),
-    "errors": (
+    "data.batch": ("Batch", "Result"),
+    "util.decision": ("Choice",),
+    "data": ("Budget", "Loader", "Order", "Stream", "Weighted"),
+    "report.coverage": ("coverage",),
+    "training.ema": ("EMA",),
+    "training.early_stopping": ("Evaluation",),
+    "util.errors": (
         "AgreementError",
         "CheckpointError",
         "DataError",
@@ -69,32 +70,33 @@ _HOMES = {
         "ShoalError",
         "StepError",
     ),
-    "evaluation": ("Accuracy", "evaluate"),
-    "exchange": ("export", "load"),
-    "launchers": ("Placement",),
-    "launching": ("launch",),
-    "layout": ("Layout",),
-    "loop": ("Moment", "Trained", "train"),
-    "parallel": ("parallelize",),
-    "parallel.averaging": ("DiLoCo", "LocalSGD"),
-    "parallel.compression": ("PowerSGD", "TopK"),
-    "parallel.context": ("Context",),
-    "parallel.hogwild": ("Hogwild",),
-    "parallel.pipeline": ("Pipeline",),
-    "parallel.placed": ("Placed",),
-    "parallel.recompute": ("Recompute",),
-    "parallel.remote": ("Remote",),
-    "parallel.replicate": ("DDP", "DataParallel", "Single"),
-    "parallel.shard": ("FSDP",),
-    "parallel.tensor": ("Tensor",),
-    "rows": ("Rows", "gather"),
-    "run": ("Run",),
-    "saving": ("YoungDaly",),
-    "schedule": ("Schedule",),
-    "step": ("Step",),
-    "task": ("Noise", "Task"),
-    "trackers": ("TensorBoard", "WandB"),
-    "world": ("World", "init"),
+    "training.evaluation": ("Accuracy", "evaluate"),
+    "training.model_export": ("export", "load"),
+    "distributed.cluster_env": ("Placement",),
+    "launcher": ("launch",),
+    "distributed.layout": ("Layout",),
+    "training.loop": ("Moment", "Trained", "train"),
+    "strategies": ("parallelize",),
+    "strategies.data_parallel.local_sgd": ("DiLoCo", "LocalSGD"),
+    "strategies.data_parallel.compression": ("PowerSGD", "TopK"),
+    "strategies.context_parallel.options": ("Context",),
+    "strategies.asynchronous.hogwild": ("Hogwild",),
+    "strategies.pipeline.options": ("Pipeline",),
+    "strategies.device_placement.options": ("Placed",),
+    "strategies.activation_checkpoint": ("Recompute",),
+    "strategies.rpc_pipeline.options": ("Remote",),
+    "strategies.data_parallel.ddp": ("DDP", "DataParallel", "Single"),
+    "strategies.fsdp.options": ("FSDP",),
+    "strategies.tensor_parallel.options": ("Tensor",),
+    "data.gather": ("Rows", "gather"),
+    "training.run": ("Run",),
+    "training.save_policy": ("YoungDaly",),
+    "training.schedule": ("Schedule",),
+    "training.step": ("Step",),
+    "data.noise": ("Noise",),
+    "strategies.task": ("Task",),
+    "telemetry.trackers": ("TensorBoard", "WandB"),
+    "distributed.world": ("World", "init"),
 }
 
 __all__ = [

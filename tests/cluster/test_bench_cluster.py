@@ -11,7 +11,7 @@ import pytest
 
 from cluster.slurm import Cluster
 from commands import wait_for
-from shoal.bench.folder import load
+from shoal.bench.scaling.directory import load
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

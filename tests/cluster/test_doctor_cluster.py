@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.slurm import Cluster, missing
-from shoal.doctor import directory
+from shoal.doctor.checks import filesystem
 from shoal.doctor.findings import Seen, State
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
@@ -55,9 +55,9 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         (tmp_path / "full").write_bytes(bytes(2**20 - 4096))
-        full = [one.state for one in directory.judge([seen(tmp_path)])]
+        full = [one.state for one in filesystem.judge([seen(tmp_path)])]
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        (read_only,) = directory.judge([seen(tmp_path)])
+        (read_only,) = filesystem.judge([seen(tmp_path)])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     assert State.FAILURE in full
@@ -65,5 +65,5 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     assert read_only.found.endswith("(tmpfs) can't be written: Read-only file system")
 
 
-def seen(folder: Path) -> Seen[directory.Directory]:
-    return Seen(rank=0, host="a", facts=directory.look(folder))
+def seen(folder: Path) -> Seen[filesystem.Directory]:
+    return Seen(rank=0, host="a", facts=filesystem.look(folder))

@@ -46,7 +46,7 @@ def seen(links):
 
 host.look_at_memory, outages.Links.__enter__ = held, seen
 sys.argv = ["shoal", "doctor", "--quick", "--limit", sys.argv[1]]
-from shoal.cli import main
+from shoal.cli.main import main
 main()
 """
 

@@ -12,7 +12,7 @@ import pytest
 
 from cluster.slurm import Cluster, missing
 from commands import wait_for
-from shoal.launchers import expand_hosts
+from shoal.distributed.cluster_env import expand_hosts
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -41,7 +41,7 @@ with shoal.init(seed=1) as world:
             step(batch)
             try:
                 run.tick(every=1)
-            except shoal.errors.CheckpointError as error:
+            except shoal.util.errors.CheckpointError as error:
                 Path("refused").write_text(f"{world.placement.attempt} {error.found}")
                 raise
             if step.number == 5 and world.placement.attempt == 0 and len(sys.argv) > 1:

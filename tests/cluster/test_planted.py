@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.slurm import Cluster
-from shoal.analysis import Verdict, judge, read
+from shoal.report import Verdict, judge, read
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 

@@ -13,7 +13,7 @@ from commands import wait_for
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 WHERE = """
-from shoal.environ import placement
+from shoal.distributed.env_vars import placement
 
 place = placement()
 print(place.rank, place.size, place.launcher)

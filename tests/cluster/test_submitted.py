@@ -12,7 +12,7 @@ import pytest
 
 from cluster.slurm import Cluster
 from commands import wait_for
-from shoal import events
+from shoal.telemetry import events
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 

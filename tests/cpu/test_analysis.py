@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from histories import BEGAN, Plant, lines, simulate, write, write_two_steps
-from shoal.analysis import SHOWN, History, Reader, Verdict, duration, judge, profile, reading
-from shoal.errors import CheckpointError
+from shoal.report import SHOWN, History, Reader, Verdict, duration, judge, profile
+from shoal.report import reader as reading
+from shoal.util.errors import CheckpointError
 
 
 def load(directory: Path) -> History:

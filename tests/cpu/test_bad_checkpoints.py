@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint import Checkpoints
-from shoal.errors import CheckpointError, DataError, ShoalError
+from shoal.util.errors import CheckpointError, DataError, ShoalError
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(40) % 3

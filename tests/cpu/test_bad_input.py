@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
-from shoal.errors import DataError, LaunchError, LayoutError, ShoalError, StepError
+from shoal.util.errors import DataError, LaunchError, LayoutError, ShoalError, StepError
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(20) % 3

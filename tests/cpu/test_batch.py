@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.batch import Batch
-from shoal.errors import StepError
-from shoal.task import Micro, Noise
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.data.noise import Noise
+from shoal.util.errors import StepError
 
 
 def batch(world: shoal.World | None = None) -> Batch:

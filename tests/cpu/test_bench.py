@@ -16,16 +16,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from histories import simulate, write
-from shoal.analysis import read
-from shoal.bench import comparing, folder, grid, jobs, scaling, shown
-from shoal.bench.diagnosis import causes, diagnoses, labels, sentence
-from shoal.bench.figures import Repeat, Row, all_notes, rows
-from shoal.bench.grid import Configuration, Options
-from shoal.bench.measured import Measured, summarize
-from shoal.bench.subject import BuiltIn, Factory, Script, parse_subject, unit
-from shoal.cli import app
-from shoal.errors import CheckpointError, LaunchError
-from shoal.pages import csv_of
+from shoal.bench.scaling import compare, directory, format, jobs
+from shoal.bench.scaling import configurations as grid
+from shoal.bench.scaling import study as scaling
+from shoal.bench.scaling.aggregate import Repeat, Row, all_notes, rows
+from shoal.bench.scaling.configurations import Configuration, Options
+from shoal.bench.scaling.diagnosis import causes, diagnoses, labels, sentence
+from shoal.bench.scaling.measure import Measured, summarize
+from shoal.bench.scaling.subject import BuiltIn, Factory, Script, parse_subject, unit
+from shoal.cli.main import app
+from shoal.report import read
+from shoal.report.html import csv_of
+from shoal.util.errors import CheckpointError, LaunchError
 
 
 def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
@@ -210,7 +212,7 @@ def test_a_failed_size_is_a_row_and_the_rest_goes_on() -> None:
     [(_, text)] = diagnoses(found)
     assert "2 processes give 1.00x" in text
     assert text.endswith("; 4 processes failed: out of memory")
-    assert "failed" in shown.cells(found[-1], 1, shown.short)
+    assert "failed" in format.cells(found[-1], 1, format.short)
 
 
 def test_speed_up_is_taken_within_rounds_so_that_drift_cancels() -> None:
@@ -254,28 +256,28 @@ def test_the_reason_of_a_failure_is_one_line(code: int, log: str, told: str) -> 
 
 
 def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_path: Path) -> None:
-    study = folder.begin(tmp_path / "a", FULL)
+    study = directory.begin(tmp_path / "a", FULL)
     total = len(study.missing())
     number, first = study.missing()[0]
     study.job(first, number).mkdir(parents=True)
     (study.job(first, number) / "result.partial").write_text('{"half')
     assert len(study.missing()) == total
     study.keep(first, repeat(first.key, number, ONE, hosts=("a",)))
-    again = folder.begin(tmp_path / "a", FULL)
+    again = directory.begin(tmp_path / "a", FULL)
     assert len(again.missing()) == total - 1
     assert again.repeats() == [repeat(first.key, number, ONE, hosts=("a",))]
     with pytest.raises(CheckpointError, match="batch 8, now 16"):
-        folder.begin(tmp_path / "a", replace(FULL, batch=16))
+        directory.begin(tmp_path / "a", replace(FULL, batch=16))
     with (
-        folder.alone(again),
+        directory.alone(again),
         pytest.raises(CheckpointError, match="running already"),
-        folder.alone(study),
+        directory.alone(study),
     ):
         pass
 
 
 def test_a_job_that_failed_is_run_again(tmp_path: Path) -> None:
-    study = folder.begin(tmp_path, FULL)
+    study = directory.begin(tmp_path, FULL)
     (number, first), *rest = study.missing()
     study.keep(first, repeat(first.key, number, None, reason="a model that was mended since"))
     assert study.missing() == rest
@@ -289,7 +291,7 @@ def test_a_study_in_which_nothing_succeeded_fails(
 ) -> None:
     found: list[Measured | None] = [None, ONE]
 
-    def run(study: folder.Study, configuration: Configuration, number: int, _: str) -> Repeat:
+    def run(study: directory.Study, configuration: Configuration, number: int, _: str) -> Repeat:
         return repeat(configuration.key, number, found.pop(0), reason="no reason")
 
     monkeypatch.setattr(jobs, "run", run)
@@ -300,11 +302,11 @@ def test_a_study_in_which_nothing_succeeded_fails(
 
 @pytest.mark.parametrize("changed", [{"seconds": 0}, {"walls": [0.1]}, {"seconds": None}])
 def test_a_result_that_says_nothing_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
-    study = folder.begin(tmp_path, FULL)
+    study = directory.begin(tmp_path, FULL)
     number, first = study.missing()[0]
     plain = repeat(first.key, number, ONE).plain()
     plain["measured"] |= changed
-    folder.write_json(study.job(first, number) / folder.RESULT, plain)
+    directory.write_json(study.job(first, number) / directory.RESULT, plain)
     with pytest.raises(CheckpointError, match=r"rm .*result.json"):
         study.repeats()
 
@@ -317,18 +319,18 @@ def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:
 
 
 def test_a_result_of_somebody_elses_is_named(tmp_path: Path) -> None:
-    study = folder.begin(tmp_path, FULL)
+    study = directory.begin(tmp_path, FULL)
     number, first = study.missing()[0]
-    folder.write_json(study.job(first, number) / folder.RESULT, {"key": "x"})
+    directory.write_json(study.job(first, number) / directory.RESULT, {"key": "x"})
     with pytest.raises(CheckpointError, match=r"rm .*result.json"):
         study.repeats()
-    (tmp_path / folder.FILE).write_text(json.dumps([1]))
+    (tmp_path / directory.FILE).write_text(json.dumps([1]))
     with pytest.raises(CheckpointError, match=r"study\.json"):
-        folder.load(tmp_path)
+        directory.load(tmp_path)
 
 
-def complete(path: Path, options: Options, seconds: dict[int, float]) -> folder.Study:
-    study = folder.begin(path, options)
+def complete(path: Path, options: Options, seconds: dict[int, float]) -> directory.Study:
+    study = directory.begin(path, options)
     for number, each in study.missing():
         wall = seconds[each.processes] * 1e3
         study.keep(each, repeat(each.key, number, summary(wall, forward=[wall] * each.processes)))
@@ -339,19 +341,19 @@ def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> Non
     options = Options(model="dense", processes=(1, 2), batch=8, backends=("gloo",))
     quad = complete(tmp_path / "quad", options, {1: 0.2, 2: 0.1})
     octo = complete(tmp_path / "octo", replace(options, threads=2), {1: 0.1, 2: 0.1})
-    one, two = comparing.pairs(quad, octo)
+    one, two = compare.pairs(quad, octo)
     assert (one.ratio.median, two.ratio.median) == (2.0, 1.0)
     assert one.clear
     assert not two.clear
-    told = comparing.sentence(one, "quad", "octo")
+    told = compare.sentence(one, "quad", "octo")
     assert told == "octo gives 2.00x of quad at 1 process: 100 ms less forward"
-    assert comparing.differences(quad, octo) == ["threads: 1 and 2"]
+    assert compare.differences(quad, octo) == ["threads: 1 and 2"]
     other = complete(tmp_path / "other", replace(options, batch=16, model="gpt"), {1: 1, 2: 1})
     with pytest.raises(LaunchError, match=r"the model: 'dense' and 'gpt'; the batch size: 8 and 16"):
-        comparing.pairs(quad, other)
+        compare.pairs(quad, other)
     apart = complete(tmp_path / "apart", replace(options, precisions=("bf16",)), {1: 1, 2: 1})
     with pytest.raises(LaunchError, match="no configuration that both have measured"):
-        comparing.pairs(quad, apart)
+        compare.pairs(quad, apart)
 
 
 def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
@@ -363,7 +365,7 @@ def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
         if (each.processes, each.backend) != (4, "gloo")
     ]
     found = rows(options, repeats)
-    rates, times = shown.across(found, labels(grid.curves(options)), "samples", 1)
+    rates, times = format.across(found, labels(grid.curves(options)), "samples", 1)
     assert [list(row) for row in rates.rows] == [
         ["1", "80.0 (1.00x)", "80.0 (1.00x)"],
         ["2", "100 (1.25x)", "100 (1.25x)"],
@@ -371,11 +373,11 @@ def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
     ]
     assert rates.head == times.head == ("n", "nccl", "gloo")
     assert list(times.rows[1]) == ["2", "80.0 (20.0)", "80.0 (20.0)"]
-    assert shown.across(study_of(strong={1: ONE, 2: two}), {}, "samples", 1) == []
+    assert format.across(study_of(strong={1: ONE, 2: two}), {}, "samples", 1) == []
 
 
 def test_the_csv_has_every_row_and_no_formula() -> None:
-    text = csv_of(shown.table(study_of(strong={1: ONE, 2: None}, reason="=1+1"), "images", 1))
+    text = csv_of(format.table(study_of(strong={1: ONE, 2: None}, reason="=1+1"), "images", 1))
     one, two = csv.DictReader(io.StringIO(text))
     assert float(one["images_per_second"]) == pytest.approx(80)
     assert float(one["backward"]) == pytest.approx(0.06)
@@ -395,7 +397,7 @@ def test_curves_are_called_by_what_tells_them_apart() -> None:
 
 
 def test_a_command_starts_what_the_backend_needs(tmp_path: Path) -> None:
-    study = folder.begin(tmp_path, FULL)
+    study = directory.begin(tmp_path, FULL)
     configurations = {each.backend: each for each in grid.configurations(FULL)}
     found = {
         backend: jobs.command_of(study, each, tmp_path / "job", "mpirun --bind-to none")

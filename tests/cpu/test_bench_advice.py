@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.bench.advice import Measured, Need, advise
-from shoal.bench.inputs import Trial
-from shoal.bench.interrupting import Interrupts
-from shoal.bench.modes_page import Mode
-from shoal.bench.modes_page import advise as advise_modes
-from shoal.bench.named import called, named
+from shoal.bench.compile.display import Mode
+from shoal.bench.compile.display import advise as advise_modes
+from shoal.bench.data_loading.advice import Measured, Need, advise
+from shoal.bench.data_loading.measure import Trial
+from shoal.bench.import_target import called, named
+from shoal.bench.scaling.interrupt import Interrupts
 
 
 def measured(

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.analysis import bandwidth
-from shoal.bench import comm, comm_page
-from shoal.bench.collectives import OPERATIONS, summary
-from shoal.bench.spelling import duration, parse_sizes, percent, shown_size
-from shoal.machine import Series
+from shoal.bench.collectives import command, display
+from shoal.bench.collectives.machine_file import Series
+from shoal.bench.collectives.measure import OPERATIONS, summary
+from shoal.bench.units import duration, parse_sizes, percent, shown_size
+from shoal.report import bandwidth
 
 
-def request(**changed: Any) -> comm.Request:
+def request(**changed: Any) -> command.Request:
     usual: dict[str, Any] = {
         "backends": "",
         "operations": "",
@@ -28,7 +28,7 @@ def request(**changed: Any) -> comm.Request:
         "csv": None,
         "json": False,
     }
-    return comm.request(**{**usual, **changed})
+    return command.request(**{**usual, **changed})
 
 
 def test_without_options_all_is_measured() -> None:
@@ -78,7 +78,7 @@ def test_where_nothing_can_be_measured(
     processes: int | None, changed: dict[str, Any], found: str
 ) -> None:
     with pytest.raises(shoal.LaunchError, match=found):
-        comm.comm(request(**changed), processes)
+        command.comm(request(**changed), processes)
 
 
 def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(shoal.LaunchError, match="has started all ranks") as caught:
-        comm.comm(request(), 2)
+        command.comm(request(), 2)
     assert caught.value.fix == "leave -n out"
 
 
@@ -123,5 +123,5 @@ def series(backend: str, seconds: float) -> Series:
 
 
 def test_backends_are_compared_at_the_ends() -> None:
-    said = comm_page.comparison(series("mpi", 1e-5), series("gloo", 1e-3))
+    said = display.comparison(series("mpi", 1e-5), series("gloo", 1e-3))
     assert said == ("gloo takes 91 times as long as mpi at 1 KiB, 1.9 times as long at 1 MiB.")

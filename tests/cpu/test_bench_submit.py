@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from batch import Fakes, place, run_script, write
-from shoal import cli
-from shoal.bench.allocations import Asked, Room, allocations, room
-from shoal.bench.figures import Repeat, apart
-from shoal.bench.folder import Study, begin, load
-from shoal.bench.grid import Options
-from shoal.errors import CheckpointError, LaunchError, ShoalError
-from shoal.submit.request import Request, Turn
-from shoal.submit.site import Partition, Site
+from shoal.bench.scaling.aggregate import Repeat, apart
+from shoal.bench.scaling.allocations import Asked, Room, allocations, room
+from shoal.bench.scaling.configurations import Options
+from shoal.bench.scaling.directory import Study, begin, load
+from shoal.cli.main import app
+from shoal.launcher.submit.job import Request, Turn
+from shoal.launcher.submit.site import Partition, Site
+from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 MINI = """
 default = "main"
@@ -207,7 +207,7 @@ SIZES = (("two", 2), ("four", 4))
 
 
 def shoal(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["bench", *arguments])
+    return CliRunner().invoke(app, ["bench", *arguments])
 
 
 def refused(*arguments: str) -> ShoalError:

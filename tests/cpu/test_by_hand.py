@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 import recordings
-from shoal.environ import placement
-from shoal.errors import LaunchError
-from shoal.launchers import Placement
+from shoal.distributed.cluster_env import Placement
+from shoal.distributed.env_vars import placement
+from shoal.util.errors import LaunchError
 
 
 def read(env: Mapping[str, str], *, cpus: int = 8, ancestors: tuple[str, ...] = ()) -> Placement:

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 import shoal
 from processes import Alone
-from shoal import cli, tables
 from shoal.checkpoint import Checkpoints
-from shoal.errors import CheckpointError
-from shoal.inspection import comparison, contents, extraction, places
+from shoal.checkpoint.inspect import diff, extract, locate, manifest
+from shoal.cli.main import app
+from shoal.util import tables
+from shoal.util.errors import CheckpointError
 from training import same
 
 VALUES = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -85,7 +86,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 if run.step > 1:
                     run.save()
             run.save(to="best")
-            for suffix in extraction.ENDINGS:
+            for suffix in extract.ENDINGS:
                 shoal.export(run, folder / f"first{suffix}")
                 shoal.export(second, folder / f"second{suffix}")
                 with ema.applied():
@@ -106,7 +107,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checkpoint(*arguments: object) -> tuple[int, str]:
     """The exit code and what was printed; a ShoalError is raised."""
-    done = CliRunner().invoke(cli.app, ["checkpoint", *map(str, arguments)])
+    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.output
@@ -125,7 +126,7 @@ def flip(path: Path) -> None:
 def test_listing_needs_neither_torch_nor_time(run: Path) -> None:
     probe = (
         f"import sys\nsys.argv = ['shoal', 'checkpoint', sys.argv[1], {str(run)!r}]\n"
-        "from shoal.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        "from shoal.cli.main import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'numpy', 'safetensors') if name in sys.modules])\n"
     )
     for command in ("ls", "show", "verify"):
@@ -294,15 +295,15 @@ def test_sizes_as_people_say_them(count: int, said: str) -> None:
     assert tables.size(count) == said
 
 
-def save(directory: Path, state: dict[str, Any], **info: Any) -> contents.Contents:
-    return contents.look(Checkpoints(directory, Alone()).save(1, state, {}, info))
+def save(directory: Path, state: dict[str, Any], **info: Any) -> manifest.Contents:
+    return manifest.look(Checkpoints(directory, Alone()).save(1, state, {}, info))
 
 
 @pytest.fixture(params=[None, 16])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors at once and in blocks of a few elements."""
     if request.param:
-        monkeypatch.setattr(comparison, "BLOCK", request.param)
+        monkeypatch.setattr(diff, "BLOCK", request.param)
 
 
 @pytest.mark.usefixtures("block")
@@ -336,19 +337,19 @@ def test_by_how_much_values_differ(
     other[tuple(place)] = value
     one = save(tmp_path / "a", {"same": torch.ones(4, 4), "t": first})
     two = save(tmp_path / "b", {"same": torch.ones(4, 4), "t": other})
-    found = comparison.compare(one, two)
+    found = diff.compare(one, two)
     [changed] = found.changed
     assert (changed.name, changed.elements, changed.of) == ("state/t", elements, first.numel())
     assert changed.absolute == pytest.approx(absolute, nan_ok=True)
     assert changed.relative == pytest.approx(relative, nan_ok=True)
     assert not found.same
-    assert comparison.compare(one, one).same
+    assert diff.compare(one, one).same
 
 
 def test_nans_of_any_bits_are_alike(tmp_path: Path) -> None:
     nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     one = save(tmp_path / "a", {"t": nans})
-    assert comparison.compare(one, save(tmp_path / "b", {"t": nans.flip(0)})).same
+    assert diff.compare(one, save(tmp_path / "b", {"t": nans.flip(0)})).same
 
 
 def test_all_kinds_of_differences(tmp_path: Path) -> None:
@@ -375,7 +376,7 @@ def test_circumstances_are_no_difference(tmp_path: Path) -> None:
     assert "host 'x' 'y'" in words(out)
 
 
-@pytest.mark.parametrize("suffix", extraction.ENDINGS)
+@pytest.mark.parametrize("suffix", extract.ENDINGS)
 @pytest.mark.parametrize(
     ("options", "of"),
     [
@@ -425,7 +426,7 @@ def test_a_model_that_is_not_there(exported: Path, run: Path, tmp_path: Path) ->
 def test_large_tensors_are_written_in_blocks(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extraction, "_BLOCK", block)
+    monkeypatch.setattr(extract, "_BLOCK", block)
     model = {
         "large": torch.randn(70, 3),
         "wide": torch.randn(1, 5, dtype=torch.float64),
@@ -434,7 +435,7 @@ def test_large_tensors_are_written_in_blocks(
         "half": torch.randn(7).to(torch.bfloat16),
     }
     found = save(tmp_path / "a", {"steps": {"step": {"model": model}}})
-    done = extraction.extract(found, tmp_path / "out.safetensors", step=None, ema=None)
+    done = extract.extract(found, tmp_path / "out.safetensors", step=None, ema=None)
     assert same(load_file(done.path), model)
     assert (done.tensors, done.bytes) == (5, sum(tensor.nbytes for tensor in model.values()))
 
@@ -451,15 +452,15 @@ def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> 
     final, partial = tmp_path / "step-8", tmp_path / "step-8.partial"
     final.rename(partial)
 
-    def compare(found: list[contents.Contents]) -> comparison.Comparison:
+    def compare(found: list[manifest.Contents]) -> diff.Comparison:
         if partial.exists():
             partial.rename(final)
-        return comparison.compare(*found)
+        return diff.compare(*found)
 
-    assert places.read([tmp_path, tmp_path], compare).same
-    assert places.examined(partial, read=True) == (final, [])
+    assert locate.read([tmp_path, tmp_path], compare).same
+    assert locate.examined(partial, read=True) == (final, [])
     shutil.rmtree(final)
-    assert places.examined(final, read=True) == (None, [])
+    assert locate.examined(final, read=True) == (None, [])
 
 
 def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> None:
@@ -467,7 +468,7 @@ def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> N
     (file,) = (tmp_path / "step-8").glob("*.safetensors")
     file.write_bytes(b"\0" * file.stat().st_size)
     with pytest.raises(CheckpointError):
-        places.read([tmp_path, tmp_path], lambda found: comparison.compare(*found))
+        locate.read([tmp_path, tmp_path], lambda found: diff.compare(*found))
 
 
 @pytest.mark.filterwarnings("error")
@@ -476,7 +477,7 @@ def test_a_plain_file_named_like_a_checkpoint_is_left_alone(tmp_path: Path) -> N
     notes.write_text("mine")
     _save(tmp_path, 29, 30, 31, 32)
     assert notes.read_text() == "mine"
-    assert [path.name for path in places.checkpoints(tmp_path)] == ["step-32"]
+    assert [path.name for path in locate.checkpoints(tmp_path)] == ["step-32"]
 
 
 def test_entries_that_are_no_tensors_are_named(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import torch
 
 import recordings
 import shoal
-from shoal.choice import GIVEN, Choice
-from shoal.cores import share, threads
-from shoal.device import choose_device
-from shoal.environ import placement
-from shoal.errors import LaunchError
-from shoal.joining import check_limits, choose_backend, choose_layout, shared
-from shoal.launchers import LAUNCHERS, Placement
+from shoal.distributed.cluster_env import LAUNCHERS, Placement
+from shoal.distributed.cpu_affinity import share, threads
+from shoal.distributed.device import choose_device
+from shoal.distributed.env_vars import placement
+from shoal.distributed.initialize import check_limits, choose_backend, choose_layout, shared
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.errors import LaunchError
 
 REFUSED = "slurm-1-of-2-per-node"
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shoal import cli
-from shoal.errors import LaunchError
-from shoal.launching import local
+from shoal.cli.main import app
+from shoal.launcher import local
+from shoal.util.errors import LaunchError
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_help_names_the_command_and_imports_little() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "run" in done.stdout
     probe = (
-        "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli import main\n"
+        "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print([name for name in ('torch', 'rich', 'numpy') if name in sys.modules])\n"
         "print(len(sys.modules))\n"
@@ -72,7 +72,7 @@ def test_help_names_the_command_and_imports_little() -> None:
 
 
 def test_version() -> None:
-    done = CliRunner().invoke(cli.app, ["--version"])
+    done = CliRunner().invoke(app, ["--version"])
     assert done.exit_code == 0
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\S*\n", done.output)
 
@@ -90,7 +90,7 @@ def test_version() -> None:
     ],
 )
 def test_numbers_that_cannot_work(script: str, options: list[str], given: str) -> None:
-    done = CliRunner().invoke(cli.app, ["run", *options, script])
+    done = CliRunner().invoke(app, ["run", *options, script])
     assert isinstance(done.exception, LaunchError)
     assert done.exception.given == given
     assert done.exception.fix
@@ -115,13 +115,13 @@ def test_all_after_the_script_but_the_first_two_dashes_are_its_arguments(
     """`shoal run` and `shoal submit` split a command in the same way."""
     given: list[list[str]] = []
     monkeypatch.setattr(local, "run", lambda script, args, **_: given.append(args))
-    CliRunner().invoke(cli.app, ["run", "-n", "2", "train.py", *words.split()])
+    CliRunner().invoke(app, ["run", "-n", "2", "train.py", *words.split()])
     assert given == [arguments]
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     options = ["--time", "10:00", "--dry-run", "--no-copy", "--python", sys.executable]
-    done = CliRunner().invoke(cli.app, ["submit", *options, "train.py", *words.split()])
+    done = CliRunner().invoke(app, ["submit", *options, "train.py", *words.split()])
     (program,) = re.findall(r"^program=\((.*)\)$", done.stdout, re.MULTILINE)
     assert program.endswith(" ".join([str(tmp_path / "train.py"), *arguments])), program
 
@@ -161,7 +161,7 @@ def test_a_directory_for_temporary_files_that_sockets_can_not_name(
 
 @pytest.mark.parametrize("arguments", [["fly"], ["run", "--fast"], ["run", "-n", "2"]])
 def test_unknown_commands_and_options_are_refused(arguments: list[str]) -> None:
-    done = CliRunner().invoke(cli.app, arguments)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert "Usage" in done.output
 

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from shoal import codec, objects
-from shoal.checkpoint.state import DTYPES
-from shoal.codec import CodecError
-from shoal.errors import AgreementError, CheckpointError, ShoalError
+from shoal.checkpoint.state_tree import DTYPES
+from shoal.distributed import codec, objects
+from shoal.distributed.codec import CodecError
+from shoal.util.errors import AgreementError, CheckpointError, ShoalError
 
 
 class Colour(enum.Enum):

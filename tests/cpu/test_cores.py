@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cores import divide, share, threads
+from shoal.distributed.cpu_affinity import divide, share, threads
 
 
 @pytest.mark.parametrize(("cpus", "processes"), [(8, 1), (8, 2), (8, 3), (7, 4), (5, 5), (64, 12)])
@@ -21,7 +21,7 @@ def test_more_processes_than_cores_share_all() -> None:
 
 def test_threads_of_a_core_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux numbers the second threads of all cores after the first ones."""
-    monkeypatch.setattr("shoal.cores._place", lambda cpu: (0, cpu % 4, cpu))
+    monkeypatch.setattr("shoal.distributed.cpu_affinity._place", lambda cpu: (0, cpu % 4, cpu))
     assert divide(range(8), 2) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
 
 

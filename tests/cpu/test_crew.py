@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.errors import LayoutError, StepError
-from shoal.hangs.stacks import communication, stack
-from shoal.parallel.carriers import Carriers
-from shoal.parallel.crew import crew_of, split_points
-from shoal.parallel.held import evaluating
-from shoal.parallel.inbox import Inbox, Job, Line, Over
+from shoal.distributed.watchdog.stacks import communication, stack
+from shoal.strategies.partition.assignment import crew_of, split_points
+from shoal.strategies.partition.inputs import evaluating
+from shoal.strategies.rpc_pipeline.messages import Inbox, Job, Line, Over
+from shoal.strategies.rpc_pipeline.threads import Carriers
+from shoal.util.errors import LayoutError, StepError
 
 CALLS = ("first", "blocks.0", "drop", "blocks.1", "head")
 WAIT = 30.0

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel import deferred
-from shoal.parallel.deferred import Deferred, construct
+from shoal.strategies import deferred_init
+from shoal.strategies.deferred_init import Deferred, construct
 
 
 class Net(nn.Module):
@@ -70,7 +70,7 @@ def filled(made: Deferred) -> nn.Module:
 def test_values_and_draws_are_those_of_the_constructor(
     make: Callable[[], nn.Module], large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deferred, "LARGE", large)
+    monkeypatch.setattr(deferred_init, "LARGE", large)
     torch.manual_seed(3)
     expected, after = make().state_dict(), torch.rand(1)
     torch.manual_seed(3)

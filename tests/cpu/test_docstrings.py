@@ -19,7 +19,7 @@ MODULES = [
 
 
 def test_there_are_examples() -> None:
-    assert {"shoal.layout", "shoal.data.loader", "shoal.schedule"} <= set(MODULES)
+    assert {"shoal.distributed.layout", "shoal.data.loader", "shoal.training.schedule"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from shoal.alike import differences
-from shoal.doctor import clocks, compute, dataset, directory, gpus, host, links, page, place
-from shoal.doctor.examination import Request, examine_alone
+from shoal.distributed.link_speed import Pairs
+from shoal.doctor import display
+from shoal.doctor.checks import clocks, compute, dataset, filesystem, gpus, host, links, placement
+from shoal.doctor.checks.software import Software, judge, look_at_sources
 from shoal.doctor.findings import Examination, Finding, Seen, State, failure, ok, warning, where
 from shoal.doctor.outliers import slow
-from shoal.doctor.software import Software, judge, look_at_sources
-from shoal.links import Pairs
+from shoal.doctor.runner import Request, examine_alone
+from shoal.util.differences import differences
 
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
 GIB = 2**30
@@ -57,7 +58,10 @@ def words(text: str) -> str:
 
 
 def test_a_login_node_is_looked_at_without_torch(tmp_path: Path) -> None:
-    code = "import sys; from shoal.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    code = (
+        "import sys; from shoal.cli.main import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules)"
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
         [sys.executable, "-c", code, "doctor", "--run", str(tmp_path / "runs/a"), "--strict"],
@@ -91,7 +95,7 @@ def test_what_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     never = threading.Event()
     monkeypatch.setattr(host, "look_at_memory", never.wait)
     monkeypatch.setattr(host, "look_at_cores", lambda: 1 / 0)
-    monkeypatch.setattr(directory, "judge", lambda ranks: iter([ranks[1]]))
+    monkeypatch.setattr(filesystem, "judge", lambda ranks: iter([ranks[1]]))
     for limit in (0.5, 5.0, 50.0):  # on a busy machine others may not be done by then
         found = examine_alone(Request(limit=limit, run=Path("/proc")))
         bad = {one.what: one.found for one in found.findings if one.state is State.FAILURE}
@@ -135,7 +139,7 @@ def test_the_verdict_comes_first_and_the_gravest_line_next() -> None:
 def test_hostile_names_are_shown_and_not_obeyed(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     text = "node[01-03] [red]x[/] \x1b[31m" + "Z" * 200
-    page.show(console, examination(failure("host", text, f"ping {text}")))
+    display.show(console, examination(failure("host", text, f"ping {text}")))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert max(map(len, shown.splitlines()[1:])) <= width
@@ -238,31 +242,31 @@ def test_limits() -> None:
     assert told(shared=64 << 20, shared_free=64 << 20) == told(shared=None) == ["/dev/shm"]
 
 
-def at(gpu: str = "", **more: Any) -> place.Place:
-    found = place.Place(
+def at(gpu: str = "", **more: Any) -> placement.Place:
+    found = placement.Place(
         device="cuda:0" if gpu else "cpu", gpu=gpu, unused="", model="H100" if gpu else "",
         backend="gloo", interface="eth0", reason="all reached it", speed=25000, passed_over=[],
     )  # fmt: skip
-    return place.Place(**{**found, **more})  # type: ignore[typeddict-item]
+    return placement.Place(**{**found, **more})  # type: ignore[typeddict-item]
 
 
 def test_gpus_that_are_shared_or_missing() -> None:
-    shared = grave(list(place.judge(seen([at("A"), at("B"), at("A"), at("A")], "xxxy"))))
+    shared = grave(list(placement.judge(seen([at("A"), at("B"), at("A"), at("A")], "xxxy"))))
     assert shared == [("GPU", State.FAILURE, "ranks 0,2 (x) share one GPU, H100")]
-    (lacking,) = grave(list(place.judge(seen([at("A"), at()]))))
+    (lacking,) = grave(list(placement.judge(seen([at("A"), at()]))))
     assert lacking[2] == "rank 1 (node1) compute on the CPU, the others on GPUs"
-    assert grave(list(place.judge(seen([at("A"), at("A")])))) == []
-    (unused,) = grave(list(place.judge(seen([at(unused="built for the CPU only")]))))
+    assert grave(list(placement.judge(seen([at("A"), at("A")])))) == []
+    (unused,) = grave(list(placement.judge(seen([at(unused="built for the CPU only")]))))
     assert unused[2].endswith("compute on the CPU, beside GPUs: built for the CPU only")
-    (mixed,) = grave(list(place.judge(seen([at("A"), at("B", model="A100")]))))
+    (mixed,) = grave(list(placement.judge(seen([at("A"), at("B", model="A100")]))))
     assert mixed[:2] == ("GPU", State.WARNING)
 
 
 def test_links_that_are_slower_than_others_and_faster_ones_that_are_not_used() -> None:
-    (slower,) = grave(list(place.judge(seen([at(), at(speed=1000), at(), at(speed=0)]))))
+    (slower,) = grave(list(placement.judge(seen([at(), at(speed=1000), at(), at(speed=0)]))))
     assert slower == ("link", State.FAILURE, "eth0 of rank 1 (node1) has 1,000 Mbit/s, others 25,000")
     passed = at(passed_over=["ib0: node1 did not reach node0 by it"])
-    (unused,) = grave(list(place.judge(seen([passed, at()]))))
+    (unused,) = grave(list(placement.judge(seen([passed, at()]))))
     assert unused[2] == "eth0, and not the faster ib0: node1 did not reach node0 by it"
 
 
@@ -436,12 +440,12 @@ def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    fine = directory.look(tmp_path / "runs/a")
+    fine = filesystem.look(tmp_path / "runs/a")
     assert fine["troubles"] == {}
     assert fine["folder"] == str(tmp_path)
     monkeypatch.setattr("os.rename", refuse)
     monkeypatch.setattr("fcntl.lockf", refuse)
-    found = grave(list(directory.judge(seen([fine, directory.look(tmp_path)]))))
+    found = grave(list(filesystem.judge(seen([fine, filesystem.look(tmp_path)]))))
     assert [(what, state) for what, state, _ in found] == [
         ("rename", State.WARNING),
         ("lock", State.WARNING),
@@ -455,15 +459,15 @@ def test_a_file_in_the_place_of_a_directory_is_found(tmp_path: Path, run: str) -
     (tmp_path / "taken").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(NotADirectoryError, match=run.partition("/")[0]):
-        directory.look(tmp_path / run)
-    assert directory.existing(tmp_path / "new" / "a") == tmp_path
+        filesystem.look(tmp_path / run)
+    assert filesystem.existing(tmp_path / "new" / "a") == tmp_path
 
 
 def test_room_and_speed_of_a_directory(tmp_path: Path) -> None:
-    fine = directory.look(tmp_path) | {"free": 100 * GIB, "quota": "", "inodes": 10**6, "sync": 0.01}
+    fine = filesystem.look(tmp_path) | {"free": 100 * GIB, "quota": "", "inodes": 10**6, "sync": 0.01}
 
     def told(**more: Any) -> list[tuple[str, State]]:
-        found = grave(list(directory.judge(seen([fine, {**fine, **more}]))))
+        found = grave(list(filesystem.judge(seen([fine, {**fine, **more}]))))
         return [(what, state) for what, state, _ in found]
 
     assert told() == []

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.doctor import bundle
-from shoal.doctor.bundle import LINES, Bundle, collect
+from shoal.doctor import support_bundle
 from shoal.doctor.findings import Examination, failure, ok
 from shoal.doctor.redaction import Redactor, stand_ins
-from shoal.errors import LaunchError
+from shoal.doctor.support_bundle import LINES, Bundle, collect
+from shoal.util.errors import LaunchError
 
 # Each is planted where one finds it, and must be nowhere in the archive.
 SECRETS = {
@@ -132,10 +132,12 @@ def test_hosts_user_and_home_are_replaced_the_same_everywhere(run: Path) -> None
 
 def test_only_whole_lines_of_the_end_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    path.write_text("secret-begins-" + "x" * bundle.TAIL + "\nlast\n")
-    assert bundle._tail(path) == "last\n"
+    path.write_text("secret-begins-" + "x" * support_bundle.TAIL + "\nlast\n")
+    assert support_bundle._tail(path) == "last\n"
     path.write_text("".join(f"{number}\n" for number in range(1000)))
-    assert bundle._tail(path).splitlines() == [str(number) for number in range(1000 - LINES, 1000)]
+    assert support_bundle._tail(path).splitlines() == [
+        str(number) for number in range(1000 - LINES, 1000)
+    ]
 
 
 def test_a_file_that_is_there_is_not_replaced_and_others_cannot_read_it(tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_half_an_archive_does_not_stay(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.timeout(100)  # time that is no multiple of the length would be hours
 @pytest.mark.parametrize("piece", ["a", "-", "--a", "a=", "eyJ-", "://"])
 def test_no_line_is_too_long_to_be_looked_through(piece: str) -> None:
-    long = piece * (bundle.TAIL // len(piece))
+    long = piece * (support_bundle.TAIL // len(piece))
     assert Redactor([], {"host": "host-1"}).text(long + " host") == long + " host-1"
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shoal
-from shoal.errors import CheckpointError, StepError
+from shoal.util.errors import CheckpointError, StepError
 
 
 def model() -> nn.Module:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.engine import Totals, correct
-from shoal.errors import StepError
+from shoal.strategies.contracts import Totals, correct
+from shoal.util.errors import StepError
 
 
 def test_the_factor_turns_the_sum_over_the_batch_size_into_the_mean_over_the_count() -> None:

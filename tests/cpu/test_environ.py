@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from shoal.environ import placement, set_variables, worker_threads
-from shoal.errors import LaunchError
-from shoal.launchers import RUN_ID, Placement, expand_hosts, expand_tasks
+from shoal.distributed.cluster_env import RUN_ID, Placement, expand_hosts, expand_tasks
+from shoal.distributed.env_vars import placement, set_variables, worker_threads
+from shoal.util.errors import LaunchError
 
 TORCHRUN = {
     "RANK": "5",

@@ -14,8 +14,8 @@ import torchmetrics
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import DataError, StepError
-from shoal.evaluation import default_targets
+from shoal.training.evaluation import default_targets
+from shoal.util.errors import DataError, StepError
 
 SAMPLES, CLASSES = 101, 3
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import shoal.events
-from shoal.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read, steps
-from shoal.timeline import Spent
+import shoal.telemetry.events
+from shoal.telemetry.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read, steps
+from shoal.telemetry.step_timer import Spent
 
 NOTHING: Spent = (0,) * 10
 
@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(path: Path) -> None:
 def test_what_a_full_disk_never_took_is_said_to_be_lost(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shoal.events, "KEPT_BYTES", 50)
+    monkeypatch.setattr(shoal.telemetry.events, "KEPT_BYTES", 50)
     events = Events(path)
     with full(path, 0):
         with pytest.warns(UserWarning, match="kept in memory"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import CheckpointError
+from shoal.util.errors import CheckpointError
 
 
 @pytest.fixture

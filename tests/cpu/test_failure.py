@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.errors import DataError
-from shoal.hangs.peers import SAME_STEPS
-from shoal.launching.failure import (
+from shoal.distributed.failure import (
     Failure,
     Left,
     culprit,
@@ -20,6 +18,8 @@ from shoal.launching.failure import (
     locate,
     report,
 )
+from shoal.distributed.watchdog.peer_errors import SAME_STEPS
+from shoal.util.errors import DataError
 
 OWN = Failure(rank=0, code=1, when=2.0, where="a, train.py:7", text="ValueError: boom\n")
 LATER = replace(OWN, rank=3, when=3.0)

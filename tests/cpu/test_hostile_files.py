@@ -23,14 +23,15 @@ from torch import nn
 import shoal
 from processes import Alone
 from shape import rules
-from shoal import events
 from shoal.checkpoint import Checkpoints
-from shoal.checkpoint.state import DTYPES
+from shoal.checkpoint.inspect import manifest as contents
+from shoal.checkpoint.inspect import verify
+from shoal.checkpoint.inspect.tensor_reader import Values
+from shoal.checkpoint.state_tree import DTYPES
 from shoal.checkpoint.store import DamageError, Manifest, Record
-from shoal.checkpoint.table import BYTES
-from shoal.errors import CheckpointError
-from shoal.inspection import contents, soundness
-from shoal.inspection.values import Values
+from shoal.checkpoint.tensor_index import BYTES
+from shoal.telemetry import events
+from shoal.util.errors import CheckpointError
 
 TENSORS = "rank-0.safetensors"
 SUM = "0" * 64
@@ -214,7 +215,7 @@ def test_a_table_that_no_tensor_has(row: dict[str, Any], step: Path) -> None:
     forged["tensors"]["state/weight"] = right | row
     forge(step, "state.json", json.dumps(forged).encode())
     assert_refused(step, "state.json")
-    assert soundness.problems(step, read=True)
+    assert verify.problems(step, read=True)
 
 
 def header(entries: dict[str, Any] | bytes, data: bytes = b"\0" * 32) -> bytes:
@@ -298,7 +299,7 @@ def test_what_is_no_file(name: str, make: Callable[[Path, Path], None], step: Pa
     (step / name).unlink()
     make(step / name, original)
     assert_refused(step, name)
-    assert any(name in problem for problem in soundness.problems(step, read=True))
+    assert any(name in problem for problem in verify.problems(step, read=True))
 
 
 @pytest.mark.parametrize("make", [pipe, device])
@@ -311,7 +312,7 @@ def test_a_state_that_no_manifest_names_is_not_waited_for(
     (step / "state.json").unlink()
     make(step / "state.json", step)
     assert_refused(step, "state.json")
-    assert soundness.problems(step, read=True)
+    assert verify.problems(step, read=True)
 
 
 @pytest.mark.parametrize("form", ["step-0", "step-2.partial", "step-2.trash", "step-1.trash"])
@@ -425,5 +426,5 @@ def test_nothing_in_the_library_unpickles_files_or_what_ranks_send(repository: P
                     loads += [] if safe else [f"{inside}: {ast.unparse(node.func)}"]
                 if called in OBJECTS:
                     objects.add(inside)
-    assert loads == ["launching/crossing.py: pickle.loads"]
+    assert loads == ["util/pickling.py: pickle.loads"]
     assert objects == set()

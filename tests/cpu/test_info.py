@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shoal.alike import spans
-from shoal.cgroups import cgroup_limits
-from shoal.choice import Choice
-from shoal.info import page
-from shoal.info.machine import maker, packages
-from shoal.info.ranks import Rank, differences, rows
+from shoal.doctor.cgroups import cgroup_limits
+from shoal.doctor.info import display
+from shoal.doctor.info.machine import maker, packages
+from shoal.doctor.info.ranks import Rank, differences, rows
+from shoal.util.decision import Choice
+from shoal.util.differences import spans
 
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
 
@@ -79,7 +79,7 @@ events = []
 sys.addaudithook(lambda event, found: events.append(event) if event in WATCHED else None)
 WATCHED = {"socket.bind", "socket.connect"}
 sys.argv = ["shoal", "info"]
-from shoal.cli import main
+from shoal.cli.main import main
 try:
     main()
 finally:
@@ -100,7 +100,7 @@ LATE = """
 import sys
 from rich.console import Console
 from shoal import info
-from shoal.errors import LaunchError
+from shoal.util.errors import LaunchError
 
 info.JOIN_SECONDS = 0.5
 try:
@@ -135,7 +135,7 @@ def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_
 
 def printed(width: int, *made: Choice[object]) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    page.choices(console, made)
+    display.choices(console, made)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.installed import packages
+from shoal.util.packages import packages
 
 
 def install(folder: Path, name: str, version: str) -> None:

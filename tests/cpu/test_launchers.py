@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import recordings
-from shoal.device import choose_device
-from shoal.environ import placement
-from shoal.errors import LaunchError
-from shoal.launchers import LAUNCHERS, Placement, order_of_detection
+from shoal.distributed.cluster_env import LAUNCHERS, Placement, order_of_detection
+from shoal.distributed.device import choose_device
+from shoal.distributed.env_vars import placement
+from shoal.util.errors import LaunchError
 
 
 def read(env: Mapping[str, str], *, cpus: int = 8, ancestors: tuple[str, ...] = ()) -> Placement:

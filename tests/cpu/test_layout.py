@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import LayoutError
-from shoal.layout import AXES, Layout
+from shoal.distributed.layout import AXES, Layout
+from shoal.util.errors import LayoutError
 
 DEGREES = st.integers(1, 4)
 LAYOUTS = st.builds(

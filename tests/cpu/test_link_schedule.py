@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 import shoal
-from shoal.links import Pairs, pairs, schedule, slow
+from shoal.distributed.link_speed import Pairs, pairs, schedule, slow
 
 HOSTS = [
     ["a"],

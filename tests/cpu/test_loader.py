@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import shoal
 from shoal.data.loader import check_sizes
-from shoal.errors import DataError
-from shoal.timeline import OTHER
+from shoal.telemetry.step_timer import OTHER
+from shoal.util.errors import DataError
 
 SIZE, BATCH = 23, 4
 DEADLINE = 100.0

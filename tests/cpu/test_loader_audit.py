@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.events import Events
+from shoal.telemetry.events import Events
 
 
 def record(directory: Path, ranks: list[list[tuple[int, int, int]]], attempt: float = 1.0) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import shoal
 from shoal.data.loader import check_fetch
-from shoal.errors import DataError
+from shoal.util.errors import DataError
 
 SIZE, BATCH = 13, 4
 

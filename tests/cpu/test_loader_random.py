@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 import shoal
-from shoal.data.mapped import Mapped
-from shoal.data.ordering import Shuffled
+from shoal.data.map_dataset import Mapped
+from shoal.data.orders import Shuffled
 from shoal.data.sampler import Sampler
-from shoal.errors import DataError
+from shoal.util.errors import DataError
 
 SIZE, BATCH, EPOCHS = 23, 4, 2
 

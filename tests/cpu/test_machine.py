@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.machine import Fit, Links, Machine, Point, Series, fit, read, to_json, write
+from shoal.bench.collectives.machine_file import (
+    Fit,
+    Links,
+    Machine,
+    Point,
+    Series,
+    fit,
+    read,
+    to_json,
+    write,
+)
 
 
 def point(bytes: int, seconds: float) -> Point:

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from ranks import free_port
-from shoal.errors import LaunchError
-from shoal.launchers import Meeting
-from shoal.meeting import meet
+from shoal.distributed.cluster_env import Meeting
+from shoal.distributed.rendezvous import meet
+from shoal.util.errors import LaunchError
 
 HERE = ("127.0.0.1",)
 
@@ -110,7 +110,7 @@ def test_a_rank_without_a_first_one_says_where_it_looked(join: Join) -> None:
 def test_a_host_from_which_nothing_comes_back_is_told_soon(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.meeting.SILENCE", 0.2)
+    monkeypatch.setattr("shoal.distributed.rendezvous.SILENCE", 0.2)
     meeting = job("a", *free_ports(2), hosts=("no-such-host.invalid",))
     (failed,) = join(meeting, 2, [1], timeout=60.0)
     said = f"found: {socket.gethostname()} can't reach no-such-host.invalid: no answer of any kind"

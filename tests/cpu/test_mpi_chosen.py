@@ -8,21 +8,21 @@ import os
 import pytest
 import torch
 
-from shoal import environ
-from shoal.errors import LaunchError
-from shoal.joining import choose_backend
-from shoal.mpi import require, serve
+from shoal.distributed import env_vars
+from shoal.distributed.initialize import choose_backend
+from shoal.distributed.mpi import require, serve
+from shoal.util.errors import LaunchError
 
 CPU = torch.device("cpu")
 
 
 def test_it_is_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.mpi.library.find_spec", lambda name: object())
+    monkeypatch.setattr("shoal.distributed.mpi.library.find_spec", lambda name: object())
     assert choose_backend("mpi", CPU).value == "mpi"
 
 
 def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.mpi.library.find_spec", lambda name: None)
+    monkeypatch.setattr("shoal.distributed.mpi.library.find_spec", lambda name: None)
     with pytest.raises(LaunchError, match="the package mpi4py is not installed"):
         require(CPU)
 
@@ -35,12 +35,12 @@ def test_it_serves_no_gpu() -> None:
 @pytest.mark.parametrize("variable", ["", "PMI_RANK", "PMIX_RANK"])
 def test_srun_alone_starts_no_ranks_of_mpi(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI would end the process itself, with half a page about how Slurm was built."""
-    monkeypatch.setattr("shoal.mpi.library._load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("shoal.distributed.mpi.library._load", lambda *_: pytest.fail("loaded"))
     for name in [name for name in os.environ if name.startswith("PMI")]:
         monkeypatch.delenv(name)
     if variable:
         monkeypatch.setenv(variable, "0")
-    here = dataclasses.replace(environ.placement({}, cpus=2), launcher="srun", size=2)
+    here = dataclasses.replace(env_vars.placement({}, cpus=2), launcher="srun", size=2)
     if variable:
         with pytest.raises(pytest.fail.Exception, match="loaded"):
             serve(here)
@@ -60,4 +60,4 @@ def test_torchrun_starts_no_ranks_of_mpi() -> None:
         "MASTER_PORT": "29500",
     }
     with pytest.raises(LaunchError, match="starts processes that are no ranks of MPI"):
-        serve(environ.placement(variables, cpus=2))
+        serve(env_vars.placement(variables, cpus=2))

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.batch import Batch
-from shoal.errors import StepError
-from shoal.task import Micro
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.util.errors import StepError
 
 SAMPLES = 6
 

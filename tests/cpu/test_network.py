@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shoal.environ import set_variables, write_defaults
-from shoal.errors import LaunchError
-from shoal.network import (
+from shoal.distributed.env_vars import set_variables, write_defaults
+from shoal.distributed.interfaces import (
     Interface,
     Report,
     Way,
@@ -22,6 +21,7 @@ from shoal.network import (
     engine_variables,
     interfaces,
 )
+from shoal.util.errors import LaunchError
 
 LO = Interface(name="lo", addresses=("127.0.0.1",))
 SLOW = Interface(name="eth0", addresses=("10.0.0.1",), speed=1000)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.errors import LaunchError
-from shoal.launchers import Placement, detect
-from shoal.launching.failure import Failure
-from shoal.launching.nodes import Nodes, choose_nodes, differences, listen, parse_address, parse_numbers
-from shoal.launching.verdict import SETTLE, Seen, Verdict, judge
+from shoal.distributed.cluster_env import Placement, detect
+from shoal.distributed.failure import Failure
+from shoal.launcher.attempt_outcome import SETTLE, Seen, Verdict, judge
+from shoal.launcher.nodes import Nodes, choose_nodes, differences, listen, parse_address, parse_numbers
+from shoal.util.errors import LaunchError
 
 ALONE = detect({}, 4, list)
 SRUN = {

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.order import Order
-from shoal.errors import DataError
+from shoal.data.permutation import Order
+from shoal.util.errors import DataError
 
 
 @pytest.mark.parametrize(

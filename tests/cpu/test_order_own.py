@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 import shoal
-from shoal.data.ordering import Shuffled, uniform
+from shoal.data.orders import Shuffled, uniform
 from shoal.data.sampler import Sampler as Shares
-from shoal.errors import DataError
+from shoal.util.errors import DataError
 
 SIZE, BATCH = 50, 8
 DATA = torch.arange(SIZE)

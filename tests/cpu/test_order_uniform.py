@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from shoal.data.order import Order
+from shoal.data.permutation import Order
 
 Table = npt.NDArray[np.int64]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import CheckpointError, StepError
+from shoal.util.errors import CheckpointError, StepError
 
 SAMPLES, BATCH = 24, 8
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))

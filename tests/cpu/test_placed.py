@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import shoal
 import specification
 from pretended import Elsewhere, Move, Pretended, plain
-from shoal.device import choose_device, neighbours
-from shoal.errors import LaunchError, ShoalError, StepError
-from shoal.parallel.spanning import check_replicas
+from shoal.distributed.device import choose_device, neighbours
+from shoal.strategies.device_placement.multi_device import check_replicas
+from shoal.util.errors import LaunchError, ShoalError, StepError
 from specification import TOLERANCE, Row, Trained, distance
 
 ZERO, ONE = torch.device("cpu", 0), torch.device("cpu", 1)

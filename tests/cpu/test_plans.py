@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.parallel.plans import check_divisible, derived_plan, planned
+from shoal.strategies.tensor_parallel.plan import check_divisible, derived_plan, planned
 
 
 class Gated(nn.Module):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from histories import Loading, Plant, simulate, write
-from shoal.analysis import Reader, Verdict, judge
+from shoal.report import Reader, Verdict, judge
 
 ALL = (0, 1, 2)
 PACE = {"start": {"workers": 2, "cores": 16}}

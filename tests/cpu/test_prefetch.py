@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.data.prefetch import on_device
-from shoal.moves import move, tensors_in
-from shoal.timeline import Timeline
+from shoal.distributed.to_device import move, tensors_in
+from shoal.telemetry.step_timer import Timeline
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

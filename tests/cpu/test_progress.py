@@ -14,8 +14,8 @@ import torch
 
 import shoal
 from ranks import Ranks
-from shoal.progress import Progress, Standing
-from shoal.texts import duration
+from shoal.training.progress_bar import Progress, Standing
+from shoal.util.text import duration
 from terminal import Shown, on_terminal
 
 DAY = 24 * 3600.0
@@ -121,10 +121,10 @@ def test_a_log_that_lacks_a_letter_is_no_reason_to_stop(loader: shoal.Loader) ->
 
 
 SCRIPT = """
-import sys, torch, shoal, shoal.progress
+import sys, torch, shoal, shoal.training.progress_bar
 from pathlib import Path
 
-shoal.progress.TERMINAL_SECONDS = 0.0  # every step is shown
+shoal.training.progress_bar.TERMINAL_SECONDS = 0.0  # every step is shown
 mode = sys.argv[2]
 with shoal.init() as world:
     model = shoal.parallelize(torch.nn.Linear(2, 1), world)

@@ -21,20 +21,13 @@ import shoal
 from buckets import Bucket, nothing
 from elsewhere import NUMBERS, Failing, begin, names, restored, save, state
 from processes import Alone
-from shoal import cli
-from shoal.checkpoint import (
-    AnyPath,
-    Checkpoints,
-    Files,
-    path_from,
-    remote,
-    staging,
-)
-from shoal.checkpoint.naming import Name
+from shoal.checkpoint import AnyPath, Checkpoints, Files, object_store, path_from, staging
+from shoal.checkpoint.directory_names import Name
+from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import open_file
-from shoal.checkpoint.remote import RemotePath
 from shoal.checkpoint.store import Manifest, Record
-from shoal.errors import CheckpointError
+from shoal.cli.main import app
+from shoal.util.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +96,7 @@ def test_a_damaged_file_means_the_previous_one(place: AnyPath, name: str) -> Non
 
 
 def test_a_file_in_several_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "BLOCK", 1000)
+    monkeypatch.setattr(object_store, "BLOCK", 1000)
     monkeypatch.setattr(staging, "BLOCK", 300)
     counted = Failing(None, OSError())
     Bucket.before = staticmethod(counted)
@@ -182,7 +175,7 @@ def test_files_of_this_machine_are_no_remote_ones(tmp_path: Path) -> None:
 
 def checkpoint(*arguments: object) -> tuple[int, str]:
     """The exit code and what was printed; a ShoalError is raised."""
-    done = CliRunner().invoke(cli.app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"})
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.output
@@ -336,7 +329,7 @@ def test_names_are_in_the_order_of_saves() -> None:
 def test_a_file_that_is_given_up_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "BLOCK", 1000)
+    monkeypatch.setattr(object_store, "BLOCK", 1000)
     place = path_from(f"bucket://{tmp_path}/run")
     assert isinstance(place, RemotePath)
     for size in (5, 2500):

@@ -13,7 +13,7 @@ import pytest
 from buckets import Bucket, nothing
 from elsewhere import DeadError, Failing, begin, damaged, names, restored, save, state
 from shoal.checkpoint import AnyPath, Fence, path_from
-from shoal.errors import CheckpointError
+from shoal.util.errors import CheckpointError
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from histories import BEGAN, Plant, lines, simulate, write, write_two_steps
-from shoal.analysis import History, read
-from shoal.cli import app
-from shoal.errors import CheckpointError, LaunchError
-from shoal.pages import Block, Table, Text, csv_of, plots
-from shoal.pages.page import Page, Section, render
-from shoal.report import story, tabulated
+from shoal.cli.main import app
+from shoal.report import History, attempts, read
+from shoal.report.html import Block, Table, Text, csv_of, plots
+from shoal.report.html.page import Page, Section, render
+from shoal.report.run_page import tables
+from shoal.util.errors import CheckpointError, LaunchError
 
 PLANTS = [
     Plant(part="wait", ranks=[1], seconds=5e-3),
@@ -171,14 +171,14 @@ def test_numbers_without_bounds_are_json_nevertheless(tmp_path: Path) -> None:
 def test_each_of_several_steps_keeps_its_own_curve(tmp_path: Path) -> None:
     write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN, first=0)
     write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN + 60, first=60)
-    found = story.curves(read(tmp_path), "loss")
+    found = attempts.curves(read(tmp_path), "loss")
     assert found["critic"].step.tolist() == list(range(1, 161))
     assert found["generator"].step.tolist() == list(range(1, 33))
     assert json.loads(shoal("report", tmp_path, "--json").output)["attempts"][0]["done_again"] == 40
 
 
 def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
-    steps = story.curves(read(run), "loss")["step"].step
+    steps = attempts.curves(read(run), "loss")["step"].step
     assert list(steps) == sorted(set(steps))
 
 
@@ -201,10 +201,10 @@ def test_how_an_attempt_ended(tmp_path: Path, events: list[dict[str, Any]], word
     write(tmp_path, simulate(2, 20))
     add(tmp_path, 0, *events)
     attempt = read(tmp_path).attempts[0]
-    assert story.ending(attempt, last=True, now=BEGAN + 1000).startswith(words)
-    now = story.ending(attempt, last=True, now=attempt.seen + 3)
+    assert attempts.ending(attempt, last=True, now=BEGAN + 1000).startswith(words)
+    now = attempts.ending(attempt, last=True, now=attempt.seen + 3)
     assert now.startswith(words if events else "running, last sign 3 s ago")
-    later = story.ending(attempt, last=False, now=BEGAN + 1000)
+    later = attempts.ending(attempt, last=False, now=BEGAN + 1000)
     assert later == "killed or lost, without a word" or events
 
 
@@ -249,14 +249,14 @@ def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
     plant = Plant(part="forward", ranks=[70], seconds=5e-3)
     history = read(write(tmp_path, simulate(80, 64, [plant])))
     one = judged(history)
-    table = tabulated.by_rank(one)
-    assert len(table.rows) == tabulated.MOST
+    table = tables.by_rank(one)
+    assert len(table.rows) == tables.MOST
     assert "70" in [row[0] for row in table.rows]
     assert "of 80 that waited least" in table.caption
 
 
 def judged(history: History) -> Any:
-    from shoal.analysis import judge
+    from shoal.report import judge
 
     return judge(history).judged[0]
 

@@ -19,9 +19,9 @@ import torch
 
 from processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Files
-from shoal.checkpoint.files import Room
-from shoal.checkpoint.stores import store_in
-from shoal.errors import CheckpointError
+from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.filesystem import Room
+from shoal.util.errors import CheckpointError
 
 LARGE = 1 << 22
 
@@ -144,7 +144,7 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}]
 from processes import Alone
 from shoal.checkpoint import Checkpoints, Files
-from shoal.errors import CheckpointError
+from shoal.util.errors import CheckpointError
 
 directory = Path({directory!r})
 checkpoints = Checkpoints(directory, Alone(), keep=9)

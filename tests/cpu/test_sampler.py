@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.order import Order
-from shoal.data.ordering import Shuffled
+from shoal.data.orders import Shuffled
+from shoal.data.permutation import Order
 from shoal.data.sampler import Sampler, Share, cut
 
 SIZES = st.integers(1, 60)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import StepError
-from shoal.schedule import Schedule
+from shoal.training.schedule import Schedule
+from shoal.util.errors import StepError
 
 
 def rates(schedule: Schedule, total: int, steps: int) -> list[float]:

@@ -10,8 +10,8 @@ from torch import nn
 
 import shoal
 from causal import GPT, texts
-from shoal.parallel.compared import distance
-from shoal.parallel.sliced import _sequence_dim
+from shoal.strategies.context_parallel.sequence_slices import _sequence_dim
+from shoal.strategies.tolerance import distance
 
 
 def test_without_the_axis_nothing_changes(world: shoal.World) -> None:

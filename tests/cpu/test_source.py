@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 import shoal
-from shoal.errors import DataError
+from shoal.util.errors import DataError
 
 SIZE, BATCH = 11, 4
 X = torch.arange(SIZE * 2, dtype=torch.float32).view(SIZE, 2)

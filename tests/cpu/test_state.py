@@ -19,8 +19,8 @@ from torch import nn
 
 from processes import Alone
 from shoal.checkpoint import Checkpoints, Loaded, compare_names, shapes
-from shoal.checkpoint.state import DTYPES, names_in, put_together, take_apart
-from shoal.errors import CheckpointError
+from shoal.checkpoint.state_tree import DTYPES, names_in, put_together, take_apart
+from shoal.util.errors import CheckpointError
 
 
 def same(a: Any, b: Any) -> bool:

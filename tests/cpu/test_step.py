@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.batch import Batch
-from shoal.errors import CheckpointError, StepError
-from shoal.step import LossScale
-from shoal.task import Micro
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.training.step import LossScale
+from shoal.util.errors import CheckpointError, StepError
 
 SAMPLES = 12
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-import shoal.stopping
+import shoal.training.preemption
 from commands import wait_for
-from shoal.errors import LaunchError
-from shoal.launchers import REQUEUE
-from shoal.stopping import SIGNALS, Kind, Reason, Stopped, Stopping
+from shoal.distributed.cluster_env import REQUEUE
+from shoal.training.preemption import SIGNALS, Kind, Reason, Stopped, Stopping
+from shoal.util.errors import LaunchError
 
 
 @dataclass
@@ -155,7 +155,7 @@ def test_nobody_stops_when_one_has_left(stoppings: Callable[[int], list[Stopping
 def test_a_rank_that_is_dead_is_named(
     stoppings: Callable[[int], list[Stopping]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shoal.stopping, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(shoal.training.preemption, "ANSWER_SECONDS", 0.3)
     several = stoppings(3)
     monkeypatch.setattr(several[2], "_answer", lambda *_: None)
     both = threading.Barrier(2)  # the time begins when the living have answered, however slow they are
@@ -179,7 +179,7 @@ def answering_together(answer: Callable[..., None], both: threading.Barrier) -> 
 def test_stopping_does_not_wait_for_the_dead(
     stoppings: Callable[[int], list[Stopping]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shoal.stopping, "ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(shoal.training.preemption, "ANSWER_SECONDS", 3600.0)
     several = stoppings(2)
     several[1]._answered = True  # it will never answer
     several[0].request("SIGTERM")

@@ -18,9 +18,9 @@ import torch
 
 from processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Files, Loaded
+from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.store import DamageError, Manifest, Record
-from shoal.checkpoint.stores import store_in
-from shoal.errors import CheckpointError
+from shoal.util.errors import CheckpointError
 
 FILES = ["manifest.json", "rank-0.safetensors", "state.json"]
 

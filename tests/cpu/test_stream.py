@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.data.sampler import Sampler
-from shoal.data.stream import Lanes, Streamed
-from shoal.errors import DataError
+from shoal.data.shards import Lanes, Streamed
+from shoal.util.errors import DataError
 
 BATCH = 16
 LENGTHS = np.random.default_rng(5).integers(0, 40, 25).tolist()

@@ -14,8 +14,8 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset, get_worker_info
 
 import shoal
-from shoal.data.flow import Cutting, Reading
-from shoal.errors import DataError
+from shoal.data.iterable_dataset import Cutting, Reading
+from shoal.util.errors import DataError
 
 BATCH = 4
 

@@ -10,19 +10,26 @@ from pathlib import Path
 import pytest
 
 from batch import place, write
-from shoal.errors import LaunchError
-from shoal.submit import catalog
-from shoal.submit.checking import check, notes, objections, secret_options, without_secrets, workers_of
-from shoal.submit.deciding import decide
-from shoal.submit.drafting import draft
-from shoal.submit.measured import stopping_seconds
-from shoal.submit.request import Request
-from shoal.submit.site import Partition, Qos, Site, read_site
-from shoal.submit.times import gpu_hours, parse_time, spell_time
+from shoal.launcher.submit import site_catalog
+from shoal.launcher.submit.check import (
+    check,
+    notes,
+    objections,
+    secret_options,
+    without_secrets,
+    workers_of,
+)
+from shoal.launcher.submit.decide import decide
+from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.save_time import stopping_seconds
+from shoal.launcher.submit.site import Partition, Qos, Site, read_site
+from shoal.launcher.submit.site_draft import draft
+from shoal.launcher.submit.times import gpu_hours, parse_time, spell_time
+from shoal.util.errors import LaunchError
 
 HOUR = 3600
-JEAN_ZAY = catalog.load(catalog.find_entry("jean-zay"))
-PLAIN = catalog.load(catalog.find_entry("plain"))
+JEAN_ZAY = site_catalog.load(site_catalog.find_entry("jean-zay"))
+PLAIN = site_catalog.load(site_catalog.find_entry("plain"))
 
 
 def request(**changes: object) -> Request:
@@ -224,15 +231,15 @@ def test_own_sites_come_before_those_that_are_shipped(
     folder.mkdir(parents=True)
     (folder / "plain.toml").write_text("about = 'mine'\n")
     (folder / "other.toml").write_text("hosts = ['login[0-9]*']\n")
-    assert catalog.load(catalog.entries()["plain"]).about == "mine"
-    assert catalog.choose(None, "login3.x").value.name == "other"
-    assert catalog.choose(None, "jean-zay4").value.name == "jean-zay"
-    assert catalog.choose(None, "elsewhere").value.name == "plain"
-    assert catalog.choose("jean-zay", "login3.x").value.name == "jean-zay"
+    assert site_catalog.load(site_catalog.entries()["plain"]).about == "mine"
+    assert site_catalog.choose(None, "login3.x").value.name == "other"
+    assert site_catalog.choose(None, "jean-zay4").value.name == "jean-zay"
+    assert site_catalog.choose(None, "elsewhere").value.name == "plain"
+    assert site_catalog.choose("jean-zay", "login3.x").value.name == "jean-zay"
     monkeypatch.setenv("SHOAL_SITE", "other")
-    assert catalog.choose(None, "elsewhere").value.name == "other"
+    assert site_catalog.choose(None, "elsewhere").value.name == "other"
     with pytest.raises(LaunchError, match="jean-zay, plain, other"):
-        catalog.choose("nowhere")
+        site_catalog.choose("nowhere")
 
 
 def test_the_page_shows_a_site_and_a_refusal_as_they_are(repository: Path) -> None:

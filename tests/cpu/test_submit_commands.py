@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from batch import Fakes
-from shoal import cli
-from shoal.errors import LaunchError
+from shoal.cli.main import app
+from shoal.util.errors import LaunchError
 
 PROBE = """
 import sys
@@ -27,7 +27,7 @@ class Refuses:
             raise RuntimeError(f"{name} is imported")
 
 sys.meta_path.insert(0, Refuses())
-from shoal.cli import main
+from shoal.cli.main import main
 main()
 """
 
@@ -49,7 +49,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 def shoal(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
+    return CliRunner().invoke(app, arguments)
 
 
 def refused(*arguments: str) -> LaunchError:
@@ -254,7 +254,7 @@ def test_a_job_that_nobody_would_know_of_is_taken_back(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("shoal.submit.submitting.write_record", full)
+    monkeypatch.setattr("shoal.launcher.submit.submit.write_record", full)
     assert "No space left" in refused("submit", "--time", "1", "train.py").found
     assert fakes.calls("scancel") == [["scancel", "--quiet", "42"]]
     assert os.listdir() == ["train.py"]

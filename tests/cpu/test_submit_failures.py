@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from batch import Fakes, place, run_script, write
-from shoal.submit.folder import read_failure
-from shoal.submit.request import Request
-from shoal.submit.site import Site
+from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.job_directory import read_failure
+from shoal.launcher.submit.site import Site
 
 PLAIN = Site(name="plain")
 HOUR = 3600
@@ -28,8 +28,8 @@ exit $code
 FAILS = """
 import os, sys
 from pathlib import Path
-from shoal.environ import failures
-from shoal.launching.reports import report_into
+from shoal.distributed.env_vars import failures
+from shoal.distributed.failure_reports import report_into
 
 rank = int(os.environ["RANK"])
 report_into(failures(), rank=rank, size=2)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from batch import Fakes, place, run_script, write
-from shoal.errors import LaunchError
-from shoal.submit.catalog import find_entry, load
-from shoal.submit.request import Request
-from shoal.submit.site import Site
+from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.site import Site
+from shoal.launcher.submit.site_catalog import find_entry, load
+from shoal.util.errors import LaunchError
 
 PLAIN = Site(name="plain")
 HOUR = 3600

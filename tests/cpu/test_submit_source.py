@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.errors import LaunchError
-from shoal.installed import packages
-from shoal.submit import source as module
-from shoal.submit.source import copy_source, find_source, import_paths
+from shoal.launcher.submit import source_snapshot as module
+from shoal.launcher.submit.source_snapshot import copy_source, find_source, import_paths
+from shoal.util.errors import LaunchError
+from shoal.util.packages import packages
 
 ODD = "it's a\n$(touch broken) file.py"
 

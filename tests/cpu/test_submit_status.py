@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from batch import Fakes
-from shoal import cli
-from shoal.errors import LaunchError
-from shoal.submit.slurm import Queued
+from shoal.cli.main import app
+from shoal.launcher.submit.slurm.commands import Queued
+from shoal.util.errors import LaunchError
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 def shoal(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
+    return CliRunner().invoke(app, arguments)
 
 
 def refused(*arguments: str) -> LaunchError:

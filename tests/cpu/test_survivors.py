@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import shoal
-from shoal.survivors import Survivors
+from shoal.distributed.membership import Survivors
 
 LONG = 600.0
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import DataError, StepError
-from shoal.task import Micro, Noise, Task, check_loss, default_inputs
+from shoal.data.micro import Micro
+from shoal.data.noise import Noise
+from shoal.strategies.task import Task, check_loss, default_inputs
+from shoal.util.errors import DataError, StepError
 
 
 def normal(noise: Noise) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 
 from processes import Alone
 from shoal.checkpoint import Checkpoints
-from shoal.errors import ShoalError
-from shoal.events import Events
-from shoal.texts import MASK, is_secret, masked, printable, shown
+from shoal.telemetry.events import Events
+from shoal.util.errors import ShoalError
+from shoal.util.text import MASK, is_secret, masked, printable, shown
 
 
 @pytest.mark.parametrize(

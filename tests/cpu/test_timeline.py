@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-import shoal.timeline
-from shoal.timeline import (
+import shoal.telemetry.step_timer
+from shoal.telemetry.step_timer import (
     BACKWARD,
     CHECKPOINT,
     CLOCK,
@@ -44,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(shoal.timeline, "perf_counter_ns", clock)
+    monkeypatch.setattr(shoal.telemetry.step_timer, "perf_counter_ns", clock)
     return clock
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.errors import StepError
-from shoal.parallel.timetable import SCHEDULES, Work, timetable
+from shoal.strategies.pipeline.schedules import SCHEDULES, Work, timetable
+from shoal.util.errors import StepError
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (3, 6)])

@@ -16,17 +16,18 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typer.testing import CliRunner
 
 import shoal
-from shoal.cli import app
-from shoal.errors import CheckpointError, StepError
-from shoal.timeline import OTHER, UPDATE
-from shoal.tracing import clocks, windows
-from shoal.tracing.asking import timeline
-from shoal.tracing.clocks import Offset, Trip
-from shoal.tracing.coarse import coarse
-from shoal.tracing.merging import merge
-from shoal.tracing.recorder import Recorder
-from shoal.tracing.requests import Requests
-from shoal.tracing.windows import Window
+from shoal.cli.main import app
+from shoal.report.trace.coarse import coarse
+from shoal.report.trace.merge import merge
+from shoal.report.trace.request import timeline
+from shoal.telemetry import clock_offset
+from shoal.telemetry.clock_offset import Offset, Trip
+from shoal.telemetry.profiler import window
+from shoal.telemetry.profiler.requests import Requests
+from shoal.telemetry.profiler.window import Window
+from shoal.telemetry.step_timer import OTHER, UPDATE
+from shoal.training.trace_recorder import Recorder
+from shoal.util.errors import CheckpointError, StepError
 from timelines import checked_events, steps_of
 
 SECOND = 10**9
@@ -35,15 +36,15 @@ SECOND = 10**9
 def test_the_quickest_trip_decides_and_bounds_the_offset() -> None:
     # The other clock is 1,000 ahead; the way there takes 30 of the 40 of the quickest trip.
     trips = [Trip(0, 1300, 400), Trip(1000, 2030, 1040), Trip(5000, 6010, 5100)]
-    found = clocks.best(trips)
+    found = clock_offset.best(trips)
     assert found == Offset(1000, 1010, 20)
     assert abs(found.offset - 1000) <= found.uncertainty
 
 
 def test_a_clock_that_runs_fast_is_followed() -> None:
     offsets = [Offset(0, 100, 1), Offset(1000, 90, 1)]
-    assert [clocks.at(offsets, time) for time in (0, 500, 1000, 2000)] == [100, 95, 90, 80]
-    assert clocks.at(offsets[:1], 10**6) == 100
+    assert [clock_offset.at(offsets, time) for time in (0, 500, 1000, 2000)] == [100, 95, 90, 80]
+    assert clock_offset.at(offsets[:1], 10**6) == 100
 
 
 def test_ranks_ask_rank_0_for_the_time() -> None:
@@ -58,7 +59,7 @@ def test_ranks_ask_rank_0_for_the_time() -> None:
 
     def run(rank: int) -> None:
         shift = ahead if rank else 0
-        found[rank] = clocks.compare(store, rank, 3, lambda: clock(shift))
+        found[rank] = clock_offset.compare(store, rank, 3, lambda: clock(shift))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -78,11 +79,11 @@ def test_ranks_ask_rank_0_for_the_time() -> None:
 )
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(StepError):
-        windows.window(text, f"--trace {text}")
+        window.window(text, f"--trace {text}")
 
 
 def test_a_window_is_read() -> None:
-    assert windows.window("100:105", "") == Window(100, 105)
+    assert window.window("100:105", "") == Window(100, 105)
 
 
 def make_requests(folder: Path, size: int) -> list[Requests]:
@@ -97,15 +98,15 @@ def due(ranks: Sequence[Requests], step: int) -> list[Any]:
 
 def test_ranks_that_all_saw_a_request_record_it_together(tmp_path: Path) -> None:
     ranks = make_requests(tmp_path / "traces", 3)
-    windows.ask(tmp_path, Window(10, 12))
+    window.ask(tmp_path, Window(10, 12))
     for rank in ranks:
         rank.look()
         rank.look()
     assert due(ranks, 8) == [None] * 3
     assert due(ranks, 9) == [(Window(10, 12), True)] * 3
     assert due(ranks, 10) == [None] * 3
-    assert windows.asked(tmp_path / "traces") is None
-    windows.ask(tmp_path, Window(20, 20))
+    assert window.asked(tmp_path / "traces") is None
+    window.ask(tmp_path, Window(20, 20))
     for rank in ranks:
         rank.look()
     assert due(ranks, 19) == [(Window(20, 20), True)] * 3
@@ -113,7 +114,7 @@ def test_ranks_that_all_saw_a_request_record_it_together(tmp_path: Path) -> None
 
 def test_if_one_rank_saw_a_request_too_late_none_records(tmp_path: Path) -> None:
     ranks = make_requests(tmp_path / "traces", 2)
-    windows.ask(tmp_path, Window(10, 12))
+    window.ask(tmp_path, Window(10, 12))
     ranks[1].look()  # before rank 0 has: it says nothing yet, and looks again
     ranks[0].look()
     assert due(ranks, 9) == [(Window(10, 12), False), None]
@@ -124,23 +125,23 @@ def test_if_one_rank_saw_a_request_too_late_none_records(tmp_path: Path) -> None
 def test_a_request_for_steps_that_are_over_is_dropped(tmp_path: Path) -> None:
     (rank,) = make_requests(tmp_path / "traces", 1)
     assert rank.due(50) is None
-    windows.ask(tmp_path, Window(10, 12))
+    window.ask(tmp_path, Window(10, 12))
     rank.look()
-    assert windows.asked(tmp_path / "traces") is None
+    assert window.asked(tmp_path / "traces") is None
     assert rank.due(51) is None
 
 
 def test_a_request_in_the_place_of_one_that_was_seen_comes_after_it(tmp_path: Path) -> None:
     ranks = make_requests(tmp_path / "traces", 2)
     for wanted in (Window(10, 12), Window(20, 21)):
-        windows.ask(tmp_path, wanted)
+        window.ask(tmp_path, wanted)
         for rank in ranks:
             rank.look()
     assert due(ranks, 9) == [(Window(10, 12), True)] * 2
     for rank in ranks:
         rank.look()
     assert due(ranks, 19) == [(Window(20, 21), True)] * 2
-    assert windows.asked(tmp_path / "traces") is None
+    assert window.asked(tmp_path / "traces") is None
 
 
 def test_a_request_for_more_than_memory_holds_is_refused(tmp_path: Path) -> None:
@@ -148,11 +149,11 @@ def test_a_request_for_more_than_memory_holds_is_refused(tmp_path: Path) -> None
     with pytest.raises(StepError, match="1,001 steps, and 1,000 are the most"):
         timeline(str(tmp_path), "100:1100")
     with pytest.raises(StepError):
-        windows.recordable(Window(2, 10**15), "profile=(2, 10**15)")
+        window.recordable(Window(2, 10**15), "profile=(2, 10**15)")
     folder = tmp_path / "traces"
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps({"name": "a", "first": 2, "last": 10**9}))
-    assert windows.asked(folder) is None
+    assert window.asked(folder) is None
 
 
 def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
     wish = {"name": "a/../b", "first": 2, "last": 3}
     for content in ("", "[]", "{", json.dumps(wish), json.dumps(wish | {"name": "a", "first": "2"})):
         (folder / "request.json").write_text(content)
-        assert windows.asked(folder) is None
+        assert window.asked(folder) is None
 
 
 def record(
@@ -333,7 +334,7 @@ def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
 def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
     assert "the run is at step 10; it was asked" in timeline(str(tmp_path), "20:25")
-    assert windows.asked(tmp_path / "traces") is not None
+    assert window.asked(tmp_path / "traces") is not None
     assert "coarse" in timeline(str(tmp_path), "6:7")
     record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
     assert "of 1 rank" in timeline(str(tmp_path), "5:6")
@@ -348,7 +349,7 @@ def test_a_run_that_has_ended_is_asked_for_nothing(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end)
     with pytest.raises(CheckpointError, match="the run has ended, and its newest step is 10"):
         timeline(str(tmp_path), "20:25")
-    assert windows.asked(tmp_path / "traces") is None
+    assert window.asked(tmp_path / "traces") is None
     assert "the steps 9:25 as far as 10, coarse" in timeline(str(tmp_path), "9:25")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from shoal.hangs import trace
-from shoal.hangs.trace import Call, Progress
-from shoal.traffic import Traffic, bus_factor, kind_of, size_of
+from shoal.telemetry import flight_recorder
+from shoal.telemetry.collective_stats import Traffic, bus_factor, kind_of, size_of
+from shoal.telemetry.flight_recorder import Call, Progress
 
 
 class Clock:
@@ -152,5 +152,5 @@ def test_nothing_is_said_of_times_that_nobody_knows(traffic: Traffic, clock: Clo
 def test_of_a_dump_only_what_is_new_is_read(after: int) -> None:
     entries = [{"input_sizes": [[n]], "record_id": n, "retired": True} for n in range(3, 10)]
     text = json.dumps({"entries": entries, "pg": {"0": {}}}, separators=(",", ":")).encode()
-    found = trace._above(text, after)
+    found = flight_recorder._above(text, after)
     assert [entry["record_id"] for entry in found] == [n for n in range(3, 10) if n > after]

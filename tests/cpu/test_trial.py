@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import shoal
-from shoal.modes import evaluation
-from shoal.trial import is_mean
+from shoal.strategies.eval_mode import evaluation
+from shoal.training.loss_check import is_mean
 
 SAMPLES = 24
 GENERATOR = torch.Generator().manual_seed(0)

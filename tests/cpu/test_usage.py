@@ -19,13 +19,13 @@ from torch import nn
 
 import shoal
 from commands import wait_for
-from shoal.events import Events
-from shoal.observing import Observer
-from shoal.streams import random_state
-from shoal.usage.flops import Counting
-from shoal.usage.peaks import peak_here, peak_of
-from shoal.usage.process import Meter, Usage
-from shoal.usage.sampler import Job, Sampler, noting
+from shoal.distributed.seeds import random_state
+from shoal.telemetry.events import Events
+from shoal.telemetry.usage.device_peaks import peak_here, peak_of
+from shoal.telemetry.usage.flops import Counting
+from shoal.telemetry.usage.process import Meter, Usage
+from shoal.telemetry.usage.sampler import Job, Sampler, noting
+from shoal.training.run_monitor import Observer
 
 
 def test_a_job_that_fails_is_told_once_and_the_others_go_on() -> None:
@@ -148,7 +148,7 @@ def test_peaks_are_those_of_data_sheets_or_unknown(
 
 SWITCHED = """
 import torch
-from shoal.usage.peaks import tf32_allowed
+from shoal.telemetry.usage.device_peaks import tf32_allowed
 
 found = [tf32_allowed()]
 torch.set_float32_matmul_precision("high")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.environ import REPORTS, set_variables
-from shoal.hangs import end, stacks
-from shoal.hangs.end import EXIT_CODE, Report
-from shoal.hangs.trace import Collective, describe
-from shoal.hangs.verdict import (
+from shoal.distributed.env_vars import REPORTS, set_variables
+from shoal.distributed.failure import Failure, decode
+from shoal.distributed.watchdog import abort, stacks
+from shoal.distributed.watchdog.abort import EXIT_CODE, Report
+from shoal.distributed.watchdog.diagnosis import (
     BUSY_SECONDS,
     Absent,
     Limits,
@@ -24,7 +24,7 @@ from shoal.hangs.verdict import (
     table,
     to_plain,
 )
-from shoal.launching.failure import Failure, decode
+from shoal.telemetry.flight_recorder import Collective, describe
 
 GROUPS = {"0": [0, 1, 2], "pair": [0, 1]}
 REDUCE = Collective(group="0", number=7, operation="all_reduce", tensors="float32[4]", done=False)
@@ -216,10 +216,10 @@ def test_a_report_reaches_the_launcher_as_a_failure() -> None:
     report = Report(rank=1, size=3, where="b, train.py:5", text="all of it", when=4.0)
     ours, theirs = Pipe(duplex=False)
     with set_variables({REPORTS: f"{os.getpid()}:{theirs.fileno()}"}):
-        assert end.tell_launcher(report)
+        assert abort.tell_launcher(report)
     assert decode(ours.recv_bytes()) == Failure(
         rank=1, code=EXIT_CODE, when=4.0, where="b, train.py:5", text="all of it", hung=True
     )
     # What a rank has started itself is not heard through the rank's pipe.
     with set_variables({REPORTS: f"{os.getpid() + 1}:{theirs.fileno()}"}):
-        assert not end.tell_launcher(report)
+        assert not abort.tell_launcher(report)

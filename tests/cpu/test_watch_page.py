@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from shoal.analysis import PALETTE, SHOWN
-from shoal.watch.charts import bar, curve, resampled, shares, spark
-from shoal.watch.keys import pressed
-from shoal.watch.look import PARTS, Look, compact
-from shoal.watch.page import page, turns
-from shoal.watch.ranks import chosen, leaves
-from shoal.watch.snapshot import (
+from shoal.report import PALETTE, SHOWN
+from shoal.report.dashboard.charts import bar, curve, resampled, shares, spark
+from shoal.report.dashboard.curves import Tracks
+from shoal.report.dashboard.keys import pressed
+from shoal.report.dashboard.layout import page, turns
+from shoal.report.dashboard.rank_table import chosen, leaves
+from shoal.report.dashboard.snapshot import (
     Curve,
     Kind,
     Progress,
@@ -31,7 +31,7 @@ from shoal.watch.snapshot import (
     Snapshot,
     State,
 )
-from shoal.watch.tracks import Tracks
+from shoal.report.dashboard.theme import PARTS, Look, compact
 
 NAMES = [part.name for part in PARTS]
 PLAIN = Look(colour=False)

@@ -14,10 +14,10 @@ import pytest
 
 import shoal
 from histories import BEGAN, Plant, lines, simulate, write
-from shoal.watch import watch
-from shoal.watch.observing import KEEP, Observer
-from shoal.watch.snapshot import Snapshot
-from shoal.watch.tracks import POINTS, Tracks
+from shoal.report.dashboard import watch
+from shoal.report.dashboard.curves import POINTS, Tracks
+from shoal.report.dashboard.snapshot import Snapshot
+from shoal.report.dashboard.snapshot_builder import KEEP, Observer
 
 SLOW = Plant(part="wait", ranks=[1], seconds=8e-3, since=300)
 

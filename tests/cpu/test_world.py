@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.device import choose_device
-from shoal.environ import placement
-from shoal.errors import AgreementError, LaunchError, LayoutError, StepError
-from shoal.launchers import Placement
-from shoal.streams import derive_seed
+from shoal.distributed.cluster_env import Placement
+from shoal.distributed.device import choose_device
+from shoal.distributed.env_vars import placement
+from shoal.distributed.seeds import derive_seed
+from shoal.strategies.registry import engines_of
+from shoal.util.errors import AgreementError, LaunchError, LayoutError, StepError
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
     world.stepping()
     with world.preparing(), world.first_rank_first() as first:
         assert first
-    assert world.engines == []
+    assert engines_of(world) == []
     assert not dist.is_initialized()
     assert repr(world) == "World(rank 0 of 1, replicate=1, cpu)"
 
@@ -160,7 +161,7 @@ def test_closing_twice_and_leaving_nothing() -> None:
     shoal.parallelize(nn.Linear(1, 1), world)
     world.close()
     world.close()
-    assert world.engines == []
+    assert engines_of(world) == []
     assert set(threading.enumerate()) == threads
     with shoal.init(device="cpu") as again:
         assert again.size == 1

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.parallel import engine_of
-from shoal.parallel.averaging import AveragingEngine
+from shoal.strategies import engine_of
+from shoal.strategies.data_parallel.local_sgd import AveragingEngine
 
 SIZE, WIDTH, SAMPLES, BATCH = 3, 4, 25, 6
 RATE = 0.05

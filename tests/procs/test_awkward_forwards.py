@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import StepError
+from shoal.util.errors import StepError
 
 WIDTH, SAMPLES, STEPS = 6, 27, 3
 

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.errors import CheckpointError, DataError, LaunchError, LayoutError, ShoalError, StepError
+from shoal.util.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    LayoutError,
+    ShoalError,
+    StepError,
+)
 
 RANKS = 3
 LIMIT = 60.0

@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from commands import Command, wait_for
-from shoal.bench import data
+from shoal.bench.data_loading import command
 
 pytestmark = pytest.mark.full
 
@@ -71,7 +71,7 @@ def ask(target: str, **changed: Any) -> int:
         "csv": None,
         "json": True,
     }
-    return data.data(data.Request(target=target, **{**usual, **changed}))
+    return command.data(command.Request(target=target, **{**usual, **changed}))
 
 
 def test_a_dataset_that_waits_without_workers_and_with_some(

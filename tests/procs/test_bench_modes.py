@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.bench import modes
+from shoal.bench.compile import measure
 
 pytestmark = pytest.mark.full
 
@@ -20,7 +20,7 @@ WAYS = ["Python loop", "torch operations", "TorchScript", "torch.compile"]
 
 def ask(**changed: Any) -> int:
     usual: dict[str, Any] = {"model": None, "batch": 4, "seconds": 0.5, "csv": None, "json": True}
-    return modes.modes(modes.Request(**{**usual, **changed}))
+    return measure.modes(measure.Request(**{**usual, **changed}))
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -38,7 +38,7 @@ def test_a_way_that_fails_is_a_row_with_its_reason(
     table = tmp_path / "modes.csv"
     assert ask(model="dense:width=8,layers=1,inputs=6", csv=table) == 0
     modes_of = found(capsys)
-    toys = [modes.TOY.format(count) for count in modes.NUMBERS]
+    toys = [measure.TOY.format(count) for count in measure.NUMBERS]
     assert list(modes_of) == [
         *((subject, way) for subject in toys for way in WAYS),
         *(
@@ -60,9 +60,9 @@ def test_a_way_that_fails_is_a_row_with_its_reason(
 
 @pytest.mark.long
 def test_the_real_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "NUMBERS", (5,))
+    monkeypatch.setattr(measure, "NUMBERS", (5,))
     assert ask() == 0
-    compiled = found(capsys)[modes.TOY.format(5), "torch.compile"]
+    compiled = found(capsys)[measure.TOY.format(5), "torch.compile"]
     if compiled["seconds"] is None:
         assert compiled["reason"]
     else:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from browser import browser, program
-from shoal.bench import scaling
-from shoal.bench.figures import Repeat
-from shoal.bench.folder import Study, begin
-from shoal.bench.grid import Options
-from shoal.bench.measured import summarize
-from shoal.tables import plain_console
+from shoal.bench.scaling import study as scaling
+from shoal.bench.scaling.aggregate import Repeat
+from shoal.bench.scaling.configurations import Options
+from shoal.bench.scaling.directory import Study, begin
+from shoal.bench.scaling.measure import summarize
+from shoal.util.tables import plain_console
 
 pytestmark = pytest.mark.system
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from commands import GONE_WITHIN, Command, Ended, wait_for
-from shoal.bench.figures import rows
-from shoal.bench.folder import load
+from shoal.bench.scaling.aggregate import rows
+from shoal.bench.scaling.directory import load
 
 pytestmark = pytest.mark.full
 

@@ -19,7 +19,7 @@ from hooked import Counted, HookedFiles, Killed
 from processes import Alone, OverGloo, Processes, run
 from shoal.checkpoint import AnyPath, Checkpoints, Files
 from shoal.checkpoint.store import damage, manifest_of
-from shoal.errors import CheckpointError
+from shoal.util.errors import CheckpointError
 
 
 class Refused(HookedFiles):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.inspection import comparison, contents, extraction, soundness
+from shoal.checkpoint.inspect import diff, extract, manifest, verify
 from training import same
 
 VALUES = torch.randn(16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -62,8 +62,8 @@ def save(world: shoal.World, strategy: Any, folder: Path) -> None:
             shoal.export(run, folder / "averaged.safetensors")
 
 
-def exported(found: contents.Contents, out: Path, ema: str | None = None) -> dict[str, Tensor]:
-    loaded: dict[str, Tensor] = load_file(extraction.extract(found, out, step=None, ema=ema).path)
+def exported(found: manifest.Contents, out: Path, ema: str | None = None) -> dict[str, Tensor]:
+    loaded: dict[str, Tensor] = load_file(extract.extract(found, out, step=None, ema=ema).path)
     return loaded
 
 
@@ -85,8 +85,8 @@ def test_as_if_one_process_had_saved(size: int, layout: str, strategy: Any, tmp_
     with Ranks(1) as alone:
         alone.call(save, shoal.Single(), tmp_path / "one")
     paths = [tmp_path / name / "run/checkpoints/step-2" for name in ("many", "one")]
-    assert [soundness.problems(path, read=True) for path in paths] == [[], []]
-    many, one = map(contents.look, paths)
+    assert [verify.problems(path, read=True) for path in paths] == [[], []]
+    many, one = map(manifest.look, paths)
     if isinstance(strategy, shoal.FSDP):
         assert {len(row.chunks) for name, row in many.tensors.items() if name.endswith("weight")} == {3}
 
@@ -94,7 +94,7 @@ def test_as_if_one_process_had_saved(size: int, layout: str, strategy: Any, tmp_
     assert same(exported(many, out), load_file(tmp_path / "many/model.safetensors"))
     assert same(exported(many, out, "ema"), load_file(tmp_path / "many/averaged.safetensors"))
 
-    found = comparison.compare(many, one)
+    found = diff.compare(many, one)
     assert (found.only_second, found.reformed) == ((), ())
     # Other ranks have random states of their own; all else is there once.
     assert {name.split("/")[0] for name in found.only_first} <= {"rank"}
@@ -108,10 +108,10 @@ def test_a_checkpoint_equals_itself_on_another_layout(tmp_path: Path) -> None:
     """Saved divided, restored and saved again by one process: not an element differs."""
     with Ranks(3, layout="shard=-1") as ranks:
         ranks.call(save, shoal.FSDP(), tmp_path)
-    divided = contents.look(tmp_path / "run/checkpoints/step-2")
+    divided = manifest.look(tmp_path / "run/checkpoints/step-2")
     with Ranks(1) as alone:
         alone.call(save_again, tmp_path)
-    found = comparison.compare(divided, contents.look(tmp_path / "run/again/step-2"))
+    found = diff.compare(divided, manifest.look(tmp_path / "run/again/step-2"))
     assert [each.name for each in found.changed if each.name.startswith("state/")] == []
     assert found.reformed == ()
     assert not [name for name in found.only_first if name.startswith("state/")]

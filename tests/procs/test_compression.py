@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.parallel import compression, engine_of, worth
-from shoal.parallel.compression import BLOCK, Bucket, Compress
-from shoal.parallel.replicate import DDPEngine
-from shoal.parallel.wire import Wire
+from shoal.strategies import engine_of
+from shoal.strategies.data_parallel import choose_compression, compression
+from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compression import BLOCK, Bucket, Compress
+from shoal.strategies.data_parallel.ddp import DDPEngine
 
 SIZE, WIDTH, SAMPLES, BATCH = 3, 12, 43, 12
 HALVES: list[Compress] = ["fp16", "bf16"]
@@ -445,7 +446,7 @@ def slowly(world: shoal.World, rate: float) -> str:
             return super().swap(rows)
 
     gradients = [("weight", torch.zeros(256, 512)), ("bias", torch.zeros(512))]
-    return str(worth.choose(gradients, Narrow(world)).value)
+    return str(choose_compression.choose(gradients, Narrow(world)).value)
 
 
 @pytest.mark.full

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.parallel import worth
-from shoal.parallel.wire import Wire
+from shoal.strategies.data_parallel import choose_compression
+from shoal.strategies.data_parallel.compressed_collectives import Wire
 
 SIZE = 2
 
@@ -38,14 +38,14 @@ class Sums(nn.Module):
 def chosen_for(world: shoal.World, parameters: list[Tensor]) -> tuple[list[str], float]:
     """What is tried for "auto" with these parameters, and the loss of a step then."""
     tried: list[str] = []
-    inner = worth.choose
+    inner = choose_compression.choose
 
     def noted(gradients: Any, wire: Wire) -> Any:
         tried.extend(name for name, _ in gradients)
         return inner(gradients, wire)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worth, "choose", noted)
+        patch.setattr(choose_compression, "choose", noted)
         model = shoal.parallelize(Sums(parameters), world, shoal.DDP(compress="auto"))
 
     def summed(output: Tensor, batch: Any) -> tuple[Tensor, int]:

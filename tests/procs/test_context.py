@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import shoal
 from causal import GPT, VOCABULARY, loss, small_llama, texts
 from ranks import RankError, Ranks
-from shoal.parallel import heads, planned, replicate, sliced
-from shoal.shares import whole
+from shoal.strategies.context_parallel import sequence_slices, ulysses
+from shoal.strategies.data_parallel import ddp
+from shoal.strategies.dtensor import whole
+from shoal.strategies.tensor_parallel import engine
 
 STEPS = 10
 HALF = 0.04
@@ -78,16 +80,14 @@ def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
         return gradient.chunk(peers.size, 1)[peers.index], None
 
     if mutation == "a gather without its factor":
-        patch.setattr(sliced._Gather, "backward", staticmethod(bare_slice))
+        patch.setattr(sequence_slices._Gather, "backward", staticmethod(bare_slice))
     elif mutation == "sums over samples alone":
-        patch.setattr(planned, "summing_group", lambda world: None)
+        patch.setattr(engine, "summing_group", lambda world: None)
     elif mutation == "every rank counts":
-        patch.setattr(
-            replicate.DDPEngine, "speaks", property(lambda _: True, lambda *_: None), raising=False
-        )
+        patch.setattr(ddp.DDPEngine, "speaks", property(lambda _: True, lambda *_: None), raising=False)
     elif mutation == "exchanges that keep what they got":
         kept = staticmethod(lambda context, gradient: (gradient, None))
-        patch.setattr(heads._Exchange, "backward", kept)
+        patch.setattr(ulysses._Exchange, "backward", kept)
 
 
 @pytest.fixture(scope="module")

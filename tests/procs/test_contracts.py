@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.batch import Batch
-from shoal.engine import Engine, Totals
-from shoal.errors import StepError
-from shoal.task import Micro, Task
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.task import Task
+from shoal.util.errors import StepError
 
 SAMPLES, WIDTH, CLASSES, STEPS = 21, 5, 3, 6
 

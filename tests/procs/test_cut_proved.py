@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import StepError
+from shoal.util.errors import StepError
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 import shoal
-from shoal.data.deaths import Workers
+from shoal.data.worker_failure import Workers
 
 pytestmark = pytest.mark.full
 

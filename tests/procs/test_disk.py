@@ -19,7 +19,7 @@ import shoal
 from disks import NEWEST, PAGE, UNTIL, Ended, Refused, Training, Unaware, Undisturbed, load, train
 from hooked import Counted
 from ranks import RankError, Ranks
-from shoal import events
+from shoal.telemetry import events
 
 NOBODY = 65534
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.shares import share, whole
+from shoal.strategies.dtensor import share, whole
 
 WIDTH, CLASSES, SAMPLES, BATCH = 8, 3, 101, 16
 

@@ -22,10 +22,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 import shoal
 from commands import Command
 from ranks import Ranks, free_port
-from shoal.doctor import compute, directory, software
-from shoal.doctor.examination import Request, examine_together
+from shoal.doctor.checks import compute, filesystem, software
 from shoal.doctor.findings import Examination, State
-from shoal.installed import packages
+from shoal.doctor.runner import Request, examine_together
+from shoal.util.packages import packages
 
 pytestmark = pytest.mark.full
 
@@ -83,7 +83,7 @@ def other_package(world: shoal.World, stack: ExitStack) -> None:
 def other_clock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
         ahead = SimpleNamespace(time=lambda: time.time() + 120, perf_counter=time.perf_counter)
-        stack.enter_context(patch("shoal.doctor.clocks.time", ahead))
+        stack.enter_context(patch("shoal.doctor.checks.clocks.time", ahead))
 
 
 def no_rename(world: shoal.World, stack: ExitStack) -> None:
@@ -91,18 +91,18 @@ def no_rename(world: shoal.World, stack: ExitStack) -> None:
         raise OSError(38, "Function not implemented")
 
     if world.rank == ODD:
-        stack.enter_context(patch.object(directory, "_rename", refuse))
+        stack.enter_context(patch.object(filesystem, "_rename", refuse))
 
 
 def another_disk(world: shoal.World, stack: ExitStack) -> None:
     """A folder of the same name that is no shared one."""
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.sharing._TEXT", "another"))
+        stack.enter_context(patch("shoal.doctor.checks.shared_directory._TEXT", "another"))
 
 
 def no_lock(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.sharing.fcntl.lockf", lambda *_: None))
+        stack.enter_context(patch("shoal.doctor.checks.shared_directory.fcntl.lockf", lambda *_: None))
 
 
 def slow_device(world: shoal.World, stack: ExitStack) -> None:
@@ -115,7 +115,7 @@ def slow_device(world: shoal.World, stack: ExitStack) -> None:
 
 def hung_check(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.host.look_at_memory", signal.pause))
+        stack.enter_context(patch("shoal.doctor.checks.host.look_at_memory", signal.pause))
 
 
 def test_what_is_not_the_same_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ import os, signal, sys
 from shoal.doctor import host, links
 {where} = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 sys.argv = ["shoal", "doctor", "--limit", "1"]
-from shoal.cli import main
+from shoal.cli.main import main
 main()
 """
 

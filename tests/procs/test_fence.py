@@ -21,8 +21,8 @@ from commands import wait_for
 from hooked import HookedFiles
 from ranks import RankError, Ranks
 from shoal.checkpoint import AnyPath, Checkpoints, Fence, FencedFiles
-from shoal.data.audit import coverage
-from shoal.errors import CheckpointError
+from shoal.report.coverage import coverage
+from shoal.util.errors import CheckpointError
 
 SAMPLES, BATCH, STEPS = 40, 4, 10
 JOB = "a-job-of-several-nodes"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.shares import whole
+from shoal.strategies.dtensor import whole
 
 LATENT, WIDTH, SAMPLES, BATCH, STEPS = 3, 4, 22, 8, 9
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import shoal
 from pairs import PAIRS, Pair, attempt, layout
 from ranks import Ranks
-from shoal.step import LossScale
+from shoal.training.step import LossScale
 from specification import SEED, TOLERANCE, UNITS, Row, distance, specification, train
 from ways import CASES, STEPS, Case, check
 

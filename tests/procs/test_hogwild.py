@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.parallel import commons, engine_of
-from shoal.parallel.hogwild import HogwildEngine
+from shoal.strategies import engine_of
+from shoal.strategies.asynchronous import shared_parameters
+from shoal.strategies.asynchronous.hogwild import HogwildEngine
 
 WIDTH, SAMPLES, BATCH = 64, 64, 8
 RATE = 2**-6
@@ -388,11 +389,11 @@ def test_alone_it_trains_wherever_the_parameters_would_be(server: bool | None) -
 def lie(world: shoal.World, server: bool | None) -> str:
     """Rank 0 says that it is another process, as if it were on another machine."""
     real = os.getpid
-    commons.os.getpid = lambda: 1  # type: ignore[attr-defined]
+    shared_parameters.os.getpid = lambda: 1  # type: ignore[attr-defined]
     try:
         model = shoal.parallelize(linear(), world, shoal.Hogwild(server=server))
     finally:
-        commons.os.getpid = real  # type: ignore[attr-defined]
+        shared_parameters.os.getpid = real  # type: ignore[attr-defined]
     return type(engine_in(model)._commons).__name__
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import Command, wait_for
-from shoal.launchers import REQUEUE
+from shoal.distributed.cluster_env import REQUEUE
 
 PATIENCE = 200.0
 

@@ -66,7 +66,7 @@ OTHER = """
 import sys, torch
 torch.__version__ = "2.11.0"
 sys.argv = ["shoal", "info"]
-from shoal.cli import main
+from shoal.cli.main import main
 main()
 """
 

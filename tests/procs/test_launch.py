@@ -178,10 +178,10 @@ STUCK = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 import shoal
-from shoal.launching import caller
+from shoal.launcher import caller
 
-import_main = "from shoal.launching.background import main"
-long_grace = "from shoal.launching import processes; processes.GRACE = GRACE"
+import_main = "from shoal.launcher.function_process import main"
+long_grace = "from shoal.launcher import processes; processes.GRACE = GRACE"
 assert import_main in caller._PROGRAM
 caller._PROGRAM = caller._PROGRAM.replace(import_main, f"{long_grace}; {import_main}")
 

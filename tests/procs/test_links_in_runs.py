@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import CheckpointError
-from shoal.regular import open_to_write, replace, write_new
+from shoal.util.errors import CheckpointError
+from shoal.util.regular_file import open_to_write, replace, write_new
 
 PRECIOUS = "precious\n" * 20
 

@@ -6,21 +6,21 @@ import pytest
 
 import shoal
 from ranks import Ranks
-from shoal import links
+from shoal.distributed import link_speed
 
 pytestmark = pytest.mark.full
 
 
-def all_pairs(world: shoal.World) -> links.Pairs:
-    return links.pairs(world, bytes=1 << 16, repeats=2)
+def all_pairs(world: shoal.World) -> link_speed.Pairs:
+    return link_speed.pairs(world, bytes=1 << 16, repeats=2)
 
 
-def some_pairs(world: shoal.World) -> links.Pairs:
-    return links.pairs(world, bytes=1 << 16, repeats=2, among=[2, 0])
+def some_pairs(world: shoal.World) -> link_speed.Pairs:
+    return link_speed.pairs(world, bytes=1 << 16, repeats=2, among=[2, 0])
 
 
-def none_at_all(world: shoal.World) -> links.Pairs:
-    return links.pairs(world, bytes=0)
+def none_at_all(world: shoal.World) -> link_speed.Pairs:
+    return link_speed.pairs(world, bytes=0)
 
 
 def test_pairs() -> None:

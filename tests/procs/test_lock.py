@@ -14,8 +14,8 @@ from torch import nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.checkpoint import Fence, fence
-from shoal.errors import CheckpointError
+from shoal.checkpoint import Fence, fencing
+from shoal.util.errors import CheckpointError
 
 HELD: list[shoal.Run] = []
 
@@ -85,7 +85,7 @@ def test_all_ranks_are_told(ranks: Ranks, tmp_path: Path) -> None:
 
 def apart(world: shoal.World, directory: Path) -> None:
     # Of this name, as a node's own /tmp is: the disk of rank 1 is another one.
-    fence.SEEN_SECONDS = 0.2
+    fencing.SEEN_SECONDS = 0.2
     if world.rank:
         Fence._taken = lambda self: []  # type: ignore[method-assign]
     opened(world, directory)

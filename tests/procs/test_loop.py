@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.clock import Deadline
-from shoal.ending import Verdict
-from shoal.errors import CheckpointError, StepError
-from shoal.streams import random_state, set_random_state
+from shoal.distributed.deadline import Deadline
+from shoal.distributed.seeds import random_state, set_random_state
+from shoal.training.early_stopping import Verdict
+from shoal.util.errors import CheckpointError, StepError
 
 SAMPLES, BATCH = 40, 8  # five steps an epoch
 

@@ -11,7 +11,7 @@ import pytest
 
 import mpirun
 from commands import GONE_WITHIN, Command, Ended
-from shoal.launchers import REQUEUE
+from shoal.distributed.cluster_env import REQUEUE
 
 pytestmark = pytest.mark.system
 

@@ -17,8 +17,8 @@ import pytest
 
 from commands import GONE_WITHIN, Command, Ended, wait_for
 from ranks import free_port
-from shoal import events
-from shoal.data.audit import coverage
+from shoal.report.coverage import coverage
+from shoal.telemetry import events
 
 HERE = socket.gethostname()
 
@@ -100,7 +100,7 @@ class Nodes:
     ) -> Command:
         (self.folder / name).write_text(textwrap.dedent(script))
         address = ["--rendezvous", f"127.0.0.1:{self.port}"]
-        command = [sys.executable, "-m", "shoal.cli", "run", "--nodes", nodes, *address]
+        command = [sys.executable, "-m", "shoal", "run", "--nodes", nodes, *address]
         command += ["-n", str(processes), *options, name]
         self.started.append(Command(command, self.folder))
         return self.started[-1]

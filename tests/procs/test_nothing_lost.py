@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ranks import Ranks
-from shoal import events
+from shoal.telemetry import events
 from training import (
     EPOCH_STEPS,
     EPOCHS,

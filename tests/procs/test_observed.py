@@ -19,14 +19,13 @@ from torch import Tensor, nn
 import shoal
 from commands import wait_for
 from ranks import Ranks
-from shoal import events
-from shoal.hangs import trace
-from shoal.tracing import windows
-from shoal.tracing.merging import merge
-from shoal.tracing.recorder import Recorder
-from shoal.tracing.windows import Window
-from shoal.traffic import Traffic
-from shoal.world import CHECKED_STEPS
+from shoal.distributed.world import CHECKED_STEPS
+from shoal.report.trace.merge import merge
+from shoal.telemetry import events, flight_recorder
+from shoal.telemetry.collective_stats import Traffic
+from shoal.telemetry.profiler import window
+from shoal.telemetry.profiler.window import Window
+from shoal.training.trace_recorder import Recorder
 from timelines import checked_events, steps_of
 
 AHEAD = 3600 * 10**9
@@ -111,7 +110,7 @@ def await_all_ready(world: shoal.World, wish: str) -> None:
 
 def await_all_recorded() -> None:
     """Gloo marks a call as ended a little later than whoever waits for it goes on."""
-    wait_for(lambda: all(call.done for call in trace.calls({})))
+    wait_for(lambda: all(call.done for call in flight_recorder.calls({})))
 
 
 def trains(world: shoal.World, directory: Path, steps: int) -> None:
@@ -119,7 +118,7 @@ def trains(world: shoal.World, directory: Path, steps: int) -> None:
     model = shoal.parallelize(nn.Linear(6, 5), world)
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.01), shoal.Task(loss))
     loader = shoal.Loader((torch.ones(50, 6), torch.ones(50, 5)), world, batch_size=10)
-    wish = windows.asked(directory / "traces")
+    wish = window.asked(directory / "traces")
     profile = (4, 5) if wish is None else None
     with shoal.Run(directory, step, loader, trackers=(), profile=profile) as run:
         for batch in loader.epochs(10**6):
@@ -158,11 +157,11 @@ def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: 
 
 @pytest.mark.full
 def test_a_run_that_is_under_way_records_what_it_is_asked_for(two: Ranks, tmp_path: Path) -> None:
-    windows.ask(tmp_path, Window(10, 11))
+    window.ask(tmp_path, Window(10, 11))
     two.call(trains, tmp_path, 12)
     timeline = checked_events(merge(tmp_path, 10, 11))
     assert [sorted(steps_of(timeline, rank)) for rank in (0, 1)] == [[10, 11]] * 2
-    assert windows.asked(tmp_path / "traces") is None
+    assert window.asked(tmp_path / "traces") is None
 
 
 def records(world: shoal.World, directory: Path) -> None:

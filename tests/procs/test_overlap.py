@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.parallel import engine_of
-from shoal.parallel.replicate import DDPEngine
+from shoal.strategies import engine_of
+from shoal.strategies.data_parallel.ddp import DDPEngine
 
 LAYERS, WIDTH = 6, 32
 BUCKET_MB = 0.008

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.errors import AgreementError, StepError
-from shoal.sameness import check_same_environment
+from shoal.distributed.consistency import check_same_environment
+from shoal.util.errors import AgreementError, StepError
 
 SAMPLES, BATCH = 24, 8
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import LayoutError, StepError
+from shoal.util.errors import LayoutError, StepError
 from staged import CLASSES, PIPELINE, Net, build, dataset, log, loss, parts, tied
 
 

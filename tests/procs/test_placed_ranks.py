@@ -12,8 +12,8 @@ import torch
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import StepError
-from shoal.parallel.arrivals import Arrival
+from shoal.strategies.device_placement.transfer_hooks import Arrival
+from shoal.util.errors import StepError
 from specification import (
     BATCH,
     LEARNING_RATE,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.shares import share
+from shoal.strategies.dtensor import share
 
 VOCABULARY, WIDTH, HEADS, LONGEST = 12, 8, 4, 6
 

@@ -19,8 +19,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 import shoal
 from commands import Command, wait_for
 from ranks import RankError, Ranks
-from shoal.errors import AgreementError
-from shoal.launching.rendezvous import Backend
+from shoal.launcher.multi_node_rendezvous import Backend
+from shoal.util.errors import AgreementError
 
 pytestmark = pytest.mark.full
 

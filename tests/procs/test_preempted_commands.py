@@ -16,9 +16,9 @@ import pytest
 
 from commands import GONE_WITHIN, Command, Ended, wait_for
 from ranks import free_port
-from shoal import events
-from shoal.launchers import REQUEUE
-from shoal.launching.processes import GRACE
+from shoal.distributed.cluster_env import REQUEUE
+from shoal.launcher.workers import GRACE
+from shoal.telemetry import events
 
 STEPS = 12
 AT = 3
@@ -303,7 +303,7 @@ def test_a_rank_is_killed_while_others_wait_for_its_answer(start: Start) -> None
 
 LATE = """
 import atexit, os, signal
-from shoal.cli import main
+from shoal.cli.main import main
 
 atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # when the ranks have long saved
 main()

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 
 import shoal
 from ranks import Ranks
-from shoal import events
-from shoal.launchers import REQUEUE
-from shoal.stopping import Stopped, Stopping
+from shoal.distributed.cluster_env import REQUEUE
+from shoal.telemetry import events
+from shoal.training.preemption import Stopped, Stopping
 from training import same
 
 RANKS = 3

@@ -17,8 +17,8 @@ import shoal
 from buckets import Bucket, nothing
 from ranks import RankError, Ranks
 from shoal.checkpoint import Checkpoints, path_from
-from shoal.data.audit import coverage
-from shoal.errors import CheckpointError
+from shoal.report.coverage import coverage
+from shoal.util.errors import CheckpointError
 
 SAMPLES, BATCH, STEPS, EPOCHS = 41, 12, 8, 2
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.parallel import engine_of
-from shoal.parallel.replicate import DDPEngine, tally_dtype, whole
-from shoal.sameness import check_same_environment
+from shoal.distributed.consistency import check_same_environment
+from shoal.strategies import engine_of
+from shoal.strategies.data_parallel.ddp import DDPEngine, tally_dtype, whole
 
 SAMPLES, BATCH, STEPS = 40, 8, 6
 TOLERANCE = 1e-9

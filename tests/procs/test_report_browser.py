@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from browser import Browser, browser, program
 from histories import BEGAN, Plant, simulate, write
-from shoal.cli import app
+from shoal.cli.main import app
 
 pytestmark = [
     pytest.mark.system,

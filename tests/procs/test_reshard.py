@@ -22,7 +22,7 @@ import shoal
 import specification
 import staged
 from ranks import Ranks
-from shoal.shares import is_divided, share
+from shoal.strategies.dtensor import is_divided, share
 from specification import PLAN, SEED, TOLERANCE, Row, Trained, distance
 
 SAVED, AFTER = 3, 5

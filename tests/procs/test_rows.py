@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.errors import StepError
-from shoal.rows import gather_rows
-from shoal.task import Micro
+from shoal.data.gather import gather_rows
+from shoal.data.micro import Micro
+from shoal.util.errors import StepError
 
 SAMPLES, BATCH, STEPS = 19, 8, 6  # the last batch of an epoch has 3 samples: some of 4 ranks have none
 

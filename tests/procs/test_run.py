@@ -18,7 +18,7 @@ import pytest
 
 from commands import GONE_WITHIN, Command, wait_for
 from ranks import free_port
-from shoal.launching.processes import GRACE
+from shoal.launcher.workers import GRACE
 
 
 def full(*values: object) -> Any:
@@ -71,7 +71,7 @@ class Run(Command):
         # As the installed command is: a file whose folder is not the current one.
         command = folder / "bin" / "shoal"
         command.parent.mkdir()
-        command.write_text("from shoal.cli import main; main()")
+        command.write_text("from shoal.cli.main import main; main()")
         super().__init__([sys.executable, str(command), "run", *options], folder)
 
 
@@ -198,7 +198,7 @@ def test_prints_appear_while_the_run_goes_on(start: Start) -> None:
         full("sys.exit('no data')", 1, "no data"),
         full("os._exit(7)", 7, "ended with exit code 7"),
         full(
-            "from shoal.errors import DataError; raise DataError(given='a', found='b', fix='c')",
+            "from shoal.util.errors import DataError; raise DataError(given='a', found='b', fix='c')",
             1,
             "given: a\nfound: b\nfix:   c",
         ),
@@ -390,7 +390,7 @@ def test_the_library_function_works_in_a_script_without_a_guard(tmp_path: Path) 
     target.write_text("import sys; sys.exit(5)")
     # Processes that imported this script again would start runs of their own.
     script.write_text(
-        "from shoal.launching.local import run\n"
+        "from shoal.launcher.local import run\n"
         f"print(run({str(target)!r}, processes=1, grace={GRACE}))\n"
     )
     done = subprocess.run(

@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler
 
 import shoal
 from ranks import Ranks
-from shoal import events
-from shoal.errors import CheckpointError, StepError
-from shoal.streams import random_state, set_random_state
+from shoal.distributed.seeds import random_state, set_random_state
+from shoal.telemetry import events
+from shoal.util.errors import CheckpointError, StepError
 from training import EPOCH_STEPS, Training, same, train
 
 

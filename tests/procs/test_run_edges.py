@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import AgreementError, CheckpointError, DataError, LaunchError, StepError
+from shoal.util.errors import AgreementError, CheckpointError, DataError, LaunchError, StepError
 
 SAMPLES, BATCH = 20, 5
 

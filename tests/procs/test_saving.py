@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import shoal
 from commands import wait_for
 from ranks import RankError, Ranks
-from shoal import events
 from shoal.checkpoint import Checkpoints, Files
-from shoal.errors import CheckpointError
-from shoal.streams import random_state, set_random_state
+from shoal.distributed.seeds import random_state, set_random_state
+from shoal.telemetry import events
+from shoal.util.errors import CheckpointError
 
 STEPS = 8  # an epoch
 

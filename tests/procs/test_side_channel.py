@@ -15,8 +15,8 @@ import pytest
 import shoal
 from commands import wait_for
 from ranks import Ranks
-from shoal.hangs import channel
-from shoal.hangs.channel import Door, Peer
+from shoal.distributed.watchdog import side_channel
+from shoal.distributed.watchdog.side_channel import Door, Peer
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -36,7 +36,9 @@ class Served:
 
     async def _serve(self) -> None:
         self.loop.set_exception_handler(lambda _, complaint: self.complaints.append(complaint))
-        server = await asyncio.start_server(self.door.answer, sock=self.socket, limit=channel.LONGEST)
+        server = await asyncio.start_server(
+            self.door.answer, sock=self.socket, limit=side_channel.LONGEST
+        )
         async with server:
             await self._over.wait()
             self.door.close()
@@ -47,7 +49,7 @@ class Served:
 
     def ask(self, token: str = TOKEN) -> dict[str, Any]:
         peer = Peer(host="here", pid=1, born=0.0, address="127.0.0.1", port=self.port)
-        return asyncio.run(channel.ask(peer, token, {"judge": 1}))
+        return asyncio.run(side_channel.ask(peer, token, {"judge": 1}))
 
 
 @contextmanager
@@ -79,7 +81,7 @@ WRONG = [
     *(b"\n", b"[]\n", b"{}\n", b"null\n", b'"x"\n', b'{"token": 5}\n', b"\xff\xfe\n" * 20),
     *(b'{"token": null, "judge": 0}\n', b"x" * 31 + b"\n", b"x" * 33 + b"{}\n", b"[" * 100_000 + b"\n"),
     *(TOKEN[:-1].encode() + b'x{"judge": 1}\n', TOKEN.encode() + b"[" * 100_000 + b"\n"),
-    *(TOKEN.encode() + b"\n", TOKEN.encode() + b"x" * (2 * channel.LONGEST + 1)),
+    *(TOKEN.encode() + b"\n", TOKEN.encode() + b"x" * (2 * side_channel.LONGEST + 1)),
 ]
 
 
@@ -103,20 +105,20 @@ def test_who_has_another_token_is_told_nothing() -> None:
 
 
 def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_PATIENCE", 0.05)
+    monkeypatch.setattr(side_channel, "_PATIENCE", 0.05)
     with serving() as served:
         assert said(call(served.port)) == b""
         assert said(call(served.port, TOKEN.encode())) == b""
 
 
 def test_idle_connections_are_bounded_and_keep_no_question_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "_PATIENCE", 600.0)
+    monkeypatch.setattr(side_channel, "_PATIENCE", 600.0)
     with serving() as served:
-        callers = [call(served.port) for _ in range(3 * channel._MOST_WAITING)]
+        callers = [call(served.port) for _ in range(3 * side_channel._MOST_WAITING)]
         assert served.ask() == {"heard": {"judge": 1}}
-        for early in callers[: 2 * channel._MOST_WAITING]:
+        for early in callers[: 2 * side_channel._MOST_WAITING]:
             assert said(early) == b""
-        assert len(served.door._waiting) <= channel._MOST_WAITING
+        assert len(served.door._waiting) <= side_channel._MOST_WAITING
     for late in callers:
         late.close()
 
@@ -125,8 +127,8 @@ def test_a_question_may_be_long() -> None:
     """The report of a hang of thousands of ranks has a line for each."""
     with serving() as served:
         peer = Peer(host="here", pid=1, born=0.0, address="127.0.0.1", port=served.port)
-        question = {"end": "x" * (channel.LONGEST // 2)}
-        assert asyncio.run(channel.ask(peer, TOKEN, question)) == {"heard": question}
+        question = {"end": "x" * (side_channel.LONGEST // 2)}
+        assert asyncio.run(side_channel.ask(peer, TOKEN, question)) == {"heard": question}
 
 
 def port_of(world: shoal.World) -> int:

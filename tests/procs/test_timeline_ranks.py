@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal import events, timeline
+from shoal.telemetry import events, step_timer
 
 WIDTH = 256
 PLANTED = 0.03
 """Seconds of work or waiting that a rank has more than others, in each step."""
 
-PARTS = timeline.PARTS[1:]
+PARTS = step_timer.PARTS[1:]
 Sums = dict[str, float]
 
 

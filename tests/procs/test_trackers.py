@@ -23,8 +23,8 @@ from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 import shoal
 from commands import wait_for
 from ranks import Ranks
-from shoal import regular
-from shoal.errors import LaunchError
+from shoal.util import regular_file
+from shoal.util.errors import LaunchError
 
 
 def train(world: shoal.World, directory: Path, stop: int, trackers: Any = None) -> None:
@@ -153,13 +153,13 @@ def test_a_kill_leaves_no_half_note_of_wandb(
     options = (shoal.WandB(project="tests", mode="offline"),)
     train(world, tmp_path, 3, options)
     before = (tmp_path / "wandb.json").read_text()
-    whole = regular.write_new
+    whole = regular_file.write_new
 
     def die(path: Path, text: str) -> None:
         whole(path, text[: len(text) // 2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(regular, "write_new", die)
+    monkeypatch.setattr(regular_file, "write_new", die)
     with pytest.raises(KeyboardInterrupt):
         train(world, tmp_path, 4, options)
     monkeypatch.undo()

@@ -31,7 +31,7 @@ from torch.nn.utils import prune
 
 import shoal
 from ranks import RankError, Ranks
-from shoal.errors import AgreementError, StepError
+from shoal.util.errors import AgreementError, StepError
 
 WIDTH, CLASSES, SAMPLES, STEPS = 8, 3, 32, 3
 FULL = pytest.mark.full

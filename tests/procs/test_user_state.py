@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shoal
 from ranks import Ranks
-from shoal.errors import CheckpointError
+from shoal.util.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")

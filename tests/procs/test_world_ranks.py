@@ -23,8 +23,8 @@ from torch import nn
 import shoal
 from commands import wait_for
 from ranks import RankError, Ranks, free_port
-from shoal.errors import AgreementError, LaunchError
-from shoal.hangs.end import EXIT_CODE
+from shoal.distributed.watchdog.abort import EXIT_CODE
+from shoal.util.errors import AgreementError, LaunchError
 
 STEP_SECONDS = 6.0
 PREPARE_SECONDS = 100.0

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 from seeds import practice as p
-from shoal import environ
-from shoal.device import choose_device
+from shoal.distributed import env_vars
+from shoal.distributed.device import choose_device
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_row_06_device_by_local_rank(monkeypatch: pytest.MonkeyPatch, local_rank
         "MASTER_ADDR": "node1",
         "MASTER_PORT": "12345",
     }
-    assert choose_device(None, environ.placement(variables)).value == torch.device("cuda", local_rank)
+    assert choose_device(None, env_vars.placement(variables)).value == torch.device("cuda", local_rank)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import shoal
 from ranks import Ranks
 from seeds import practice as p
-from shoal.sameness import sources
+from shoal.distributed.consistency import sources
 
 
 @pytest.fixture(scope="module")

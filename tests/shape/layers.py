@@ -1,80 +1,54 @@
-"""The table of layers in docs/architecture.md, and what breaks it."""
+"""The table of layers in docs/architecture.md, and the imports that break it."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGE = "shoal"
+ROOT = {"__init__.py", "__main__.py"}
+"""The modules directly below the package: the public names, and `python -m`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """Where a unit stands: its row, its place in the table, and whether it is yet to come."""
-
-    row: int
-    place: int
-    planned: bool
+def table(document: str) -> list[str]:
+    """Return the packages that a document lists as `| `util` | what it is for |`, lowest first."""
+    return re.findall(r"^\| *`(\w+)` *\|", document, re.MULTILINE)
 
 
-def table(document: str) -> dict[str, Layer]:
-    """Read the rows `| 1 | `world` | what it holds |` of a document."""
-    rows = re.findall(r"^\| *(\d+) *\| *`(\w+)` *\|(.*)$", document, re.MULTILINE)
-    return {
-        unit: Layer(row=int(row), place=place, planned="planned" in words)
-        for place, (row, unit, words) in enumerate(rows)
-    }
+def violations(package: Path, layers: Sequence[str]) -> Iterator[str]:
+    """Yield what lies beside the packages of the table, and imports that do not go down.
 
-
-def units(package: Path) -> set[str]:
-    """The top-level modules and packages, but for the public API and `python -m`."""
-    found = {path.stem for path in package.glob("*.py")}
-    found |= {path.parent.name for path in package.glob("*/__init__.py")}
-    return found - {"__init__", "__main__"}
-
-
-def violations(package: Path, layers: Mapping[str, Layer]) -> Iterator[str]:
-    """Units that the table does not know, and imports that do not go down."""
-    known = units(package)
-    for unit in sorted(known):
-        if unit not in layers:
-            yield f"{unit}: not in the table of layers"
-        elif layers[unit].planned:
-            yield f"{unit}: exists, but the table calls it planned"
+    Imports of types only count, and so do imports within functions.
+    """
+    found = {path.parent.name for path in package.glob("*/__init__.py")}
+    yield from (f"{name}: not in the table of layers" for name in sorted(found - {*layers}))
+    yield from (f"{name}: in the table of layers, but absent" for name in layers if name not in found)
+    loose = {path.name for path in package.glob("*.py")} - ROOT
+    yield from (f"{name}: a module outside the packages" for name in sorted(loose))
     for path in sorted(package.rglob("*.py")):
         inside = path.relative_to(package)
-        unit = inside.parts[0].removesuffix(".py")
-        if unit not in layers:
+        if len(inside.parts) == 1 or inside.parts[0] not in layers:
             continue
-        for line, target in imported_units(path, package):
-            if target != unit and not _below(layers, target, unit):
-                yield f"{inside}:{line}: {unit} imports {target}"
+        own = inside.parts[0]
+        for line, target in imported(path, package):
+            if target != own and target not in layers[: layers.index(own)]:
+                yield f"{inside}:{line}: {own} imports {target}"
 
 
-def _below(layers: Mapping[str, Layer], lower: str, upper: str) -> bool:
-    if lower not in layers:
-        return False
-    if layers[lower].row == layers[upper].row == 0:
-        return layers[lower].place < layers[upper].place
-    return layers[lower].row < layers[upper].row
-
-
-def imported_units(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """The units that a file imports at run time, functions included, with their lines.
-
-    An import of the package itself, or of a public name from it, gives the package's name.
-    """
-    names = units(package)
+def imported(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Yield the packages that a file imports, with their lines; "shoal" for a public name."""
     where = (PACKAGE, *path.relative_to(package).parts[:-1])
-    for node in _runtime_nodes(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())):
         for module in _modules(node, where):
             parts = module.split(".")
             if parts[0] == PACKAGE and isinstance(node, ast.stmt | ast.expr):
                 inner = parts[1] if len(parts) > 1 else ""
-                yield node.lineno, inner if inner in names else PACKAGE
+                yield (
+                    node.lineno,
+                    inner if (package / inner / "__init__.py").is_file() and inner else PACKAGE,
+                )
 
 
 def _modules(node: ast.AST, where: tuple[str, ...]) -> list[str]:
@@ -91,13 +65,3 @@ def _modules(node: ast.AST, where: tuple[str, ...]) -> list[str]:
         ):
             return [module]
     return []
-
-
-def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node but the bodies of `if TYPE_CHECKING:`, which import types only."""
-    yield node
-    children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.If) and ast.unparse(node.test).split(".")[-1] == "TYPE_CHECKING":
-        children = list(node.orelse)
-    for child in children:
-        yield from _runtime_nodes(child)

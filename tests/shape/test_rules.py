@@ -63,13 +63,14 @@ def test_bad_habits_are_named(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("environ.py", "os.environ['RANK']"),
-        ("cli.py", "print('hello')"),
+        ("distributed/env_vars.py", "os.environ['RANK']"),
+        ("cli/main.py", "print('hello')"),
         ("step.py", "self.print(model.load(path)); os.path.exists(path)"),
         ("step.py", "'''We assert nothing and print nothing; os.environ is not read.'''"),
     ],
 )
 def test_good_habits_pass(tmp_path: Path, file: str, text: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
     assert list(rules.habits(tmp_path)) == []
 

@@ -9,28 +9,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.agreement import Agreement
-    from shoal.checkpoint.aside import Job
+    from shoal.checkpoint.async_save import Job
+    from shoal.checkpoint.collective_errors import Agreement
     from shoal.checkpoint.equality import differing, facts
-    from shoal.checkpoint.fence import Fence, FencedFiles, take_over
-    from shoal.checkpoint.files import Files
+    from shoal.checkpoint.fencing import Fence, FencedFiles, take_over
+    from shoal.checkpoint.filesystem import Files
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
+    from shoal.checkpoint.object_store import is_url, masked_url
     from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, path_from
-    from shoal.checkpoint.remote import is_url, masked_url
-    from shoal.checkpoint.state import Tree, compare_names, path_of, present, shapes, some, take_apart
+    from shoal.checkpoint.state_tree import (
+        Tree,
+        compare_names,
+        path_of,
+        present,
+        shapes,
+        some,
+        take_apart,
+    )
 
 _HOMES = {
-    "agreement": ("Agreement",),
-    "aside": ("Job",),
+    "collective_errors": ("Agreement",),
+    "async_save": ("Job",),
     "equality": ("differing", "facts"),
-    "fence": ("Fence", "FencedFiles", "take_over"),
-    "files": ("Files",),
+    "fencing": ("Fence", "FencedFiles", "take_over"),
+    "filesystem": ("Files",),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
     "paths": ("AnyPath", "how_to_remove", "lasting", "path_from"),
-    "remote": ("is_url", "masked_url"),
-    "state": ("Tree", "compare_names", "path_of", "present", "shapes", "some", "take_apart"),
+    "object_store": ("is_url", "masked_url"),
+    "state_tree": ("Tree", "compare_names", "path_of", "present", "shapes", "some", "take_apart"),
 }
 
 __all__ = [

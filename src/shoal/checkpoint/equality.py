@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.state import path_of
-from shoal.shares import is_divided
+from shoal.checkpoint.state_tree import path_of
+from shoal.strategies.dtensor import is_divided
 
 _SAMPLED = 4096
 """How many elements of a tensor, evenly spaced, are compared in their order."""

@@ -10,8 +10,8 @@ import socket
 import time
 from pathlib import Path
 
-from shoal.errors import CheckpointError
-from shoal.regular import open_to_write
+from shoal.util.errors import CheckpointError
+from shoal.util.regular_file import open_to_write
 
 WAIT_SECONDS = 5.0
 """What a killed attempt may need to be gone."""

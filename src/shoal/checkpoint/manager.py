@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shoal.checkpoint.agreement import Agreement, Ranks, first_failure
-from shoal.checkpoint.aside import Aside, Job
-from shoal.checkpoint.files import Files
-from shoal.checkpoint.naming import step_of
+from shoal.checkpoint.async_save import Aside, Job
+from shoal.checkpoint.collective_errors import Agreement, Ranks, first_failure
+from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.directory_names import step_of
+from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
-from shoal.checkpoint.state import Parts, Tree, joined, names_in, put_together, take_apart
+from shoal.checkpoint.state_tree import Parts, Tree, joined, names_in, put_together, take_apart
 from shoal.checkpoint.store import (
     DamageError,
     Manifest,
@@ -26,10 +27,9 @@ from shoal.checkpoint.store import (
     is_complete,
     manifest_of,
 )
-from shoal.checkpoint.stores import store_in
-from shoal.checkpoint.table import STATE, read
-from shoal.errors import CheckpointError
-from shoal.texts import masked
+from shoal.checkpoint.tensor_index import STATE, read
+from shoal.util.errors import CheckpointError
+from shoal.util.text import masked
 
 if TYPE_CHECKING:
     from shoal.checkpoint.tensors import Plan

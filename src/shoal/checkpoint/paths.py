@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.checkpoint.remote import RemotePath, connect, is_url
+from shoal.checkpoint.object_store import RemotePath, connect, is_url
 
 AnyPath = Path | RemotePath
 P = TypeVar("P", Path, RemotePath)

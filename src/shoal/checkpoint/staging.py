@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.state import DTYPES
+from shoal.checkpoint.state_tree import DTYPES
 
 BLOCK = 16 << 20
 """Bytes that are hashed and written at a time."""

@@ -20,10 +20,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, Generic
 
-from shoal.checkpoint.files import Files
-from shoal.checkpoint.naming import PARTIAL, Name, step_of
+from shoal.checkpoint.directory_names import PARTIAL, Name, step_of
+from shoal.checkpoint.filesystem import Files
+from shoal.checkpoint.object_store import RemoteError
 from shoal.checkpoint.paths import AnyPath, P, open_file
-from shoal.checkpoint.remote import RemoteError
 
 MANIFEST = "manifest.json"
 FORMAT = "shoal checkpoint"

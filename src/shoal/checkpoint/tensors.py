@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from shoal.checkpoint.paths import AnyPath, local_file
-from shoal.checkpoint.state import DTYPES
+from shoal.checkpoint.state_tree import DTYPES
 from shoal.checkpoint.store import DamageError
 
 Table = dict[str, Any]

@@ -1,10 +1,9 @@
 """Data: its order, its cut into shares, and its way to the device."""
 
-from shoal.data.audit import coverage
-from shoal.data.budget import Budget
 from shoal.data.loader import Loader
-from shoal.data.order import Order
-from shoal.data.ordering import Weighted
-from shoal.data.stream import Stream
+from shoal.data.orders import Weighted
+from shoal.data.permutation import Order
+from shoal.data.shards import Stream
+from shoal.data.token_budget import Budget
 
-__all__ = ["Budget", "Loader", "Order", "Stream", "Weighted", "coverage"]
+__all__ = ["Budget", "Loader", "Order", "Stream", "Weighted"]

@@ -16,14 +16,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shoal._torch.dataloader import worker_processes
-from shoal.data.deaths import Workers
-from shoal.data.mapped import Source
-from shoal.data.ordering import Checked
+from shoal.data.map_dataset import Source
+from shoal.data.orders import Checked
 from shoal.data.sampler import Cell, Sampler, Share
-from shoal.data.stream import Lanes
-from shoal.data.timed import timed
-from shoal.errors import DataError
-from shoal.world import World
+from shoal.data.shards import Lanes
+from shoal.data.timed_dataset import timed
+from shoal.data.worker_failure import Workers
+from shoal.distributed.world import World
+from shoal.util.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,22 +14,22 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
-from shoal.batch import Batch
-from shoal.data.budget import BatchSize
+from shoal.data.batch import Batch
 from shoal.data.feed import Feed, Fetch, Placed, check_state
-from shoal.data.flow import Cutting, Flow
-from shoal.data.mapped import Collate, Sampled, Source
-from shoal.data.ordering import Ordering, Shuffled, ordering
+from shoal.data.iterable_dataset import Cutting, Flow
+from shoal.data.map_dataset import Collate, Sampled, Source
+from shoal.data.micro import Micro
+from shoal.data.orders import Ordering, Shuffled, ordering
 from shoal.data.prefetch import on_device
 from shoal.data.sampler import Sampler, Share
-from shoal.data.source import source
-from shoal.data.stream import GROUPS, Lanes, Stream, counted
-from shoal.errors import DataError
-from shoal.moves import move
-from shoal.sameness import check_same_data, warn_of_other_arrays
-from shoal.task import Micro
-from shoal.timeline import WAIT
-from shoal.world import World
+from shoal.data.shards import GROUPS, Lanes, Stream, counted
+from shoal.data.tensor_dataset import source
+from shoal.data.token_budget import BatchSize
+from shoal.distributed.consistency import check_same_data, warn_of_other_arrays
+from shoal.distributed.to_device import move
+from shoal.distributed.world import World
+from shoal.telemetry.step_timer import WAIT
+from shoal.util.errors import DataError
 
 
 class Loader:

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.moves import move, tensors_in
-from shoal.timeline import TRANSFER, Timeline
+from shoal.distributed.to_device import move, tensors_in
+from shoal.telemetry.step_timer import TRANSFER, Timeline
 
 Item = TypeVar("Item")
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.data.budget import BatchSize
-from shoal.data.ordering import Indices, Ordering
-from shoal.errors import DataError
+from shoal.data.orders import Indices, Ordering
+from shoal.data.token_budget import BatchSize
+from shoal.util.errors import DataError
 
 ORDER_BLOCK = 4096
 """Positions of one rank whose order is evaluated at once: small enough to seek in microseconds."""

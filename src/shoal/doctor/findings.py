@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from shoal.alike import spans
+from shoal.util.differences import spans
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

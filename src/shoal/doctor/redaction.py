@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from shoal.texts import MASK, is_secret, masked
+from shoal.util.text import MASK, is_secret, masked
 
 # What a line says below a name: `token=…`, `"api_key": "…"`, `--password …`. The value is looked at
 # where the name is a secret's only: it may be a name with a value itself, and a line may be long.

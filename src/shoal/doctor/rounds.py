@@ -9,8 +9,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.doctor.beside import Outcome, beside
-from shoal.errors import LaunchError
+from shoal.doctor.time_limit import Outcome, beside
+from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

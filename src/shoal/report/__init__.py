@@ -1,5 +1,41 @@
-"""What a run's time went into, for people: a page with figures, a text for terminals, the numbers.
+"""What the events of a run say: read as they are written, divided into parts, and judged.
 
-Read from the events of a run directory, while it runs or after a crash; nothing of it is changed but
-the report's own folder in it.
+`Reader` reads the files of a run directory, again and again while it runs; `History` holds what was
+read; `profile` says what the steps of an attempt were spent on; `judge` gives the verdict.
 """
+
+from __future__ import annotations
+
+from shoal.report.bottleneck import Verdict, judge
+from shoal.report.breakdown import LABELS, SHOWN, Profile, profile
+from shoal.report.causes import Finding, Judged
+from shoal.report.history import PARTS, Array, Attempt, Event, History, Rows, Traffic
+from shoal.report.html.palette import PALETTE
+from shoal.report.reader import Reader, read
+from shoal.report.stragglers import Straggler
+from shoal.util.units import bandwidth, duration, percent
+
+__all__ = [
+    "LABELS",
+    "PALETTE",
+    "PARTS",
+    "SHOWN",
+    "Array",
+    "Attempt",
+    "Event",
+    "Finding",
+    "History",
+    "Judged",
+    "Profile",
+    "Reader",
+    "Rows",
+    "Straggler",
+    "Traffic",
+    "Verdict",
+    "bandwidth",
+    "duration",
+    "judge",
+    "percent",
+    "profile",
+    "read",
+]

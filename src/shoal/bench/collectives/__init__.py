@@ -1,0 +1,1 @@
+"""Measure collectives over sizes and backends, and write the machine file."""

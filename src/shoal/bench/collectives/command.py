@@ -1,0 +1,295 @@
+"""`shoal bench comm`: the collectives of this job, or of N processes here, into a machine file."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from shoal.bench.collectives import display
+from shoal.bench.collectives.machine_file import Links, Machine, Series, to_json, write
+from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure
+from shoal.bench.csv_file import write_rows
+from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.units import parse_sizes, shown_size
+from shoal.distributed import env_vars, link_speed
+from shoal.distributed.world import World, init
+from shoal.launcher.local import run_job
+from shoal.util.errors import LaunchError
+from shoal.util.tables import plain_console, print_line, print_path
+
+BACKENDS = ("mpi", "nccl", "gloo")
+"""In this order: the first of those that are measured is the world's own, others stand beside it."""
+JOIN_SECONDS = 60.0
+"""How long ranks wait for each other: nobody prepares data here."""
+GRACE = 30.0
+"""How long ranks have, after Ctrl-C, to end their sample and write what there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is measured and where it goes. No backend means the one that a script would get."""
+
+    backends: tuple[str, ...]
+    operations: tuple[str, ...]
+    sizes: tuple[int, ...]
+    repeats: int
+    seconds: float
+    pairs: bool
+    out: Path | None
+    csv: Path | None
+    json: bool
+
+
+def request(
+    *,
+    backends: str,
+    operations: str,
+    sizes: str,
+    repeats: int,
+    seconds: float,
+    pairs: bool,
+    out: Path | None,
+    csv: Path | None,
+    json: bool,
+) -> Request:
+    """What was asked for on the command line, checked. Raises LaunchError."""
+    named = _names(backends, BACKENDS, "--backend")
+    _check_numbers(repeats, seconds)
+    for path in (out, csv):
+        if path is not None:
+            _check_folder(path)
+    return Request(
+        backends=tuple(backend for backend in BACKENDS if backend in named),
+        operations=_names(operations, OPERATIONS, "--operations") or OPERATIONS,
+        sizes=parse_sizes(sizes),
+        repeats=repeats,
+        seconds=seconds,
+        pairs=pairs,
+        out=out,
+        csv=csv,
+        json=json,
+    )
+
+
+def comm(asked: Request, processes: int | None) -> int:
+    """Measure in this job, or in so many processes on this machine; the exit code.
+
+    Raises LaunchError where there is nobody to talk to, or a backend can't work here.
+    """
+    here = env_vars.placement()
+    if here.size > 1 and processes is not None:
+        raise LaunchError(
+            given=f"shoal bench comm -n {processes}, on rank {here.rank} of {here.size}",
+            found=f"{here.launcher} has started all ranks already",
+            fix="leave -n out",
+        )
+    if here.size > 1:
+        _check_backends(asked.backends)
+        return measure_here(asked)
+    if processes is None or processes < 2:
+        raise LaunchError(
+            given="shoal bench comm" + (f" -n {processes}" if processes is not None else ""),
+            found="one process, which has nobody to talk to",
+            fix="shoal bench comm -n 2, or one for each rank: srun shoal bench comm",
+        )
+    if "mpi" in asked.backends:
+        raise LaunchError(
+            given=f"shoal bench comm -n {processes} --backend {','.join(asked.backends)}",
+            found="processes that Shoal starts are no ranks of MPI",
+            fix=f"mpirun -n {processes} shoal bench comm --backend {','.join(asked.backends)}",
+        )
+    _check_backends(asked.backends)
+    _check_memory(max(asked.sizes), processes, len(asked.backends) or 1)
+    return run_job(Measuring(request=asked), processes=processes, grace=GRACE).code
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """What each process runs that is started here."""
+
+    request: Request
+    name: str = "shoal-bench-comm"
+    safe_path: bool = False
+
+    def run(self) -> None:
+        """Measure, with the other ranks. A signal has reached the launcher too, which exits with it."""
+        measure_here(self.request)
+
+
+def measure_here(asked: Request) -> int:
+    """Join the ranks that a launcher started, and measure. Rank 0 tells; the exit code."""
+    first = asked.backends[0] if asked.backends else None
+    device = "cpu" if first in ("mpi", "gloo") else None
+    with (
+        Interrupts() as interrupts,
+        init(backend=first, device=device, prepare_timeout=JOIN_SECONDS) as world,
+    ):
+        began, begun = datetime.now(UTC), perf_counter()
+        backends = asked.backends or (str(dist.get_backend(world.group)),)
+        screen = plain_console(stderr=True)
+        outcome = measure(
+            world,
+            backends=backends,
+            operations=asked.operations,
+            sizes=asked.sizes,
+            bounds=Bounds(repeats=asked.repeats, seconds=asked.seconds),
+            asked_to_stop=lambda: bool(interrupts.asked),
+            tell=lambda text: print_line(screen, text) if world.first else None,
+        )
+        pairs = None
+        if asked.pairs and outcome.complete:
+            pairs = link_speed.pairs(world)
+        machine = _describe(
+            world, began, perf_counter() - begun, outcome.series, pairs, complete=outcome.complete
+        )
+        if world.first:
+            _report(asked, machine, outcome.left_out, pairs)
+        return 128 + (interrupts.asked or signal.SIGINT) if not outcome.complete else 0
+
+
+def _describe(
+    world: World,
+    began: datetime,
+    seconds: float,
+    series: tuple[Series, ...],
+    pairs: link_speed.Pairs | None,
+    *,
+    complete: bool,
+) -> Machine:
+    interface = [choice.value for choice in world.choices if choice.what == "interface"]
+    return Machine(
+        measured=began.isoformat(timespec="seconds"),
+        seconds=seconds,
+        complete=complete,
+        shoal=version("shoal"),
+        torch=torch.__version__,
+        launcher=world.placement.launcher,
+        hosts=tuple(world.gather(socket.gethostname())),
+        device=world.device.type,
+        device_name=_device_name(world.device),
+        cores=world.placement.cores,
+        threads=torch.get_num_threads(),
+        interface=str(interface[0]) if interface else "",
+        series=series,
+        links=None
+        if pairs is None
+        else Links(
+            backend=_spoken(str(dist.get_backend(world.group))),
+            bytes=pairs.bytes,
+            bandwidth=pairs.bandwidth,
+            latency=pairs.latency,
+        ),
+    )
+
+
+def _report(
+    asked: Request,
+    machine: Machine,
+    left_out: Sequence[tuple[str, str, int]],
+    pairs: link_speed.Pairs | None,
+) -> None:
+    """Write the files and tell, on rank 0."""
+    console = plain_console()
+    if not machine.series:
+        print_line(plain_console(stderr=True), "Ended before anything was measured: no file.")
+        return
+    path = asked.out or Path(_file_name(machine))
+    write(machine, path)
+    display.show(console, machine, left_out)
+    if pairs is not None:
+        display.show_pairs(console, pairs)
+    print_path(console, f"machine file: {path}")
+    if asked.csv is not None:
+        write_rows(asked.csv, display.rows(machine))
+        print_path(console, f"points: {asked.csv}")
+    if asked.json:
+        print_path(console, to_json(machine))
+
+
+def _file_name(machine: Machine) -> str:
+    stamp = datetime.fromisoformat(machine.measured).strftime("%Y%m%d-%H%M%S")
+    return f"machine-{machine.hosts[0]}-{len(machine.hosts)}-{stamp}.json"
+
+
+def _spoken(backend: str) -> str:
+    return backend if backend in BACKENDS else "mpi"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else device.type
+
+
+def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    """Names of a list with commas, in the order in which they are known; LaunchError for others."""
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    for name in given:
+        if name not in known:
+            raise LaunchError(
+                given=f"{option} {text}",
+                found=f"{name!r} is none of {', '.join(known)}",
+                fix=f"{option} {known[-1] if option == '--backend' else known[0]}",
+            )
+    return tuple(name for name in known if name in given)
+
+
+def _check_numbers(repeats: int, seconds: float) -> None:
+    if repeats < 1 or not 0 < seconds <= 86400:
+        raise LaunchError(
+            given=f"--repeats {repeats} --seconds {seconds:g}",
+            found="repeats are 1 or more, and seconds above 0, a day at most",
+            fix="for example --repeats 20 --seconds 30",
+        )
+
+
+def _check_folder(path: Path) -> None:
+    if not path.parent.is_dir() or path.is_dir():
+        raise LaunchError(
+            given=str(path),
+            found=f"there is no directory {path.parent.absolute()}"
+            if not path.parent.is_dir()
+            else "it is a directory",
+            fix=f"mkdir -p {path.parent}, or give another file",
+        )
+
+
+def _check_backends(backends: Sequence[str]) -> None:
+    """Raises LaunchError for NCCL where there is none, or no GPU."""
+    if "nccl" not in backends:
+        return
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        built = dist.is_nccl_available()
+        raise LaunchError(
+            given="--backend nccl",
+            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}"
+            if built
+            else f"torch {torch.__version__} is built without it",
+            fix="--backend gloo",
+        )
+
+
+def _check_memory(largest: int, processes: int, backends: int) -> None:
+    """Two tensors of the largest size for each process and backend have to fit."""
+    needed, free = 2 * largest * processes * backends, psutil.virtual_memory().available
+    if needed > free:
+        raise LaunchError(
+            given=f"messages of {shown_size(largest)}, {processes} processes",
+            found=f"they need {shown_size(needed)} of memory; {shown_size(free)} are free",
+            fix=f"--sizes 1KiB:{max(1, free // (needed // largest * 4) >> 20)}MiB",
+        )

@@ -1,0 +1,188 @@
+"""What `shoal bench comm` tells of a machine: a sentence, then tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+
+from shoal.bench.collectives.machine_file import Machine, Point, Series
+from shoal.bench.units import duration, percent, shown_size, times
+from shoal.distributed.link_speed import Pairs, slow
+from shoal.report import bandwidth
+from shoal.util.tables import add_row, make_table, print_line, print_table
+
+MOST_RANKS = 8
+"""Of more ranks than that a matrix is no table any more."""
+
+
+def show(console: Console, machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> None:
+    """Print what was measured."""
+    print_line(console, verdict(machine))
+    for sentence in _remarks(machine, left_out):
+        print_line(console, sentence)
+    print_line(console, "")
+    _show_fits(console, machine)
+    for backend in dict.fromkeys(series.backend for series in machine.series):
+        own = [
+            each for each in machine.series if each.backend == backend and each.operation != "barrier"
+        ]
+        if own:
+            _show_matrix(
+                console, f"Time of a call through {backend}", own, lambda _, it: duration(it.seconds)
+            )
+            _show_matrix(
+                console,
+                f"Bandwidth of the bus through {backend}",
+                own,
+                lambda series, it: bandwidth(series.bus_bandwidth(it)),
+            )
+
+
+def verdict(machine: Machine) -> str:
+    """The first sentence: what each backend gives, and how they compare."""
+    backends = list(dict.fromkeys(series.backend for series in machine.series))
+    sentences = [_sentence(_main(machine, backend)) for backend in backends]
+    hosts = len(set(machine.hosts))
+    where = f"{len(machine.hosts)} ranks on {hosts} machine{'s' if hosts > 1 else ''}"
+    text = f"{where}: {'; '.join(sentences)}."
+    mains = [_main(machine, backend) for backend in backends]
+    if len({main.operation for main in mains}) == 1 and len(mains) > 1:
+        text += " " + " ".join(comparison(mains[0], other) for other in mains[1:])
+    return text
+
+
+def _main(machine: Machine, backend: str) -> Series:
+    """What a backend is judged by: the all_reduce of data parallelism, or whatever was measured."""
+    own = [series for series in machine.series if series.backend == backend]
+    return min(own, key=lambda each: (each.operation != "all_reduce", each.operation == "barrier"))
+
+
+def _sentence(series: Series) -> str:
+    first, last = series.points[0], series.points[-1]
+    if series.operation == "barrier":
+        return f"{series.backend} takes {duration(first.seconds)} for a barrier"
+    text = (
+        f"{series.backend} moves {bandwidth(series.bus_bandwidth(last))} (bus) "
+        f"in {_article(series)} of {shown_size(last.bytes)}"
+    )
+    if len(series.points) > 1:
+        text += f", and takes {duration(first.seconds)} for {shown_size(first.bytes)}"
+    return text
+
+
+def _article(series: Series) -> str:
+    return f"{'an' if series.operation.startswith('all') else 'a'} {series.operation}"
+
+
+def comparison(one: Series, other: Series) -> str:
+    """How another backend compares with one at the smallest and the largest size of both."""
+    known = {point.bytes: point.seconds for point in one.points}
+    common = [point for point in other.points if point.bytes in known]
+    ratios = [
+        (point.seconds / known[point.bytes], point.bytes) for point in (*common[:1], *common[1:][-1:])
+    ]
+    if not ratios:
+        return ""
+    (first, size), *rest = ratios
+    text = f"{other.backend} takes {times(first)} times as long as {one.backend} at {shown_size(size)}"
+    return (
+        text + "".join(f", {times(more)} times as long at {shown_size(at)}" for more, at in rest) + "."
+    )
+
+
+def _remarks(machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> Iterator[str]:
+    if not machine.complete:
+        yield "It was ended early: these are the samples until then."
+    for backend, operation in dict.fromkeys((backend, name) for backend, name, _ in left_out):
+        sizes = [size for other, name, size in left_out if (other, name) == (backend, operation)]
+        yield (
+            f"{operation} through {backend}: {shown_size(min(sizes))} and more would have taken too "
+            "long (--seconds)."
+        )
+
+
+def _show_fits(console: Console, machine: Machine) -> None:
+    headers = ("backend", "operation", "latency", "bandwidth", "error", "points", "spread")
+    table = make_table(*headers, right=headers[2:])
+    for series in machine.series:
+        fit = series.fit
+        spread = percent(statistics.median(point.spread for point in series.points))
+        cells = ("", "", "")
+        if fit is not None:
+            speed = "no limit seen" if fit.bandwidth is None else bandwidth(fit.bandwidth)
+            cells = (duration(fit.latency), speed, percent(fit.error))
+        elif series.operation == "barrier":
+            cells = (duration(series.points[0].seconds), "", "")
+        add_row(table, series.backend, series.operation, *cells, str(len(series.points)), spread)
+    print_table(
+        console, "The line time = latency + bytes / bandwidth, and how far points are off", table
+    )
+
+
+def _show_matrix(
+    console: Console, title: str, own: Sequence[Series], cell: Callable[[Series, Point], str]
+) -> None:
+    """Sizes in rows and operations in columns."""
+    headers = ["size", *(series.operation.replace("_", " ") for series in own)]
+    table = make_table(*headers, right=headers)
+    sizes = sorted({point.bytes for series in own for point in series.points})
+    for size in sizes:
+        found = [next((it for it in series.points if it.bytes == size), None) for series in own]
+        texts = ["" if it is None else cell(series, it) for series, it in zip(own, found, strict=True)]
+        add_row(table, shown_size(size), *texts)
+    print_table(console, title, table)
+
+
+def show_pairs(console: Console, measured: Pairs) -> None:
+    """What pairs of ranks give each other: what is slow, and all of it where they are few."""
+    odd = slow(measured)
+    if not odd and len(measured.hosts) > 2:
+        print_line(console, "No link between two ranks is slower than a third of what others give.")
+    for each in odd:
+        print_line(
+            console,
+            f"Slow: {each.what} ({', '.join(each.hosts)}), {bandwidth(each.bandwidth)}, "
+            f"{each.ratio:.1f} times slower than others.",
+        )
+    print_line(console, "")
+    if len(measured.hosts) > MOST_RANKS:
+        return
+    headers = ["from", *(f"to {rank}" for rank in range(len(measured.hosts)))]
+    table = make_table(*headers, right=headers)
+    for sender, row in enumerate(measured.bandwidth):
+        add_row(table, str(sender), *("" if it is None else bandwidth(it) for it in row))
+    print_table(console, f"From rank to rank, {shown_size(measured.bytes)} and an answer", table)
+
+
+def rows(machine: Machine) -> Iterator[Sequence[object]]:
+    """All points, as lines of a CSV file; the first has the names."""
+    yield (
+        "backend",
+        "operation",
+        "memory",
+        "ranks",
+        "bytes",
+        "seconds",
+        "low",
+        "high",
+        "samples",
+        "algorithm_bandwidth",
+        "bus_bandwidth",
+    )
+    for series in machine.series:
+        for point in series.points:
+            yield (
+                series.backend,
+                series.operation,
+                series.memory,
+                series.ranks,
+                point.bytes,
+                point.seconds,
+                point.low,
+                point.high,
+                point.samples,
+                series.algorithm_bandwidth(point),
+                series.bus_bandwidth(point),
+            )

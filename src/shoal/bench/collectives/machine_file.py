@@ -1,0 +1,253 @@
+"""What a machine's network was measured to give, as a file: collectives by size, and pairs of ranks.
+
+`shoal bench comm` writes such files. They are JSON with a version; what is read is checked, so that
+whoever plans with its numbers need not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import types
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from shoal.util.errors import ShoalError
+
+FORMAT, VERSION = "shoal machine", 1
+LEAST_POINTS = 3
+"""Through two points a line always fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Messages of one size: seconds of a call, the median and both quartiles of `samples`."""
+
+    bytes: int
+    seconds: float
+    low: float
+    high: float
+    samples: int
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles as a share of the median."""
+        return (self.high - self.low) / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """time = latency + bytes / bandwidth (Hockney 1994), in seconds and bytes/s.
+
+    `bandwidth` is None where larger messages took no longer. `error` is the root of the mean squared
+    error, relative to what was measured.
+    """
+
+    latency: float
+    bandwidth: float | None
+    error: float
+
+    def seconds(self, bytes: int) -> float:
+        """What a message of so many bytes is expected to take."""
+        return self.latency + (bytes / self.bandwidth if self.bandwidth else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One operation through one backend, over sizes, in the memory of the CPU or of GPUs ("cuda").
+
+    Bytes are counted as NCCL's tests do: of the whole tensor that is reduced, gathered or scattered;
+    in all_to_all of what one rank sends, in send_recv of one message. A barrier has no bytes.
+    """
+
+    backend: str
+    operation: str
+    memory: str
+    ranks: int
+    points: tuple[Point, ...]
+    fit: Fit | None = None
+
+    def algorithm_bandwidth(self, point: Point) -> float:
+        """Bytes per second of a call."""
+        return point.bytes / point.seconds
+
+    def bus_bandwidth(self, point: Point) -> float:
+        """Bytes per second over the busiest link of a ring, which the hardware limits.
+
+        The factors are those of NCCL's tests (doc/PERFORMANCE.md there).
+        """
+        return bus_factor(self.operation, self.ranks) * self.algorithm_bandwidth(point)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Bytes/s and latencies in seconds from each rank (row) to each other (column)."""
+
+    backend: str
+    bytes: int
+    bandwidth: tuple[tuple[float | None, ...], ...]
+    latency: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was measured, where, when and with what. `hosts` is where each rank was.
+
+    `device` is the kind on which ranks compute, `cores` and `threads` are those of rank 0, `interface`
+    is the network's, empty within one machine. `measured` is when it began (ISO 8601, UTC), `seconds`
+    how long it took; `complete` is False where it was interrupted.
+    """
+
+    measured: str
+    seconds: float
+    complete: bool
+    shoal: str
+    torch: str
+    launcher: str
+    hosts: tuple[str, ...]
+    device: str
+    device_name: str
+    cores: int
+    threads: int
+    interface: str
+    series: tuple[Series, ...]
+    links: Links | None = None
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """What turns the algorithm's bandwidth of an operation into that of the bus."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if operation in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
+
+
+def fit(points: Sequence[Point]) -> Fit | None:
+    """The line through points whose relative errors are least; None of fewer than LEAST_POINTS.
+
+    Sizes and times span orders of magnitude: absolute errors would leave the small ones to chance.
+    Neither latency nor time per byte is below 0.
+    """
+    if len({point.bytes for point in points}) < LEAST_POINTS:
+        return None
+    # Weighted by 1 / time², the normal equations of latency + bytes * slope.
+    ones = sum(point.seconds**-2 for point in points)
+    sizes = sum(point.bytes * point.seconds**-2 for point in points)
+    squares = sum(point.bytes**2 * point.seconds**-2 for point in points)
+    times = sum(1 / point.seconds for point in points)
+    products = sum(point.bytes / point.seconds for point in points)
+    determinant = ones * squares - sizes**2
+    latency = (times * squares - sizes * products) / determinant
+    slope = (ones * products - sizes * times) / determinant
+    if latency < 0:
+        latency, slope = 0.0, products / squares
+    if slope <= 0:
+        latency, slope = times / ones, 0.0
+    errors = [((latency + slope * point.bytes) / point.seconds - 1) ** 2 for point in points]
+    error = math.sqrt(sum(errors) / len(errors))
+    return Fit(latency=latency, bandwidth=1 / slope if slope else None, error=error)
+
+
+def to_json(machine: Machine) -> str:
+    """The machine as one line of JSON."""
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)})
+
+
+def write(machine: Machine, path: Path) -> None:
+    """Write a machine file, whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)}, indent=1)
+    try:
+        partial.write_text(text + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ShoalError(
+            given=str(path),
+            found=f"it can't be written: {error.strerror}",
+            fix="-o FILE, in a directory where you may write and there is room",
+        ) from None
+
+
+def read(path: Path) -> Machine:
+    """The machine that a file describes.
+
+    Raises ShoalError where the file can't be read, is no machine file or a newer one, or where
+    something in it can't be.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except OSError as error:
+        raise _wrong(path, f"it can't be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise _wrong(path, "it is no JSON") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise _wrong(path, "it is no machine file")
+    if found.get("version") != VERSION:
+        raise _wrong(path, f"its version is {found.get('version')!r}, known here is {VERSION}")
+    try:
+        machine: Machine = _value(Machine, found, "")
+        _check(machine)
+    except _WrongError as mistake:
+        raise _wrong(path, str(mistake)) from None
+    return machine
+
+
+class _WrongError(Exception):
+    """Something in a file that can't be, in words."""
+
+
+def _wrong(path: Path, found: str) -> ShoalError:
+    return ShoalError(given=str(path), found=found, fix="measure anew: shoal bench comm")
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    """A value of JSON as a value of a type; _WrongError where it is another."""
+    if is_dataclass(kind):
+        return _object(kind, value, where)
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _value(of[0], value, where)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _WrongError(f"{where} is no list")
+        return tuple(_value(of[0], each, f"{where}[{index}]") for index, each in enumerate(value))
+    accepted = (int, float) if kind is float else (kind,)
+    if type(value) not in accepted:
+        raise _WrongError(f"{where} is {value!r:.60}, and no {kind.__name__}")
+    if kind in (int, float) and not (math.isfinite(value) and value >= 0):
+        raise _WrongError(f"{where} is {value!r}, and no finite number of 0 or more")
+    return value
+
+
+def _object(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise _WrongError(f"{where} is no object")
+    hints, prefix = get_type_hints(kind), where + "." * bool(where)
+    missing = [field.name for field in fields(kind) if field.name not in value]
+    if missing:
+        raise _WrongError(f"{prefix}{missing[0]} is missing")
+    return kind(**{name: _value(hint, value[name], prefix + name) for name, hint in hints.items()})
+
+
+def _check(machine: Machine) -> None:
+    """Raise _WrongError for values that are each right and together can't be."""
+    ranks = len(machine.hosts)
+    for number, series in enumerate(machine.series):
+        where = f"series[{number}]"
+        if series.ranks < 2 or not series.points:
+            raise _WrongError(f"{where} has {series.ranks} rank(s) and {len(series.points)} point(s)")
+        if any(
+            point.seconds == 0 or not point.low <= point.seconds <= point.high
+            for point in series.points
+        ):
+            raise _WrongError(f"{where} has a point that took no time, or not between its quartiles")
+        if series.fit is not None and series.fit.bandwidth == 0:
+            raise _WrongError(f"{where}.fit.bandwidth is 0")
+    if machine.links is not None:
+        for name in ("bandwidth", "latency"):
+            matrix = getattr(machine.links, name)
+            if len(matrix) != ranks or any(len(row) != ranks for row in matrix):
+                raise _WrongError(f"links.{name} is not of {ranks} x {ranks}, for {ranks} hosts")

@@ -1,0 +1,277 @@
+"""What collectives take, by size and backend, on the ranks of a world.
+
+All ranks do the same in the same order. Before each sample they agree to go on, in one small
+all-reduce; that is also what lets them begin together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shoal.bench.collectives.machine_file import Point, Series, fit
+from shoal.distributed.world import CHECKED_STEPS, World
+
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "send_recv",
+    "barrier",
+)
+LEAST = 3
+"""Samples of a point."""
+SAMPLE_SECONDS = 0.002
+"""A sample is as many calls as take so long: a single short one would be lost in the clock's noise."""
+_MOST_CALLS = 50
+_ELEMENT = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How much is measured: samples of each point, within so many seconds in all."""
+
+    repeats: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What was measured, which sizes of which series took too long, and whether nobody ended it."""
+
+    series: tuple[Series, ...]
+    left_out: tuple[tuple[str, str, int], ...]
+    complete: bool
+
+
+class Place:
+    """The ranks as one backend connects them, and the memory that it sends."""
+
+    def __init__(self, world: World, backend: str, *, own: bool, largest: int) -> None:
+        self.backend = backend
+        self.ranks, self.rank = world.size, world.rank
+        self.group = world.group if own else dist.new_group(backend=backend)
+        # Gloo and MPI are measured with what is in the CPU's memory: they have no other way.
+        self.device = world.device if backend == "nccl" else torch.device("cpu")
+        elements = self.elements(largest)
+        self._mine = torch.empty(elements, device=self.device).fill_(0)
+        self._others = torch.empty(elements, device=self.device).fill_(0)
+
+    def elements(self, bytes: int) -> int:
+        """As many as fill so many bytes, and can be divided among the ranks."""
+        return self.ranks * max(1, round(bytes / _ELEMENT / self.ranks))
+
+    def call(self, operation: str, bytes: int) -> Callable[[], object]:
+        """What does the operation once, and returns when it is done on the CPU."""
+        group, count = self.group, self.elements(bytes)
+        whole, other = self._mine[:count], self._others[:count]
+        part = other[: count // self.ranks]
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "all_gather": lambda: gather(whole, part, group=group),
+            "reduce_scatter": lambda: scatter(part, whole, group=group),
+            "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+            "send_recv": lambda: self._pass_on(whole, other),
+            "barrier": lambda: dist.barrier(group=group),
+        }
+        return calls[operation]
+
+    def _pass_on(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """To the next rank, from the one before, both at once."""
+        after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        both = [
+            dist.P2POp(dist.isend, sent, after, group=self.group),
+            dist.P2POp(dist.irecv, received, before, group=self.group),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    def timed(self, call: Callable[[], object], times: int) -> float:
+        """Seconds of a call, of so many after each other."""
+        begun = time.perf_counter()
+        for _ in range(times):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - begun) / times
+
+
+class Probe:
+    """One operation of a backend with messages of one size."""
+
+    def __init__(self, place: Place, operation: str, bytes: int) -> None:
+        self.place, self.operation = place, operation
+        self.bytes = place.elements(bytes) * _ELEMENT if bytes else 0
+        self._call = place.call(operation, bytes)
+        self.times = 1
+        self.expected = 0.0
+        self.samples: list[float] = []
+
+    def warm_up(self, world: World) -> None:
+        """Connect, and find out how many calls make a sample."""
+        self._call()
+        self.expected = _largest(world, self.place.timed(self._call, 1))
+        self.times = min(_MOST_CALLS, max(1, math.ceil(SAMPLE_SECONDS / self.expected)))
+
+    def sample(self) -> None:
+        """Measure once."""
+        self.samples.append(self.place.timed(self._call, self.times))
+
+
+def measure(
+    world: World,
+    *,
+    backends: Sequence[str],
+    operations: Sequence[str],
+    sizes: Sequence[int],
+    bounds: Bounds,
+    asked_to_stop: Callable[[], bool],
+    tell: Callable[[str], object],
+) -> Outcome:
+    """Measure all operations of all backends over sizes in bytes; collective.
+
+    The first of the backends is the world's own. The time of a call is that of the rank that it took
+    longest. Each sample is a few calls; samples of all points take turns, so that what else the machine
+    does at some time falls on all of them. Sizes are left out, from above, where LEAST samples would
+    not fit into the time. `asked_to_stop` may become true on any rank; then all stop, with what they
+    have. `tell` gets a line on how long it will take.
+    """
+    for _ in range(CHECKED_STEPS + 1):
+        world.stepping()  # in its first steps a world compares each collective, in another collective
+    places = [
+        Place(world, backend, own=number == 0, largest=max(sizes))
+        for number, backend in enumerate(backends)
+    ]
+    clock = _Clock(world, bounds.seconds, asked_to_stop)
+    probes, left_out = _warm(world, places, operations, sizes, clock)
+    pause = statistics.median(clock.pause() for _ in range(LEAST))
+    round_seconds = sum(probe.times * probe.expected + pause for probe in probes) or 1.0
+    # Agreed on, since the clock decides.
+    repeats = world.broadcast(max(LEAST, min(bounds.repeats, int(clock.left / round_seconds))))
+    tell(
+        f"{len(probes)} points, {repeats} samples of each: about {repeats * round_seconds:.0f} s more; "
+        "Ctrl-C ends it with what is there"
+    )
+    complete = _sample(probes, repeats, clock)
+    return Outcome(series=tuple(_series(world, probes)), left_out=tuple(left_out), complete=complete)
+
+
+class _Clock:
+    """How long measuring may go on: ranks decide it together."""
+
+    def __init__(self, world: World, seconds: float, asked_to_stop: Callable[[], bool]) -> None:
+        self._world, self._asked = world, asked_to_stop
+        self._ends = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds, as this rank sees it."""
+        return self._ends - time.perf_counter()
+
+    def left_everywhere(self) -> float:
+        """Seconds, as all ranks see it: the least of theirs."""
+        return -_largest(self._world, -self.left)
+
+    def pause(self) -> float:
+        """How long it takes to agree to go on, which comes on top of each sample."""
+        begun = time.perf_counter()
+        self.goes_on()
+        return time.perf_counter() - begun
+
+    def goes_on(self) -> bool:
+        """Whether nobody was asked to stop; the same on all ranks, which begin together after it."""
+        return not _largest(self._world, float(self._asked()))
+
+
+def _warm(
+    world: World,
+    places: Sequence[Place],
+    operations: Sequence[str],
+    sizes: Sequence[int],
+    clock: _Clock,
+) -> tuple[list[Probe], list[tuple[str, str, int]]]:
+    """The probes that fit into the time, warmed up, from small to large; and those that don't."""
+    probes: list[Probe] = []
+    left_out: list[tuple[str, str, int]] = []
+    largest: dict[tuple[Place, str], Probe] = {}
+    for size in (0, *sizes):
+        for place in places:
+            for operation in operations:
+                if (operation == "barrier") != (size == 0) or not clock.goes_on():
+                    continue
+                before = largest.get((place, operation))
+                taken = sum(LEAST * probe.times * probe.expected for probe in probes)
+                if before is not None:
+                    expected = before.expected * size / max(1, before.bytes)
+                    if (LEAST + 2) * expected + taken > clock.left_everywhere():
+                        left_out.append((place.backend, operation, size))
+                        continue
+                probe = Probe(place, operation, size)
+                probe.warm_up(world)
+                largest[place, operation] = probe
+                probes.append(probe)
+    return probes, left_out
+
+
+def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
+    """Take the samples, while there is time; whether no rank was asked to stop."""
+    for number in range(repeats):
+        if number >= LEAST and clock.left_everywhere() <= 0:
+            return True
+        # To and fro, so that no probe always follows the same other one.
+        for probe in probes if number % 2 == 0 else reversed(probes):
+            if not clock.goes_on():
+                return False
+            probe.sample()
+    return True
+
+
+def _series(world: World, probes: Sequence[Probe]) -> Iterable[Series]:
+    """The medians over samples of what the slowest rank took."""
+    # Of what was ended before its first sample there is the call that it was warmed up with.
+    everyones = world.gather([probe.samples or [probe.expected] for probe in probes])
+    points: dict[tuple[str, str, str], list[Point]] = {}
+    for number, probe in enumerate(probes):
+        slowest = [
+            max(ranks) for ranks in zip(*(samples[number] for samples in everyones), strict=True)
+        ]
+        key = probe.place.backend, probe.operation, probe.place.device.type
+        points.setdefault(key, []).append(summary(probe.bytes, slowest))
+    backends = list(dict.fromkeys(probe.place.backend for probe in probes))
+    order = sorted(points, key=lambda key: (backends.index(key[0]), OPERATIONS.index(key[1])))
+    for backend, operation, memory in order:
+        found = points[backend, operation, memory]
+        yield Series(
+            backend=backend,
+            operation=operation,
+            memory=memory,
+            ranks=world.size,
+            points=tuple(found),
+            fit=fit(found),
+        )
+
+
+def summary(bytes: int, samples: Sequence[float]) -> Point:
+    """The median and the quartiles of samples."""
+    median = statistics.median(samples)
+    low, high = median, median
+    if len(samples) > 1:
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Point(bytes=bytes, seconds=median, low=low, high=high, samples=len(samples))
+
+
+def _largest(world: World, value: float) -> float:
+    """The largest of all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64, device=world.device)
+    return float(world.all_reduce(tensor, "max").item())

@@ -1,0 +1,1 @@
+"""Measure a Python loop, torch's operations, TorchScript and `torch.compile`."""

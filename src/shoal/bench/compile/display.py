@@ -1,0 +1,99 @@
+"""What measured ways to compute say: which is faster, and from how many calls on. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shoal.bench.units import duration, times
+
+PYTHON = "Python loop"
+SAME = 1.05
+"""Less than that is no difference."""
+EQUAL = 1e-4
+"""Results that differ by more, relative to the largest value, are not the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One way to compute a subject: seconds of a call (median, quartiles) and of the first one.
+
+    `difference` is the largest of its results from those of torch's operations, relative to the
+    largest value. `seconds` is None where there is nothing but a `reason` why not.
+    """
+
+    subject: str
+    way: str
+    seconds: float | None = None
+    low: float = 0.0
+    high: float = 0.0
+    first: float = 0.0
+    samples: int = 0
+    difference: float | None = None
+    reason: str = ""
+
+
+def advise(found: Sequence[Mode]) -> list[str]:
+    """A sentence for each subject, and one for each way that gave other results."""
+    said = [_sentence(subject, found) for subject in dict.fromkeys(mode.subject for mode in found)]
+    said += [
+        f"{mode.way} gives other results for {mode.subject}: they differ by {mode.difference:.0e}."
+        for mode in found
+        if mode.difference is not None and not mode.difference <= EQUAL
+    ]
+    return [sentence for sentence in said if sentence]
+
+
+def _sentence(subject: str, found: Sequence[Mode]) -> str:
+    """How others compare with torch's operations run one by one."""
+    own = {mode.way: mode for mode in found if mode.subject == subject}
+    usual = own.get("torch operations") or own.get("eager")
+    if usual is None or usual.seconds is None:
+        return ""
+    parts = [
+        _compared(mode.way, mode.seconds, mode.first, usual.seconds)
+        for mode in own.values()
+        if mode is not usual and mode.seconds is not None
+    ]
+    return (
+        f"{subject}: {usual.way} {duration(usual.seconds)} a call; {'; '.join(parts)}." if parts else ""
+    )
+
+
+def _compared(way: str, seconds: float, first: float, usual: float) -> str:
+    ratio = usual / seconds
+    if 1 / SAME <= ratio <= SAME:
+        return f"{way} as fast"
+    if ratio < 1:
+        return f"{way} takes {times(1 / ratio)} times as long"
+    calls = math.ceil(first / (usual - seconds))
+    paid = f", which pays off after {calls:,} calls" if way != PYTHON else ""
+    return f"{way} is {times(ratio)} times as fast{paid}"
+
+
+def rows(found: Sequence[Mode]) -> Iterator[Sequence[object]]:
+    """All of it as lines of a CSV file; the first has the names."""
+    yield (
+        "subject",
+        "way",
+        "seconds",
+        "low",
+        "high",
+        "first_call_seconds",
+        "samples",
+        "difference",
+        "reason",
+    )
+    for mode in found:
+        yield (
+            mode.subject,
+            mode.way,
+            mode.seconds,
+            mode.low,
+            mode.high,
+            mode.first,
+            mode.samples,
+            mode.difference,
+            mode.reason,
+        )

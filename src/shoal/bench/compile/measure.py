@@ -1,0 +1,313 @@
+"""`shoal bench modes`: the same computed by a Python loop, by torch, by TorchScript, compiled.
+
+The toy function squares five numbers ten times, as examples of TorchScript do, and then many numbers. A
+model is run forward and backward, as training does.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.bench.compile.display import PYTHON, Mode, advise, rows
+from shoal.bench.csv_file import write_rows
+from shoal.bench.import_target import raised, require_alone
+from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.scaling.models import make
+from shoal.bench.scaling.subject import Script, parse_subject
+from shoal.bench.units import duration, percent
+from shoal.data import Loader
+from shoal.distributed.world import World, init
+from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+
+SQUARINGS = 10
+NUMBERS = (5, 10_000)
+TOY = "toy function of {:,} numbers"
+_LEAST, _MOST = 3, 200
+_SAMPLE_SECONDS = 0.005
+_MOST_CALLS = 10_000
+
+Call = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is measured; `model` None for the toy function alone."""
+
+    model: str | None
+    batch: int
+    seconds: float
+    csv: Path | None
+    json: bool
+
+
+def modes(asked: Request) -> int:
+    """Measure and tell; the exit code. Raises LaunchError for what can't be measured."""
+    if asked.batch < 1 or not 0 < asked.seconds <= 86400:
+        raise LaunchError(
+            given=f"--batch {asked.batch} --seconds {asked.seconds:g}",
+            found="a batch has 1 sample or more, and the time is above 0 seconds, a day at most",
+            fix="for example --batch 32 --seconds 10",
+        )
+    require_alone("shoal bench modes")
+    screen = plain_console(stderr=True)
+    world = init()
+    try:  # not `with`, which would say where in this file an error came through
+        subjects = {TOY.format(count): _toy(count) for count in NUMBERS}
+        if asked.model is not None:
+            subjects[asked.model] = _ways(*_model(asked.model, asked.batch, world), world.device)
+        found: list[Mode] = []
+        with Interrupts() as interrupts:
+            print_line(
+                screen,
+                f"about {asked.seconds:.0f} s, and what compiling takes, a minute perhaps; Ctrl-C ends "
+                "it with what is there",
+            )
+            for subject, ways in subjects.items():
+                share = asked.seconds / len(subjects)
+                found += _measure(subject, ways, share, interrupts)
+    finally:
+        world.close()
+    if any(mode.seconds is not None for mode in found):
+        _report(asked, found)
+    else:
+        print_line(screen, "Ended before anything was measured.")
+    return 128 + interrupts.asked if interrupts.asked else 0
+
+
+def _toy(count: int) -> dict[str, Callable[[], Call]]:
+    """What makes each way to compute the toy function.
+
+    Its numbers are close to 1, or there would be nothing but zeros to compare.
+    """
+    numbers = 1 - torch.rand(count, generator=torch.Generator().manual_seed(0)) / 1000
+    plain = numbers.tolist()
+
+    def loop() -> list[Tensor]:
+        return [torch.tensor(_squared_by_python(plain))]
+
+    def calling(function: Callable[[Tensor], Tensor]) -> Call:
+        return lambda: [function(numbers)]
+
+    return {
+        PYTHON: lambda: loop,
+        "torch operations": lambda: calling(squared),
+        "TorchScript": lambda: calling(torch.jit.script(squared)),
+        "torch.compile": lambda: calling(torch.compile(squared)),
+    }
+
+
+def squared(x: Tensor) -> Tensor:
+    """Ten times the square."""
+    for _ in range(10):  # SQUARINGS: TorchScript knows no globals
+        x = x * x
+    return x
+
+
+def _squared_by_python(values: list[float]) -> list[float]:
+    for _ in range(SQUARINGS):
+        values = [value * value for value in values]
+    return values
+
+
+def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    """The model, and what computes its loss over one batch."""
+    subject = parse_subject(text)
+    if isinstance(subject, Script):
+        raise LaunchError(
+            given=text,
+            found="a script, of which no model can be taken",
+            fix="dense, gpt, resnet-small, or module:function for a function that returns "
+            "(model, task, dataset)",
+        )
+    try:
+        made = make(subject, batch)
+        model = made.model if isinstance(made.model, nn.Module) else made.model()
+        loader = Loader(made.dataset, world, batch_size=batch, shuffle=False)
+        micro = next(loader.epochs(1)).micros[0]
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise raised(text, error) from error
+
+    def loss(running: nn.Module) -> Tensor:
+        total, count = made.task.reduce(made.task.forward(running, micro, 0), micro, 0)
+        return total / count
+
+    return model.to(world.device).train(), loss
+
+
+def _ways(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], device: torch.device
+) -> dict[str, Callable[[], Call]]:
+    """What makes each way to run a model forward and backward; each has a copy of it."""
+
+    def running(way: Callable[[nn.Module], Any]) -> Call:
+        own = copy.deepcopy(model)
+        ready = way(own)
+        parameters = [each for each in own.parameters() if each.requires_grad]
+
+        def call() -> list[Tensor]:
+            torch.manual_seed(0)  # for dropout: ways are compared
+            for each in parameters:
+                each.grad = None
+            value = loss(ready)
+            value.backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return [value.detach(), *(each.grad for each in parameters if each.grad is not None)]
+
+        return call
+
+    return {
+        "eager": lambda: running(lambda own: own),
+        "TorchScript": lambda: running(torch.jit.script),
+        "torch.compile": lambda: running(torch.compile),
+    }
+
+
+def _measure(
+    subject: str,
+    ways: dict[str, Callable[[], Call]],
+    seconds: float,
+    interrupts: Interrupts,
+) -> list[Mode]:
+    """All ways of one subject: first calls, then samples in turns."""
+    runners: list[_Runner] = []
+    failed: list[Mode] = []
+    for way, prepare in ways.items():
+        if interrupts.asked:
+            failed.append(Mode(subject=subject, way=way, reason="ended before it began"))
+            continue
+        interrupts.at_once = True  # nobody waits for a compiler after Ctrl-C
+        try:
+            runners.append(_Runner(way, prepare))
+        except (Exception, KeyboardInterrupt) as error:
+            failed.append(Mode(subject=subject, way=way, reason=_reason(error)))
+        finally:
+            interrupts.at_once = False
+    ends = time.perf_counter() + seconds
+    for number in range(_MOST):
+        if number >= _LEAST and time.perf_counter() > ends:
+            break
+        for runner in runners if number % 2 == 0 else reversed(runners):
+            if not interrupts.asked:
+                runner.sample()
+    usual = next((one for one in runners if one.way in ("torch operations", "eager")), None)
+    return [*(one.mode(subject, usual) for one in runners), *failed]
+
+
+class _Runner:
+    """One way to compute: its first call, and samples of later ones."""
+
+    def __init__(self, way: str, prepare: Callable[[], Call]) -> None:
+        self.way = way
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TorchScript is deprecated, and still what many have
+            begun = time.perf_counter()
+            self._call = prepare()
+            self.result = [each.clone() for each in self._call()]
+            self.first = time.perf_counter() - begun
+        # TorchScript looks at the first calls, and rewrites what it runs.
+        for _ in range(_LEAST):
+            self._call()
+        begun = time.perf_counter()
+        self._call()
+        took = time.perf_counter() - begun
+        self._times = min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / max(took, 1e-9))))
+        self.samples = [took]
+
+    def sample(self) -> None:
+        """Measure a few calls."""
+        call = self._call
+        begun = time.perf_counter()
+        for _ in range(self._times):
+            call()
+        self.samples.append((time.perf_counter() - begun) / self._times)
+
+    def mode(self, subject: str, usual: _Runner | None) -> Mode:
+        """In figures, compared with the results of another."""
+        # The first is that of a single call, which counts where there is no other.
+        samples = self.samples[1:] or self.samples
+        low = high = statistics.median(samples)
+        if len(samples) > 1:
+            low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return Mode(
+            subject=subject,
+            way=self.way,
+            seconds=statistics.median(samples),
+            low=low,
+            high=high,
+            first=self.first,
+            samples=len(samples),
+            difference=None if usual is None else _difference(self.result, usual.result),
+        )
+
+
+def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of any tensor, relative to the largest value in it."""
+    differences = [
+        float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
+        for one, other in zip(found, expected, strict=True)
+        if other.numel()
+    ]
+    return max(differences, default=0.0)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line that says something; compilers put a lot around it."""
+    if isinstance(error, KeyboardInterrupt):
+        return "ended by Ctrl-C"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def _report(asked: Request, found: Sequence[Mode]) -> None:
+    console = plain_console()
+    sentences = advise(found)
+    for sentence in sentences:
+        print_line(console, sentence)
+    print_line(console, "")
+    for subject in dict.fromkeys(mode.subject for mode in found):
+        table = make_table(
+            "", "a call", "spread", "first call", "differs by", right=("a call", "spread", "first call")
+        )
+        for mode in found:
+            if mode.subject == subject:
+                add_row(table, mode.way, *_cells(mode))
+        what = f", forward and backward, batches of {asked.batch}" if subject == asked.model else ""
+        print_table(console, f"{subject}{what}", table)
+    if asked.csv is not None:
+        write_rows(asked.csv, rows(found))
+        print_path(console, f"figures: {asked.csv}")
+    if asked.json:
+        plain = {"advice": sentences, "modes": [asdict(mode) for mode in found]}
+        print_path(console, json.dumps(plain))
+
+
+def _cells(mode: Mode) -> Iterator[str]:
+    if mode.seconds is None:
+        yield from ("", "", "", mode.reason)
+        return
+    yield duration(mode.seconds)
+    yield percent((mode.high - mode.low) / mode.seconds)
+    yield duration(mode.first)
+    yield (
+        ""
+        if mode.difference is None
+        else "nothing"
+        if not mode.difference
+        else f"{mode.difference:.0e}"
+    )

@@ -1,0 +1,1 @@
+"""Measure the input pipeline alone, and advise on the number of workers."""

@@ -1,0 +1,133 @@
+"""What measured input pipelines say about the number of workers. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.bench.data_loading.measure import Trial
+from shoal.bench.units import duration, percent, times
+
+ENOUGH = 0.9
+"""A number of workers that gives so much of the best is as good: the rest is noise."""
+BUSY = 0.85
+"""Of a core, or of all: hardly anything is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """All trials of a batch size with a number of workers."""
+
+    batch_size: int
+    workers: int
+    trials: tuple[Trial, ...]
+
+    @property
+    def rate(self) -> float:
+        """Samples per second, the median."""
+        return statistics.median(trial.rate for trial in self.trials)
+
+    @property
+    def spread(self) -> float:
+        """The distance between the slowest and the fastest trial as a share of the median."""
+        rates = [trial.rate for trial in self.trials]
+        return (max(rates) - min(rates)) / self.rate
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first batch, the median."""
+        return statistics.median(trial.first for trial in self.trials)
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that a worker has for itself, the most."""
+        return max((trial.memory for trial in self.trials if trial.memory is not None), default=None)
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        """Cores that this process used, and those of its workers."""
+        mine = statistics.median(trial.busy for trial in self.trials)
+        return mine, statistics.median(trial.workers_busy for trial in self.trials)
+
+    @property
+    def machine(self) -> float:
+        """The share of all cores of this machine that was busy, with whatever."""
+        return statistics.median(trial.machine for trial in self.trials)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What training takes: so many samples of this process in so many seconds, without waiting."""
+
+    samples: int
+    seconds: float
+    source: str
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+
+def advise(measured: Sequence[Measured], cores: int, need: Need | None) -> list[str]:
+    """Sentences: of each batch size the best number of workers and why not more; what is needed."""
+    by_size: dict[int, dict[int, Measured]] = {}
+    for each in measured:
+        by_size.setdefault(each.batch_size, {})[each.workers] = each
+    said = [_best(size, found, cores, one_of=len(by_size)) for size, found in by_size.items()]
+    if need is not None:
+        said += [_enough(found, need) for found in list(by_size.values())[:1]]
+    return said
+
+
+def _best(size: int, found: Mapping[int, Measured], cores: int, *, one_of: int) -> str:
+    where = f"Batches of {size}: " if one_of > 1 else ""
+    fastest = max(each.rate for each in found.values())
+    chosen = min(workers for workers, each in found.items() if each.rate >= ENOUGH * fastest)
+    best, more = found[chosen], [workers for workers in sorted(found) if workers > chosen]
+    text = f"{where}num_workers={chosen} gives {_rate(best)}"
+    if chosen and 0 in found:
+        text += f", {times(best.rate / found[0].rate)} times as many as 0"
+    if not more:
+        return f"{text}; more were not measured." if len(found) > 1 else f"{text}."
+    following = found[more[0]]
+    change = following.rate / best.rate
+    gives = "no more" if change >= ENOUGH else f"{times(change)} times as many"
+    return f"{text}; {more[0]} give {gives}: {_why(best, following, cores)}."
+
+
+def _why(best: Measured, following: Measured, cores: int) -> str:
+    """Why more workers were of no use, from what was busy meanwhile."""
+    mine, theirs = following.busy
+    if mine + theirs >= BUSY * cores:
+        return "the core is busy" if cores == 1 else f"the {cores} cores are busy"
+    if following.machine >= BUSY:
+        return "other processes keep this machine busy"
+    if mine >= BUSY:
+        return "this process takes no more from them"
+    if best.workers == 0:
+        return "handing samples over costs more than loading them"
+    return (
+        f"{percent((mine + theirs) / cores)} of the cores' time is used: they wait for disk or network"
+    )
+
+
+def _enough(found: Mapping[int, Measured], need: Need) -> str:
+    pace = f"{need.samples} samples in {duration(need.seconds)}, {need.rate:,.0f} a second"
+    asked = f"{need.source} takes {pace}"
+    for workers, each in sorted(found.items()):
+        if each.rate >= need.rate:
+            return (
+                f"{asked}: num_workers={workers} is enough ({times(each.rate / need.rate)} times that)."
+            )
+    workers, best = max(found.items(), key=lambda item: item[1].rate)
+    waiting = 1 - best.rate / need.rate
+    return (
+        f"{asked}: none is enough. With num_workers={workers} training would wait {percent(waiting)} "
+        "of its time for data."
+    )
+
+
+def _rate(each: Measured) -> str:
+    return f"{each.rate:,.0f} samples/s" if each.rate >= 10 else f"{each.rate:.2g} samples/s"

@@ -1,0 +1,275 @@
+"""`shoal bench data`: the input pipeline alone, over numbers of workers and batch sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.bench.csv_file import write_rows
+from shoal.bench.data_loading.advice import Measured, Need, advise
+from shoal.bench.data_loading.measure import Stages, Trial, stages, trial
+from shoal.bench.import_target import called, named, raised, require_alone
+from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.units import duration, percent
+from shoal.data import Loader
+from shoal.data.iterable_dataset import Flow
+from shoal.distributed.world import World, init
+from shoal.report import Reader
+from shoal.util.errors import DataError, LaunchError, ShoalError
+from shoal.util.tables import (
+    add_row,
+    make_table,
+    plain_console,
+    print_line,
+    print_path,
+    print_table,
+    size,
+)
+
+BATCH_SIZE = 32
+_ROUNDS = 3
+_STAGES_SHARE = 0.15
+_SHORTEST = 0.3
+_MOST_WORKERS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is measured, and where figures go. Empty lists stand for a choice by the machine."""
+
+    target: str
+    workers: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    seconds: float
+    step_time: float | None
+    run: Path | None
+    csv: Path | None
+    json: bool
+
+
+def data(asked: Request) -> int:
+    """Measure and tell; the exit code. Raises ShoalError for what can't be measured."""
+    _check(asked)
+    need = _need(asked)
+    world = init()
+    try:  # not `with`, which would say where in this file an error came through
+        return _measure_and_tell(asked, world, need)
+    finally:
+        world.close()
+
+
+def _measure_and_tell(asked: Request, world: World, need: Need | None) -> int:
+    screen = plain_console(stderr=True)
+    loaders = _loaders(asked, world)
+    workers = asked.workers or _usual_workers(loaders[0], world.placement.cores)
+    count = len(loaders) * len(workers)
+    seconds = max(asked.seconds, count * _ROUNDS * _SHORTEST)
+    with Interrupts() as interrupts:
+        print_line(
+            screen,
+            f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it with what "
+            "is there",
+        )
+        try:
+            parts = stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
+            found = _measure(asked, loaders, workers, lambda: bool(interrupts.asked))
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise raised(asked.target, error) from error
+    if found:
+        _report(asked, found, parts, world.placement.cores, need)
+    else:
+        print_line(screen, "Ended before anything was measured.")
+    return 128 + interrupts.asked if interrupts.asked else 0
+
+
+def _measure(
+    asked: Request,
+    loaders: Sequence[Loader],
+    workers: Sequence[int],
+    asked_to_stop: Callable[[], bool],
+) -> list[Measured]:
+    """The trials of all combinations, which take turns."""
+    combinations = [(loader, count) for loader in loaders for count in workers]
+    length = (1 - _STAGES_SHARE) * asked.seconds / (_ROUNDS * len(combinations))
+    trials: dict[tuple[int, int], list[Trial]] = {}
+    for number in range(_ROUNDS):
+        for loader, count in combinations if number % 2 == 0 else reversed(combinations):
+            if asked_to_stop():
+                break
+            key = loader.batch_size, count
+            trials.setdefault(key, []).append(trial(loader, count, max(_SHORTEST, length)))
+    return [
+        Measured(batch_size=batch_size, workers=count, trials=tuple(each))
+        for (batch_size, count), each in sorted(trials.items())
+    ]
+
+
+def _loaders(asked: Request, world: World) -> list[Loader]:
+    """A Loader for each batch size, of what the user's function returns."""
+    found = named(asked.target, "dataset")
+    if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
+        found = called(found, asked.target, world)
+    if isinstance(found, Loader):
+        if asked.batch_sizes and asked.batch_sizes != (found.batch_size,):
+            raise DataError(
+                given=f"--batch-size with {asked.target}",
+                found=f"a Loader, whose batch size is {found.batch_size}",
+                fix="leave --batch-size out, or return the dataset",
+            )
+        return [found]
+    try:
+        return [
+            Loader(found, world, batch_size=batch_size)
+            for batch_size in asked.batch_sizes or (BATCH_SIZE,)
+        ]
+    except DataError as error:
+        error.given = f"{asked.target}, which gives a {type(found).__name__}"
+        raise
+    except Exception as error:
+        raise raised(asked.target, error) from error
+
+
+def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
+    """0, 1 and powers of two, up to twice the cores: where more are of no use has to be seen."""
+    if isinstance(loader.feed, Flow):
+        return 0, 1  # it is read by one process, whatever is asked for
+    powers = [1 << power for power in range(_MOST_WORKERS.bit_length())]
+    return 0, *(count for count in powers if count <= min(_MOST_WORKERS, 2 * cores))
+
+
+def _need(asked: Request) -> Need | None:
+    """What training takes, as it was given or as a run recorded it."""
+    if asked.step_time is not None:
+        return Need(
+            samples=(asked.batch_sizes or (BATCH_SIZE,))[0], seconds=asked.step_time, source="Training"
+        )
+    if asked.run is None:
+        return None
+    reader = Reader(asked.run)
+    while reader.poll():
+        pass
+    attempt = reader.history.latest
+    ticks: Any = attempt.ticks(0) if attempt is not None else ()
+    ticks = ticks[len(ticks) // 10 :]
+    if attempt is None or not len(ticks):
+        raise DataError(
+            given=f"--run {asked.run}",
+            found="its events have no step of rank 0",
+            fix="a run that has taken steps, or --step-time SECONDS",
+        )
+    idle = ticks["wait"] + ticks["checkpoint"] + ticks["evaluation"]
+    working = ["transfer", "forward", "backward", "communication", "update"]
+    parts = sum(ticks[part] for part in working)
+    seconds = float(np.median(np.maximum(parts, np.nan_to_num(ticks["wall"]) - idle)))
+    if not seconds > 0:
+        raise DataError(
+            given=f"--run {asked.run}",
+            found="its steps have no times",
+            fix="--step-time SECONDS",
+        )
+    samples = max(1, round(float(np.median(ticks["size"])) / max(1, attempt.size)))
+    return Need(samples=samples, seconds=seconds, source=f"A rank of {asked.run}")
+
+
+def _check(asked: Request) -> None:
+    require_alone("shoal bench data")
+    numbers = [*asked.workers, *(batch - 1 for batch in asked.batch_sizes)]
+    times = [asked.seconds, *([] if asked.step_time is None else [asked.step_time])]
+    if any(number < 0 for number in numbers) or not all(0 < each <= 86400 for each in times):
+        raise LaunchError(
+            given=f"--workers {_list(asked.workers)} --batch-size {_list(asked.batch_sizes)} "
+            f"--seconds {asked.seconds:g}"
+            + (f" --step-time {asked.step_time:g}" if asked.step_time is not None else ""),
+            found="workers are 0 or more, batch sizes 1 or more, times above 0 seconds",
+            fix="for example --workers 0,1,2 --batch-size 32 --seconds 30",
+        )
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers)) or "(usual)"
+
+
+def _report(
+    asked: Request,
+    found: Sequence[Measured],
+    parts: Stages | None,
+    cores: int,
+    need: Need | None,
+) -> None:
+    console = plain_console()
+    sentences = advise(found, cores, need)
+    for sentence in sentences:
+        print_line(console, sentence)
+    print_line(console, "")
+    headers = ("batch", "workers", "samples/s", "spread", "first batch", "cores busy", "each worker")
+    table = make_table(*headers, right=headers)
+    for each in found:
+        busy = "{:.1f} + {:.1f}".format(*each.busy) if each.workers else f"{each.busy[0]:.1f}"
+        memory = "" if each.memory is None else size(each.memory)
+        rate = f"{each.rate:,.0f}" if each.rate >= 10 else f"{each.rate:.2g}"
+        cells = (rate, percent(each.spread), duration(each.first), busy, memory)
+        add_row(table, str(each.batch_size), str(each.workers), *cells)
+    print_table(console, "Batches taken as fast as they come (cores: here + in workers)", table)
+    if parts is not None:
+        stage = make_table(
+            "stage", "for a sample", "for a batch", right=("for a sample", "for a batch")
+        )
+        for name, seconds in _named_stages(parts):
+            add_row(stage, name, duration(seconds), duration(seconds * found[0].batch_size))
+        print_table(console, "Each stage alone", stage)
+    if asked.csv is not None:
+        write_rows(asked.csv, _rows(found))
+        print_path(console, f"figures: {asked.csv}")
+    if asked.json:
+        plain: dict[str, Any] = {
+            "target": asked.target,
+            "advice": sentences,
+            "cores": cores,
+            "need": None if need is None else asdict(need),
+            "stages": None if parts is None else asdict(parts),
+            "measured": [asdict(each) for each in found],
+        }
+        print_path(console, json.dumps(plain))
+
+
+def _named_stages(parts: Stages) -> Iterator[tuple[str, float]]:
+    whole = parts.collate is None
+    yield ("samples, cut from tensors" if whole else "dataset, __getitem__"), parts.sample
+    if parts.collate is not None:
+        yield "collate", parts.collate
+    if parts.handed is not None:
+        yield "from a worker to this process", parts.handed
+    if parts.copied is not None:
+        yield "to the GPU", parts.copied
+
+
+def _rows(found: Sequence[Measured]) -> Iterator[Sequence[object]]:
+    yield (
+        "batch_size",
+        "workers",
+        "samples_per_second",
+        "first_batch_seconds",
+        "samples",
+        "busy",
+        "workers_busy",
+        "worker_bytes",
+    )
+    for each in found:
+        for one in each.trials:
+            yield (
+                each.batch_size,
+                each.workers,
+                one.rate,
+                one.first,
+                one.samples,
+                one.busy,
+                one.workers_busy,
+                one.memory,
+            )

@@ -1,0 +1,209 @@
+"""The input pipeline alone: how fast batches come, by workers, and what a sample costs where."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import psutil
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.data import Loader
+from shoal.data.batch import Batch
+from shoal.data.feed import Placed
+from shoal.data.map_dataset import Sampled
+from shoal.distributed.to_device import move
+
+_LEAST_BATCHES = 2
+_ENDLESS = 10**9
+_HANDED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Batches taken as fast as they came.
+
+    `first` is how many seconds the first one took, the start of workers included; `rate` samples per
+    second afterwards, `busy` the cores that this process used meanwhile, `workers_busy` those of all
+    its workers, `machine` the share of the machine's cores that anything used; `memory` the bytes that
+    a worker has for itself (None without workers).
+    """
+
+    first: float
+    rate: float
+    samples: int
+    busy: float
+    workers_busy: float
+    machine: float
+    memory: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What a sample costs, in seconds: each stage alone, in this process unless it says otherwise.
+
+    `collate` is None where samples are not collated, `handed` (from a worker to this process) where
+    no worker can be had, `copied` (to the GPU) without one.
+    """
+
+    sample: float
+    collate: float | None
+    handed: float | None
+    copied: float | None
+
+
+def trial(loader: Loader, workers: int, seconds: float) -> Trial:
+    """Take batches for so many seconds."""
+    known = _children()
+    begun = time.perf_counter()
+    ends = begun + seconds
+    taking = cast("Generator[Batch, None, None]", loader.fetched_by(workers).epochs(_ENDLESS))
+    with contextlib.closing(taking) as batches, warnings.catch_warnings():
+        # How many are too many is what is measured.
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        next(batches)
+        first = time.perf_counter() - begun
+        # Workers begin together, and what they have made by now comes at once.
+        for _ in range(2 * workers):
+            if time.perf_counter() > (begun + ends) / 2:
+                break
+            next(batches)
+        mine = [child for child in _children() if child not in known]
+        cpu, theirs, since = time.process_time(), _cpu(mine), time.perf_counter()
+        machine = psutil.cpu_times()
+        samples = taken = 0
+        while taken < _LEAST_BATCHES or time.perf_counter() < ends:
+            samples += next(batches).size
+            taken += 1
+        took = time.perf_counter() - since
+        return Trial(
+            first=first,
+            rate=samples / took,
+            samples=samples,
+            busy=(time.process_time() - cpu) / took,
+            workers_busy=(_cpu(mine) - theirs) / took,
+            machine=_machine_busy(machine, psutil.cpu_times()),
+            memory=_memory(mine),
+        )
+
+
+def stages(loader: Loader, seconds: float) -> Stages | None:
+    """What a sample costs, as far as that can be told apart; None for what can only be iterated.
+
+    Blocks are read in turn by the dataset alone and with the collate function, so that neither finds
+    what the other has just read.
+    """
+    feed = loader.feed
+    if not isinstance(feed, Placed):
+        return None
+    source, device = feed.source, loader.world.device
+    alone: list[float] = []
+    whole: list[float] = []
+    handed: Any = None
+    ends = time.perf_counter() + seconds
+    for number, block in enumerate(feed.sampler.shares(0, _ENDLESS, source.block)):
+        count = sum(share.size for share in block)
+        begun = time.perf_counter()
+        if number % 2 and isinstance(source, Sampled):
+            for share in block:
+                source.samples(share)
+            alone.append((time.perf_counter() - begun) / count)
+        else:
+            handed = source[block], count
+            whole.append((time.perf_counter() - begun) / count)
+        if number and time.perf_counter() > ends:
+            break
+    if len(whole) > 1:
+        whole = whole[1:]  # the first one imports, opens and allocates
+    both = statistics.median(whole)
+    sample = statistics.median(alone) if alone else both
+    value, count = handed
+    return Stages(
+        sample=sample,
+        collate=max(0.0, both - sample) if alone else None,
+        handed=_handed(value, seconds) / count if source.device.type == "cpu" else None,
+        copied=_copied(value, device) / count if device.type == "cuda" else None,
+    )
+
+
+class _Ready(Dataset[Any]):
+    """The same value again and again, as new each time."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __len__(self) -> int:
+        return _HANDED
+
+    def __getitem__(self, index: int) -> Any:
+        # One that has been sent once lies in shared memory, and would go for nothing.
+        return copy.deepcopy(self._value)
+
+
+def _handed(value: Any, seconds: float) -> float:
+    """Seconds to get a block from a worker that has nothing else to do."""
+    loader = DataLoader(_Ready(value), batch_size=None, collate_fn=_as_it_is, num_workers=1)
+    ends = time.perf_counter() + seconds
+    taken, since = 0, 0.0
+    for number, _ in enumerate(loader):
+        now = time.perf_counter()
+        if number == 2:  # by then the worker runs and its queue is as it will be
+            since = now
+        taken = number - 2
+        if now > ends and taken > 0:
+            break
+    return (now - since) / taken
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _copied(value: Any, device: torch.device) -> float:
+    seconds = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        move(value, device)
+        torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def _children() -> list[psutil.Process]:
+    return psutil.Process(os.getpid()).children()
+
+
+def _cpu(processes: list[psutil.Process]) -> float:
+    return sum(sum(times) for times in _each(processes))
+
+
+def _each(processes: list[psutil.Process]) -> Iterator[tuple[float, float]]:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            yield times.user, times.system
+
+
+def _machine_busy(before: Any, after: Any) -> float:
+    """The share of its cores' time that a machine was not idle, between two looks."""
+    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
+    whole = sum(spent.values())
+    idle: float = spent["idle"] + spent.get("iowait", 0.0)
+    return 1 - idle / whole if whole > 0 else 0.0
+
+
+def _memory(processes: list[psutil.Process]) -> int | None:
+    """Bytes that are a worker's alone: what it shares with this process costs nothing more."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found.append(process.memory_full_info().uss)
+    return int(statistics.median(found)) if found else None

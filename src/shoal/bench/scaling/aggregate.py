@@ -1,0 +1,251 @@
+"""A study in figures: a row for each number of processes of each curve, from repeats of jobs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from shoal.bench.scaling.configurations import Configuration, Curve, Options, configuration, curves
+from shoal.bench.scaling.measure import PARTS, Blame, Measured, measured_from
+
+BUSY = 0.5
+"""Cores that other programs may use before it is told."""
+SOME = 4
+"""How many nodes are named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """What one job left: figures, or the reason why there are none. `seconds` it took in all.
+
+    `hosts` and `devices` are those of the ranks in their order. `cores` are those of the one machine
+    that it ran on, 0 where there were several; `others` is how many of these programs beside the job
+    kept busy, on average.
+    """
+
+    key: str
+    round: int
+    began: float
+    seconds: float
+    measured: Measured | None
+    reason: str | None = None
+    hosts: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    cores: int = 0
+    parameters: int | None = None
+    others: float = 0.0
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "key": self.key,
+            "round": self.round,
+            "began": self.began,
+            "seconds": self.seconds,
+            "reason": self.reason,
+            "hosts": list(self.hosts),
+            "devices": list(self.devices),
+            "cores": self.cores,
+            "parameters": self.parameters,
+            "others": self.others,
+            "measured": None if self.measured is None else self.measured.plain(),
+        }
+
+
+def repeat_from(plain: Mapping[str, Any]) -> Repeat:
+    """What `Repeat.plain` was made of."""
+    lists = {name: tuple(plain[name]) for name in ("hosts", "devices")}
+    measured = plain["measured"]
+    rest = {"measured": None if measured is None else measured_from(measured), **lists}
+    return Repeat(**{**plain, **rest})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The median of repeats and the two between which the others lie."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """From the lowest to the highest."""
+    return Spread(median=statistics.median(values), low=min(values), high=max(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number of processes of a curve. Rates in samples per second, times in seconds.
+
+    `iteration` is the median step and its quartiles, over all repeats. `speedup` is against the
+    smallest number of processes that ran, `base`, round by round; `efficiency` is the speed-up by how
+    many times more processes there are. `rounds` has the parts of each round, of which `parts` is the
+    mean. Where no job succeeded there is a `reason` instead.
+    """
+
+    curve: Curve
+    configuration: Configuration
+    base: Configuration | None
+    repeats: int
+    failed: int
+    reason: str | None
+    rate: Spread | None = None
+    iteration: Spread | None = None
+    speedup: Spread | None = None
+    efficiency: Spread | None = None
+    parts: Mapping[str, float] | None = None
+    rounds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    blame: Blame | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def processes(self) -> int:
+        """How many."""
+        return self.configuration.processes
+
+    @property
+    def mean(self) -> float:
+        """Seconds of a step on a typical process, the mean of all."""
+        return sum((self.parts or {}).values())
+
+    @property
+    def synchronisation(self) -> float:
+        """Seconds of a step inside of collectives, waiting included."""
+        parts = self.parts or {}
+        return parts.get("communication", 0.0) + parts.get("waiting", 0.0)
+
+
+def rows(options: Options, repeats: Sequence[Repeat]) -> list[Row]:
+    """The rows of all curves, each from few processes to many; what has not run yet is not there."""
+    by_key: dict[str, list[Repeat]] = {}
+    for repeat in repeats:
+        by_key.setdefault(repeat.key, []).append(repeat)
+    found = []
+    for curve in curves(options):
+        base: tuple[Configuration, list[Repeat]] | None = None
+        for processes in sorted(set(options.processes)):
+            chosen = configuration(options, curve, processes)
+            own = by_key.get(chosen.key, [])
+            if not own:
+                continue
+            if base is None and any(repeat.measured for repeat in own):
+                base = chosen, own
+            found.append(_row(curve, chosen, own, base))
+    return found
+
+
+def _row(
+    curve: Curve,
+    chosen: Configuration,
+    repeats: Sequence[Repeat],
+    base: tuple[Configuration, list[Repeat]] | None,
+) -> Row:
+    good = {repeat.round: repeat.measured for repeat in repeats if repeat.measured is not None}
+    reasons = [repeat.reason for repeat in repeats if repeat.reason is not None]
+    row = Row(
+        curve=curve,
+        configuration=chosen,
+        base=base and base[0],
+        repeats=len(good),
+        failed=len(reasons),
+        reason=reasons[-1] if reasons and not good else None,
+        notes=tuple(notes(repeats)),
+    )
+    if not good or base is None:
+        return row
+    start, before = base
+    theirs = {repeat.round: repeat.measured for repeat in before if repeat.measured is not None}
+    shared = sorted(good.keys() & theirs.keys())
+    usual = statistics.median(each.rate for each in theirs.values())
+    gains = [good[number].rate / theirs[number].rate for number in shared] or [
+        each.rate / usual for each in good.values()
+    ]
+    more = chosen.processes / start.processes
+    walls = [wall for each in good.values() for wall in each.walls]
+    low, middle, high = statistics.quantiles(walls, n=4, method="inclusive")
+    blames = [each.blame for each in good.values() if each.blame is not None]
+    return Row(
+        curve=curve,
+        configuration=chosen,
+        base=start,
+        repeats=len(good),
+        failed=len(reasons),
+        reason=None,
+        rate=spread([each.rate for each in good.values()]),
+        iteration=Spread(median=middle, low=low, high=high),
+        speedup=spread(gains),
+        efficiency=spread([gain / more for gain in gains]),
+        parts={
+            part: statistics.fmean(each.parts.get(part, 0.0) for each in good.values())
+            for part in PARTS
+        },
+        rounds={number: each.parts for number, each in good.items()},
+        blame=_agreed(blames, len(good)),
+        notes=row.notes,
+    )
+
+
+def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
+    """The rank that most repeats blame."""
+    for blame in blames:
+        if 2 * sum(other.rank == blame.rank for other in blames) > repeats:
+            return blame
+    return None
+
+
+def notes(repeats: Sequence[Repeat]) -> list[str]:
+    """What has to be said of the machines that these jobs had."""
+    found: dict[str, None] = {}
+    for repeat in repeats:
+        for host in dict.fromkeys(repeat.hosts):
+            here = [number for number, each in enumerate(repeat.hosts) if each == host]
+            devices = {repeat.devices[number] for number in here}
+            if any(device.startswith("cuda") for device in devices):
+                if len(devices) < len(here):
+                    gpus = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
+                    found[f"more processes than GPUs: {len(here)} on {gpus} of {host}"] = None
+            elif 0 < repeat.cores < len(here):
+                many = "1 core" if repeat.cores == 1 else f"{repeat.cores} cores"
+                found[f"more processes than cores: {len(here)} on {many} of {host}"] = None
+        if repeat.reason is not None and any(other.measured for other in repeats):
+            found[f"round {repeat.round + 1} failed: {repeat.reason}"] = None
+    return list(found)
+
+
+def all_notes(rows: Sequence[Row], repeats: Sequence[Repeat]) -> list[str]:
+    """What has to be said of a study, each once."""
+    found = dict.fromkeys(note for row in rows for note in row.notes)
+    return [*found, *filter(None, (apart(repeats), disturbed(repeats)))]
+
+
+def apart(repeats: Sequence[Repeat]) -> str | None:
+    """What has to be said where more processes did not have the nodes that fewer had."""
+    used: dict[int, set[str]] = {}
+    for repeat in repeats:
+        if repeat.hosts:
+            used.setdefault(len(repeat.hosts), set()).update(repeat.hosts)
+    sizes = sorted(used)
+    if all(used[less] <= used[more] for less, more in pairwise(sizes)):
+        return None
+    told = "; ".join(f"{size} on {_some(sorted(used[size]))}" for size in sizes)
+    return f"not all processes had the same nodes, which may differ: {told}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - SOME
+    return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")
+
+
+def disturbed(repeats: Sequence[Repeat]) -> str | None:
+    """What has to be said where the machine had other work."""
+    most = max(repeats, key=lambda repeat: repeat.others, default=None)
+    if most is None or most.others < BUSY:
+        return None
+    return (
+        f"other programs kept up to {most.others:.1f} of {most.cores} cores busy: "
+        "take these figures as a rough guide"
+    )

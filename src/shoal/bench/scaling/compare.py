@@ -1,0 +1,156 @@
+"""Two studies of the same model beside each other: what the second gives of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.bench.scaling.aggregate import Row, Spread, rows
+from shoal.bench.scaling.configurations import Configuration, Curve
+from shoal.bench.scaling.directory import Study
+from shoal.bench.scaling.format import number
+from shoal.bench.scaling.measure import SHOWN
+from shoal.util.errors import LaunchError
+
+MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
+"""What has to be the same."""
+LEAST = 0.01
+"""The share of a step from which on a part is told."""
+TOLD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The same configuration in both studies. `ratio` is the second's throughput by the first's.
+
+    Its ends are those of all pairs of repeats: studies have no rounds in common. `changes` are seconds
+    of a step by part, what the second has more.
+    """
+
+    curve: Curve
+    configuration: Configuration
+    first: Row
+    second: Row
+    ratio: Spread
+    changes: dict[str, float]
+
+    @property
+    def clear(self) -> bool:
+        """Whether every repeat of one was faster than every repeat of the other."""
+        return not self.ratio.low <= 1 <= self.ratio.high
+
+
+def check_same(first: Study, second: Study) -> None:
+    """Raises LaunchError where they are not of the same work, saying what differs."""
+    before, after = first.options.plain(), second.options.plain()
+    differ = [
+        f"{text}: {before[name]!r} and {after[name]!r}"
+        for name, text in MUST.items()
+        if before[name] != after[name]
+    ]
+    if differ:
+        raise LaunchError(
+            given=f"shoal bench compare {first.path} {second.path}",
+            found="they did other work, so one rate says nothing of the other: " + "; ".join(differ),
+            fix=f"shoal bench scaling {first.options.model} --batch {first.options.batch} … for both",
+        )
+
+
+def differences(first: Study, second: Study) -> list[str]:
+    """In what the studies differ that are compared: machines, versions, threads, steps."""
+    found = [
+        f"{name}: {first.machine.get(name, '?')} and {second.machine.get(name, '?')}"
+        for name in dict.fromkeys((*first.machine, *second.machine))
+        if first.machine.get(name) != second.machine.get(name)
+    ]
+    before, after = first.options.plain(), second.options.plain()
+    known = ("threads", "steps", "warmup", "rounds")
+    found += [
+        f"{name}: {before[name]} and {after[name]}" for name in known if before[name] != after[name]
+    ]
+    return found
+
+
+def pairs(first: Study, second: Study) -> list[Pair]:
+    """What both have measured. Raises LaunchError where that is nothing."""
+    check_same(first, second)
+    before, after = rows(first.options, first.repeats()), rows(second.options, second.repeats())
+    found = pair_rows(before, after)
+    if not found:
+        raise LaunchError(
+            given=f"shoal bench compare {first.path} {second.path}",
+            found=f"no configuration that both have measured: {_told(before)}; {_told(after)}",
+            fix="the same -n, --scaling, --backends, --strategies, --precisions and --ways for both",
+        )
+    return found
+
+
+def pair_rows(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
+    """Rows of one curve and one number of processes, where both ran."""
+    known = {(row.curve, row.processes): row for row in before if row.rate is not None}
+    found = []
+    for row in after:
+        other = known.get((row.curve, row.processes))
+        if other is None or row.rate is None or other.rate is None:
+            continue
+        ratio = Spread(
+            median=row.rate.median / other.rate.median,
+            low=row.rate.low / other.rate.high,
+            high=row.rate.high / other.rate.low,
+        )
+        ours, theirs = row.parts or {}, other.parts or {}
+        changes = {part: ours[part] - theirs.get(part, 0.0) for part in ours}
+        found.append(
+            Pair(
+                curve=row.curve,
+                configuration=row.configuration,
+                first=other,
+                second=row,
+                ratio=ratio,
+                changes=changes,
+            )
+        )
+    return found
+
+
+def largest(pairs: Sequence[Pair]) -> list[Pair]:
+    """Of each curve the pair with most processes."""
+    found: dict[Curve, Pair] = {}
+    for pair in pairs:
+        known = found.get(pair.curve)
+        if known is None or pair.configuration.processes > known.configuration.processes:
+            found[pair.curve] = pair
+    return list(found.values())
+
+
+def sentence(pair: Pair, first: str, second: str) -> str:
+    """Such as `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
+    many = (
+        "1 process"
+        if pair.configuration.processes == 1
+        else f"{pair.configuration.processes} processes"
+    )
+    what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
+    if not pair.clear:
+        what += f" ({pair.ratio.low:.2f} to {pair.ratio.high:.2f}, so no clear difference)"
+    total = sum((pair.first.parts or {}).values())
+    great = sorted(pair.changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
+    told = [
+        f"{number(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
+        for part, seconds in great
+        if abs(seconds) >= max(LEAST * total, _scatter(pair, part))
+    ]
+    return what + (": " + ", ".join(told) if told and pair.clear else "")
+
+
+def _scatter(pair: Pair, part: str) -> float:
+    """How far the rounds of both studies lie apart in a part, in seconds."""
+    found = 0.0
+    for row in (pair.first, pair.second):
+        values = [parts.get(part, 0.0) for parts in row.rounds.values()]
+        found += max(values, default=0.0) - min(values, default=0.0)
+    return found
+
+
+def _told(rows: Sequence[Row]) -> str:
+    return " and ".join(dict.fromkeys(f"{row.curve} on {row.processes}" for row in rows)) or "nothing"

@@ -1,0 +1,140 @@
+"""Why more processes are not as many times faster: the time that was lost, by its causes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.bench.scaling.aggregate import Row
+from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.measure import SHOWN
+
+LEAST = 0.01
+"""The share of a step from which on a cause is told."""
+TOLD = 4
+"""How many causes a sentence has at most."""
+COLLECTIVES = {"ddp": "exposed all-reduce", "fsdp": "exposed all-gather and reduce-scatter"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A share of the step's time that perfect scaling would not have had; below zero it was won.
+
+    `spread` is how far the shares of the rounds lie apart; 0 for one round.
+    """
+
+    share: float
+    text: str
+    spread: float = 0.0
+
+    @property
+    def clear(self) -> bool:
+        """Whether it is large enough for a sentence: no accident of the rounds, and 1 % at least."""
+        return abs(self.share) >= max(LEAST, self.spread)
+
+
+def causes(row: Row, base: Row) -> list[Cause]:
+    """Where the time of a step went beyond that of perfect scaling, greatest first.
+
+    With perfect scaling each part would take what it took at the base, times how much of the batch a
+    process has now. What each has above that, by the time of a step, adds up to what is lost.
+    """
+    if row.parts is None or base.parts is None:
+        return []
+    here, there = row.configuration, base.configuration
+    work = here.batch / here.processes * there.processes / there.batch
+    excess = _excess(row.parts, base.parts, work)
+    rounds = [
+        _excess(parts, base.rounds.get(number, base.parts), work)
+        for number, parts in row.rounds.items()
+    ]
+    found = []
+    for part, share in excess.items():
+        shares = [each.get(part, 0.0) for each in rounds] or [share]
+        spread = max(shares) - min(shares)
+        found.append(Cause(share=share, text=_text(part, share, row, work), spread=spread))
+    return sorted(found, key=lambda cause: -cause.share)
+
+
+def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) -> dict[str, float]:
+    """By part the share of a step above that of perfect scaling; what computes together is one."""
+    total = sum(parts.values())
+    if not total:
+        return {}
+    excess = {part: (parts[part] - work * base.get(part, 0.0)) / total for part in parts}
+    excess["compute"] = excess.pop("forward", 0.0) + excess.pop("backward", 0.0)
+    return excess
+
+
+def sentence(row: Row, base: Row) -> str:
+    """Such as `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
+    many = "1 process" if row.processes == 1 else f"{row.processes} processes"
+    if row.speedup is None or row.efficiency is None:
+        return f"{many} failed: {row.reason}"
+    what = f"{many} give {row.speedup.median:.2f}x"
+    if base.processes > 1:
+        what += f" of {base.processes}"
+    what += f" ({row.efficiency.median:.0%})".replace("%", " %")
+    clear = [cause for cause in causes(row, base) if cause.clear]
+    told = [cause for cause in clear if cause.share > 0][:TOLD]
+    won = [cause for cause in clear if cause.share < 0]
+    parts = [f"{cause.share * 100:.0f} % {cause.text}" for cause in told]
+    parts += [f"{-cause.share * 100:.0f} % won in {cause.text}" for cause in reversed(won)]
+    above = "above the spread of the rounds" if len(row.rounds) > 1 else "above 1 %"
+    return f"{what}: " + (", ".join(parts) or f"nothing {above} is lost")
+
+
+def diagnoses(rows: Sequence[Row]) -> list[tuple[Curve, str]]:
+    """A sentence for each curve, of its largest number of processes that ran, or that failed."""
+    by_curve: dict[Curve, list[Row]] = {}
+    for row in rows:
+        by_curve.setdefault(row.curve, []).append(row)
+    found = []
+    for curve, own in by_curve.items():
+        base = next((row for row in own if row.rate is not None), None)
+        if base is None:
+            found.append((curve, f"nothing ran: {own[-1].reason}"))
+            continue
+        last = [row for row in own if row.rate is not None][-1]
+        text = sentence(last, base) if last is not base else _alone(base)
+        failed = [row for row in own if row.rate is None]
+        text += "".join(f"; {sentence(row, base)}" for row in failed)
+        found.append((curve, text))
+    return found
+
+
+def labels(curves: Sequence[Curve]) -> Mapping[Curve, str]:
+    """What tells these curves apart: `strong, gloo`; what they have in common is left out."""
+    fields = ("scaling", "backend", "strategy", "precision", "way")
+    differ = [name for name in fields if len({getattr(curve, name) for curve in curves}) > 1]
+    return {
+        curve: ", ".join(getattr(curve, name) for name in differ or ["scaling"]) for curve in curves
+    }
+
+
+def _alone(base: Row) -> str:
+    """Of one size there is nothing to compare; what takes its time can be told."""
+    parts = base.parts or {}
+    total = sum(parts.values())
+    shares = sorted(((value / total, part) for part, value in parts.items() if total), reverse=True)
+    told = ", ".join(f"{share * 100:.0f} % {SHOWN[part]}" for share, part in shares if share >= LEAST)
+    many = "1 process" if base.processes == 1 else f"{base.processes} processes"
+    return f"{many}, and nothing to compare with: {told}"
+
+
+def _text(part: str, share: float, row: Row, work: float) -> str:
+    if share < 0:  # what was won needs no excuse
+        return "forward and backward" if part == "compute" else SHOWN[part]
+    crowded = [note for note in row.notes if note.startswith("more processes")]
+    if part == "communication":
+        return COLLECTIVES.get(row.configuration.strategy, SHOWN[part])
+    if part == "waiting":
+        if row.blame is None:
+            return "waiting for ranks that are late in turn"
+        where = f" ({SHOWN[row.blame.part]})"
+        return f"waiting for rank {row.blame.rank} on {row.blame.host}{where}"
+    if part == "compute":
+        return "forward and backward" + (f" ({crowded[0].partition(':')[0]})" if crowded else "")
+    if part == "update" and work < 1 and row.configuration.strategy == "ddp":
+        return "optimizer (the same work on each rank)"
+    return SHOWN[part]

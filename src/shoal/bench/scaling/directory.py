@@ -1,0 +1,232 @@
+"""The directory of a study: what was asked for, on which machine, and each result as it comes.
+
+STUDY/study.json                     the options, the machine, versions
+STUDY/jobs/KEY/round-R/              a job: what it ran, what it printed, the run directory
+STUDY/jobs/KEY/round-R/result.json   what came of it; a job that succeeded is not run again
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.scaling.aggregate import Repeat, repeat_from
+from shoal.bench.scaling.configurations import (
+    Configuration,
+    Options,
+    configurations,
+    options_from,
+    order,
+)
+from shoal.util.errors import CheckpointError, ShoalError
+from shoal.util.regular_file import replace
+
+FORMAT = 1
+FILE = "study.json"
+JOBS, RESULT = "jobs", "result.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A study on disk. `machine` has what it ran on and with, as texts by name."""
+
+    path: Path
+    options: Options
+    machine: Mapping[str, str]
+    began: float
+
+    @property
+    def where(self) -> str:
+        """The machine that it runs on, or the site."""
+        return self.machine.get("host") or self.machine.get("site") or "?"
+
+    def job(self, configuration: Configuration, number: int) -> Path:
+        """The directory of a job; rounds count from 0."""
+        return self.path / JOBS / configuration.key / f"round-{number}"
+
+    def missing(self, *, failed: bool = False) -> list[tuple[int, Configuration]]:
+        """The jobs that have no result yet, in the order in which they run; with `failed` those too.
+
+        What made one fail may have been mended. Raises CheckpointError for a file that is no result.
+        """
+        jobs = configurations(self.options)
+        return [
+            (number, jobs[place])
+            for number in range(self.options.rounds)
+            for place in order(len(jobs), number)
+            if _is_missing(self.job(jobs[place], number) / RESULT, failed=failed)
+        ]
+
+    def repeats(self) -> list[Repeat]:
+        """The results so far. Raises CheckpointError for a file that is none."""
+        found = []
+        for number in range(self.options.rounds):
+            for each in configurations(self.options):
+                path = self.job(each, number) / RESULT
+                if path.is_file():
+                    found.append(_repeat(path))
+        return found
+
+    def keep(self, configuration: Configuration, repeat: Repeat) -> None:
+        """Write a result; it is there whole, or not at all."""
+        write_json(self.job(configuration, repeat.round) / RESULT, repeat.plain())
+
+
+def begin(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:
+    """A new study, or the one there if it is of the same options, to go on with.
+
+    `machine` is what it runs on, by default this one. Raises CheckpointError where it is another study
+    or was made with other versions, saying what differs, and where the directory can't be written.
+    """
+    study = plan(path, options, machine)
+    if (path / FILE).exists():
+        return study
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        plain = {
+            "format": FORMAT,
+            "began": study.began,
+            "options": options.plain(),
+            "machine": dict(study.machine),
+        }
+        write_json(path / FILE, plain)
+    except OSError as error:
+        raise CheckpointError(
+            given=f"a study in {path}", found=str(error), fix="--study DIR, that you may write to"
+        ) from None
+    return study
+
+
+def forget(study: Study) -> None:
+    """Take a study away again of which nothing has begun."""
+    shutil.rmtree(study.path / JOBS, ignore_errors=True)
+    (study.path / FILE).unlink()
+    with suppress(OSError):  # somebody else has something there
+        study.path.rmdir()
+
+
+def plan(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:
+    """The study that `begin` would begin or go on with; nothing is written."""
+    machine = this_machine() if machine is None else {**machine, **versions()}
+    if not (path / FILE).exists():
+        return Study(path=path, options=options, machine=machine, began=time.time())
+    study = load(path)
+    _check_same(study, options, machine)
+    return study
+
+
+def load(path: Path) -> Study:
+    """The study in a directory. Raises CheckpointError where there is none."""
+    try:
+        plain = json.loads((path / FILE).read_text())
+        if plain["format"] != FORMAT:
+            raise ValueError(f"format {plain['format']}, and this Shoal reads {FORMAT}")
+        return Study(
+            path=path,
+            options=options_from(plain["options"]),
+            machine={str(name): str(value) for name, value in plain["machine"].items()},
+            began=float(plain["began"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            given=f"the study in {path}",
+            found=f"{FILE}: {type(error).__name__}: {error}",
+            fix="a directory that `shoal bench scaling … --study DIR` has made",
+        ) from None
+
+
+@contextmanager
+def alone(study: Study) -> Iterator[None]:
+    """Raises CheckpointError where somebody else runs this study already."""
+    with (study.path / FILE).open() as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                given=f"the study in {study.path}",
+                found="it is running already",
+                fix="wait for it, or --study with another directory",
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def this_machine() -> dict[str, str]:
+    """What runs here."""
+    return {
+        "host": platform.node(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "system": platform.platform(),
+        "processor": _processor(),
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What a study is measured with."""
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "shoal": version("shoal"),
+    }
+
+
+def write_json(path: Path, plain: Mapping[str, Any]) -> None:
+    """Write a file that is never seen half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or sys.platform
+
+
+def _is_missing(path: Path, *, failed: bool) -> bool:
+    return not path.is_file() or (failed and _repeat(path).measured is None)
+
+
+def _repeat(path: Path) -> Repeat:
+    try:
+        return repeat_from(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, KeyError, ShoalError) as error:
+        raise CheckpointError(
+            given=str(path),
+            found=f"no result of a job: {type(error).__name__}: {error}",
+            fix=f"rm {path}, and run the study again: it does this job anew",
+        ) from None
+
+
+def _check_same(study: Study, options: Options, machine: Mapping[str, str]) -> None:
+    before, now = study.options.plain(), options.plain()
+    differ = [
+        f"{name} {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]
+    ]
+    differ += [
+        f"{name} {study.machine.get(name)}, now {machine.get(name)}"
+        for name in ("host", "cores", "site", "a node", "torch", "shoal")
+        if study.machine.get(name) != machine.get(name)
+    ]
+    if differ:
+        raise CheckpointError(
+            given=f"--study {study.path}",
+            found=f"another study is there: {'; '.join(differ)}",
+            fix="--study with another directory, or the same options to go on with it",
+        )

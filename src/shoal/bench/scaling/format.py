@@ -1,0 +1,117 @@
+"""Figures as people read them: the same words in the terminal, on the page and in CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shoal.bench.scaling.aggregate import Row, Spread
+from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.measure import PARTS
+from shoal.report.html import Table
+
+Way = Callable[[Spread, float], str]
+
+
+def head(unit: str) -> tuple[str, ...]:
+    """The columns of a curve's table."""
+    return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
+
+
+def cells(row: Row, each: int, way: Way) -> tuple[str, ...]:
+    """A row of a curve's table; `each` is how many units a sample is, `way` how spread is shown."""
+    begin = (str(row.processes), f"{row.configuration.batch:,}")
+    if not (row.rate and row.iteration and row.speedup and row.efficiency):
+        return (*begin, "failed", "", "", "", "", f"0 of {row.failed}")
+    many = f"{row.repeats} of {row.repeats + row.failed}" if row.failed else f"{row.repeats}"
+    return (
+        *begin,
+        way(row.rate, each),
+        way(row.iteration, 1e3),
+        number(row.synchronisation * 1e3),
+        way(row.speedup, 1),
+        way(row.efficiency, 100),
+        many,
+    )
+
+
+def ranged(value: Spread, scale: float) -> str:
+    """The median, and between which two the others lie."""
+    low, middle, high = (number(each * scale) for each in (value.low, value.median, value.high))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def short(value: Spread, scale: float) -> str:
+    """The median, and half of what lies between the ends, in percent of it."""
+    middle = number(value.median * scale)
+    if value.low == value.high or not value.median:
+        return middle
+    return f"{middle} ±{(value.high - value.low) / 2 / value.median * 100:.0f}%"
+
+
+def number(value: float) -> str:
+    """Three digits that say something, or all before the point."""
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def across(rows: Sequence[Row], names: Mapping[Curve, str], unit: str, each: int) -> list[Table]:
+    """Numbers of processes by curves, such as backends: throughput, then the time of a step.
+
+    None where there is one curve, whose own table says the same.
+    """
+    curves = list(dict.fromkeys(row.curve for row in rows))
+    if len(curves) < 2:
+        return []
+    known = {(row.processes, row.curve): row for row in rows if row.rate is not None}
+    scaling = curves[0].scaling
+    head = ("n", *(names[curve] for curve in curves))
+    found = []
+    for caption, cell in (
+        (f"{scaling} scaling: {unit}/s (speed-up)", lambda row: _rated(row, each)),
+        (f"{scaling} scaling: ms/step (of it synchronisation)", _timed),
+    ):
+        lines = []
+        for size in sorted({size for size, _ in known}):
+            own = [known.get((size, curve)) for curve in curves]
+            lines.append((str(size), *("" if row is None else cell(row) for row in own)))
+        found.append(Table(caption=caption, head=head, rows=lines, right=head))
+    return found
+
+
+def _rated(row: Row, each: int) -> str:
+    if row.rate is None or row.speedup is None:
+        return ""
+    return f"{number(row.rate.median * each)} ({row.speedup.median:.2f}x)"
+
+
+def _timed(row: Row) -> str:
+    return f"{number(row.mean * 1e3)} ({number(row.synchronisation * 1e3)})"
+
+
+FIELDS = ("scaling", "backend", "strategy", "precision", "way")
+SPREADS = ("rate", "iteration", "speedup", "efficiency")
+
+
+def table(rows: Sequence[Row], unit: str, each: int) -> Table:
+    """All rows: medians with low and high, rates in `unit` per second, times in seconds."""
+    spreads = [name if name != "rate" else f"{unit}_per_second" for name in SPREADS]
+    ranges = [f"{name}{end}" for name in spreads for end in ("", "_low", "_high")]
+    rest = ("synchronisation", *PARTS, "repeats", "failed", "reason", "notes")
+    head = (*FIELDS, "processes", "batch", *ranges, *rest)
+    return Table(caption="", head=head, rows=[_values(row, each) for row in rows])
+
+
+def _values(row: Row, each: int) -> list[str]:
+    values = [getattr(row.curve, name) for name in FIELDS]
+    values += [str(row.processes), str(row.configuration.batch)]
+    for name in SPREADS:
+        found: Spread | None = getattr(row, name)
+        scale = each if name == "rate" else 1
+        ends = (found.median, found.low, found.high) if found else ()
+        values += [f"{end * scale:.6g}" for end in ends] or ["", "", ""]
+    parts = row.parts or {}
+    values.append(f"{row.synchronisation:.6g}" if parts else "")
+    values += [f"{parts[part]:.6g}" if part in parts else "" for part in PARTS]
+    return [*values, str(row.repeats), str(row.failed), row.reason or "", "; ".join(row.notes)]

@@ -1,0 +1,287 @@
+"""One job of a study: a world of processes that trains for some steps, and what is read of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+from shoal.bench.scaling.aggregate import Repeat
+from shoal.bench.scaling.configurations import Configuration, Options, arguments
+from shoal.bench.scaling.directory import Study, write_json
+from shoal.bench.scaling.measure import FEWEST, Measured, summarize
+from shoal.bench.scaling.subject import Script
+from shoal.distributed.env_vars import THREADS, set_variables
+from shoal.report import PARTS, Attempt, Reader
+from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.text import printable
+
+GRACE = 20.0
+"""Seconds from asking a job to end to ending it."""
+LOG, RUN, ORDER = "log.txt", "run", "order.json"
+WORKER = Path(__file__).with_name("worker") / "__main__.py"
+"""What runs models that are no scripts."""
+TAIL = 200_000
+"""Bytes at the end of a log in which the reason of a failure is looked for."""
+_SHARED = {"none", "shoal run", "torchrun"}
+"""Launchers whose ranks see the same devices by the same numbers."""
+
+
+class Done(NamedTuple):
+    """How a job ended: its exit code, None where its time was over; and how many seconds it took.
+
+    `cores` are those of the machine that it ran on, 0 where that is not known, and `others` those that
+    other programs used meanwhile.
+    """
+
+    code: int | None
+    began: float
+    seconds: float
+    cores: int = 0
+    others: float = 0.0
+
+
+def run(study: Study, configuration: Configuration, number: int, mpirun: str) -> Repeat:
+    """Run a job and read what it left. A failure is a result like another.
+
+    Raises LaunchError where there is no mpirun for a configuration that needs it.
+    """
+    folder = prepare(study, configuration, number)
+    command = command_of(study, configuration, folder, mpirun)
+    threads = str(study.options.threads) if study.options.threads else None
+    with set_variables({THREADS: threads} if threads else {}):
+        done = _execute(command, folder, study.options.limit)
+    return read(study, configuration, number, done)
+
+
+def prepare(study: Study, configuration: Configuration, number: int) -> Path:
+    """Make the directory of a job, with what it reads and without what one that was killed left."""
+    folder, options = study.job(configuration, number), study.options
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    order = {
+        "model": options.model,
+        "steps": options.warmup + options.steps,
+        "run": str((folder / RUN).absolute()),
+        "configuration": asdict(configuration),
+    }
+    write_json(folder / ORDER, order)
+    return folder
+
+
+def script_of(options: Options) -> str:
+    """The script that each process of a job runs."""
+    return options.subject.path if isinstance(options.subject, Script) else str(WORKER)
+
+
+def arguments_of(options: Options, configuration: Configuration, folder: Path) -> list[str]:
+    """The arguments of that script, for a job whose files are in `folder`."""
+    if isinstance(options.subject, Script):
+        return arguments(options, configuration, str((folder / RUN).absolute()))
+    return [str((folder / ORDER).absolute())]
+
+
+def command_of(study: Study, configuration: Configuration, folder: Path, mpirun: str) -> list[str]:
+    """What starts a job here."""
+    program = script_of(study.options)
+    args = arguments_of(study.options, configuration, folder)
+    count = str(configuration.processes)
+    if configuration.backend == "mpi":
+        return [*shlex.split(mpirun), "-n", count, sys.executable, program, *args]
+    launched = [sys.executable, "-m", "shoal", "run", "-n", count, program]
+    return [*launched, "--", *args] if args else launched
+
+
+@contextmanager
+def orderly() -> Iterator[None]:
+    """A signal that ends this process ends its job too, which has a session of its own."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def find_mpirun() -> str:
+    """The mpirun of this machine, with what it needs for more processes than cores.
+
+    Raises LaunchError where there is none.
+    """
+    path = shutil.which("mpirun")
+    if path is None:
+        raise LaunchError(
+            given="the backend mpi",
+            found="no mpirun on the PATH",
+            fix="load a module of MPI, or --mpirun '/path/to/mpirun --oversubscribe'",
+        )
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return f"{path} --oversubscribe --bind-to none" if "Open MPI" in told.stdout else path
+
+
+def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
+    """Run a command to its end, or to that of its time; whatever happens, it has ended afterwards."""
+    began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
+    with (folder / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _end(process)
+    seconds = time.perf_counter() - clock
+    others = (_busy() - busy - (_own() - own)) / max(seconds, 1e-9)
+    return Done(code, began, seconds, len(os.sched_getaffinity(0)), max(0.0, others))
+
+
+def _busy() -> float:
+    """Seconds of all cores spent on anything since the machine began."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
+
+
+def _own() -> float:
+    """Seconds of cores spent by processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a job that has not ended: it is asked, then killed, with all of its group."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=GRACE)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def read(study: Study, configuration: Configuration, number: int, done: Done) -> Repeat:
+    """The result of a job that has ended, from its run directory and what it printed."""
+    folder = study.job(configuration, number)
+    common: dict[str, Any] = {
+        "key": configuration.key,
+        "round": number,
+        "began": done.began,
+        "seconds": done.seconds,
+        "others": done.others,
+        "cores": done.cores,
+    }
+    if done.code is None:
+        limit = study.options.limit
+        return Repeat(**common, measured=None, reason=f"not done after {limit:g} s (--limit)")
+    if done.code:
+        log = (folder / LOG).read_bytes()[-TAIL:].decode(errors="replace")
+        return Repeat(**common, measured=None, reason=reason_of(done.code, log))
+    try:
+        attempt = _attempt(folder / RUN)
+        measured = measure(attempt, study.options.warmup, study.options.steps)
+        return Repeat(**common, measured=measured, **_circumstances(attempt))
+    except ShoalError as error:
+        return Repeat(**common, measured=None, reason=printable(error.found))
+
+
+def _attempt(directory: Path) -> Attempt:
+    reader = Reader(directory)
+    reader.poll()
+    if reader.history.latest is None:
+        raise LaunchError(
+            given=str(directory), found="it recorded no step", fix="run.tick() after each step"
+        )
+    return reader.history.latest
+
+
+def measure(attempt: Attempt, warmup: int, steps: int) -> Measured:
+    """The steps after the first `warmup`, at most so many.
+
+    Raises LaunchError where there are fewer than two, or not of all ranks.
+    """
+    tracks = [attempt.ticks(rank) for rank in range(attempt.size)]
+    count = min((len(track) for track in tracks), default=0) - warmup
+    if count < FEWEST:
+        raise LaunchError(
+            given=f"{warmup} steps to warm up and 2 or more to measure",
+            found=f"{count + warmup} steps were recorded by each of {attempt.size} processes",
+            fix="let the script take more: --steps {steps} among its arguments",
+        )
+    chosen = [track[warmup : warmup + steps] for track in tracks]
+    if not chosen[0]["wall"].sum() > 0:
+        raise LaunchError(
+            given=f"steps {warmup + 1} to {warmup + len(chosen[0])}",
+            found="its steps took no time: nothing that could be compared",
+            fix="run.tick() after each step, once",
+        )
+    loss = float(chosen[0]["loss"][-1])
+    recorded = [part for part in PARTS if part in (chosen[0].dtype.names or ())]
+    return summarize(
+        np.stack([track["wall"].astype(np.float64) for track in chosen]),
+        {part: np.stack([track[part].astype(np.float64) for track in chosen]) for part in recorded},
+        samples=chosen[0]["size"].tolist(),
+        hosts=[attempt.host(rank) or "?" for rank in range(attempt.size)],
+        loss=loss if np.isfinite(loss) else None,
+    )
+
+
+def _circumstances(attempt: Attempt) -> dict[str, Any]:
+    """Hosts and devices of the ranks, and the model's size."""
+    starts = [attempt.starts.get(rank, {}) for rank in range(attempt.size)]
+    parameters = starts[0].get("parameters")
+    devices = []
+    for rank, start in enumerate(starts):
+        device = str(start.get("device", "?"))
+        # A task that is shown one GPU calls it by the same number as its neighbours do theirs.
+        own = "" if start.get("launcher") in _SHARED else f" of rank {rank}"
+        devices.append(device + own if device.startswith("cuda") else device)
+    return {
+        "hosts": tuple(attempt.host(rank) or "?" for rank in range(attempt.size)),
+        "devices": tuple(devices),
+        "parameters": parameters if type(parameters) is int else None,
+    }
+
+
+_MEMORY = re.compile(r"out of memory|OutOfMemoryError|Cannot allocate memory|DefaultCPUAllocator", re.I)
+_RAISED = re.compile(r"^\s*(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt)): *(.*)$", re.M)
+_FOUND = re.compile(r"^ *found: *(.+)$", re.M)
+
+
+def reason_of(code: int, log: str) -> str:
+    """Why a job failed, in a line: from what it printed, else from its exit code."""
+    found, raised = _FOUND.findall(log), _RAISED.findall(log)
+    line = found[-1] if found else ": ".join(filter(None, raised[-1])) if raised else ""
+    if _MEMORY.search(log):
+        line = f"out of memory: {line}" if line else "out of memory"
+    elif not line and code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        line = "killed (SIGKILL), as the system does when memory is short"
+    if not line:
+        last = [text for text in log.splitlines() if re.search(r"\w", text)]
+        line = last[-1].strip() if last else "it printed nothing"
+    return printable(f"{line[:300]} (exit code {code})")

@@ -1,0 +1,232 @@
+"""The models that studies can always take: residual networks, a GPT, a dense network; and factories."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.bench.scaling.subject import BuiltIn, Factory
+from shoal.strategies.task import Task
+from shoal.util.errors import LaunchError
+
+BATCHES = 64
+"""Of an epoch of the made-up data."""
+
+
+class Made(NamedTuple):
+    """What is trained: a module or what makes one, its task, and a dataset as a Loader takes it."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    task: Task
+    dataset: Any
+
+
+def make(subject: BuiltIn | Factory, batch: int) -> Made:
+    """The model, its task and data for batches of so many samples.
+
+    Raises LaunchError where a package is missing, or a factory returns something else.
+    """
+    if isinstance(subject, Factory):
+        return _call(subject)
+    sizes = subject.sizes
+    samples = BATCHES * batch
+    if subject.name == "gpt":
+        rows = windows(samples, (sizes["context"] + 1,), words=sizes["words"])
+        return Made(lambda: GPT(sizes), Task(_next_words, _words), rows)
+    labels = torch.randint(0, sizes["classes"], (samples,), generator=_generator())
+    if subject.name == "dense":
+        data = windows(samples, (sizes["inputs"],)), labels
+        return Made(lambda: dense(sizes), Task(_classes), data)
+    data = windows(samples, (3, sizes["size"], sizes["size"])), labels
+    if subject.name == "resnet-small":
+        return Made(lambda: small_residual(sizes), Task(_classes), data)
+    return Made(lambda: residual(subject.name, sizes["classes"]), Task(_classes), data)
+
+
+def windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Tensor:
+    """Samples of noise, or of `words` different numbers, that take hardly more memory than one.
+
+    Each is a window of one long row, a place further than the one before.
+    """
+    length = samples + torch.Size(shape).numel()
+    if words:
+        row = torch.randint(0, words, (length,), generator=_generator())
+    else:
+        row = torch.randn(length, generator=_generator())
+    strides = torch.empty(shape, device="meta").stride()
+    return row.as_strided((samples, *shape), (1, *strides))
+
+
+def dense(sizes: Mapping[str, int]) -> nn.Module:
+    """Layers of one width, and one that tells classes."""
+    width, parts = sizes["inputs"], []
+    for _ in range(sizes["layers"]):
+        parts += [nn.Linear(width, sizes["width"]), nn.GELU()]
+        width = sizes["width"]
+    return nn.Sequential(*parts, nn.Linear(width, sizes["classes"]))
+
+
+class Residual(nn.Module):
+    """Two convolutions and what goes around them (He et al. 2016).
+
+    Normalised by groups: batch statistics would be others for each number of processes.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.between, self.after = nn.GroupNorm(8, outputs), nn.GroupNorm(8, outputs)
+        same = stride == 1 and inputs == outputs
+        self.around = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of both ways."""
+        through = self.after(self.second(F.relu(self.between(self.first(x)))))
+        return F.relu(through + self.around(x))
+
+
+def small_residual(sizes: Mapping[str, int]) -> nn.Module:
+    """Three stages of residual blocks, each of half the size and twice the width."""
+    width = 8 * max(1, sizes["width"] // 8)
+    parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)]
+    before = width
+    for stage in range(3):
+        for block in range(sizes["blocks"]):
+            after = width << stage
+            parts.append(Residual(before, after, 2 if stage and not block else 1))
+            before = after
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, sizes["classes"])]
+    return nn.Sequential(*parts, *end)
+
+
+def residual(name: str, classes: int) -> nn.Module:
+    """resnet18, resnet50 or resnet101, of torchvision or of transformers, whichever can be imported."""
+    try:
+        from torchvision import models
+
+        made: nn.Module = getattr(models, name)(num_classes=classes)
+        return made
+    except Exception as error:  # built for another torch it raises RuntimeError
+        torchvision = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    try:
+        from transformers import ResNetConfig, ResNetForImageClassification
+    except ImportError as error:
+        raise LaunchError(
+            given=f"the model {name}",
+            found=f"torchvision can't be imported ({torchvision}), nor can transformers ({error})",
+            fix="pip install 'shoal[models]', or take the model resnet-small, which is always there",
+        ) from None
+    depths = {"resnet18": [2, 2, 2, 2], "resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}[name]
+    basic = name == "resnet18"
+    config = ResNetConfig(  # type: ignore[call-arg]
+        depths=depths,
+        layer_type="basic" if basic else "bottleneck",
+        hidden_sizes=[64, 128, 256, 512] if basic else [256, 512, 1024, 2048],
+        num_labels=classes,
+        return_dict=True,
+    )
+    return Logits(ResNetForImageClassification(config))
+
+
+class Logits(nn.Module):
+    """A model of transformers that returns what its head says, and nothing around it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores of classes."""
+        scores: Tensor = self.model(images).logits
+        return scores
+
+
+class Block(nn.Module):
+    """Attention and two layers, each normalised before."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of shape (batch, context, width), as it came."""
+        batch, length, width = x.shape
+        qkv = self.qkv(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        added: Tensor = self.mlp(self.between(x))
+        return x + added
+
+
+class GPT(nn.Module):
+    """A decoder whose input and output share their words (Radford et al. 2019)."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        width = sizes["width"]
+        self.words = nn.Embedding(sizes["words"], width)
+        self.places = nn.Embedding(sizes["context"], width)
+        self.blocks = nn.Sequential(*(Block(width, sizes["heads"]) for _ in range(sizes["layers"])))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, sizes["words"], bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores of the word after each."""
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        scores: Tensor = self.head(self.norm(self.blocks(x)))
+        return scores
+
+
+def _words(rows: Tensor) -> Tensor:
+    return rows[:, :-1]
+
+
+def _next_words(output: Tensor, rows: Tensor) -> tuple[Tensor, int]:
+    following = rows[:, 1:]
+    total = F.cross_entropy(output.flatten(0, 1), following.flatten(), reduction="sum")
+    return total, following.numel()
+
+
+def _classes(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def _call(subject: Factory) -> Made:
+    folder = str(Path.cwd())
+    if folder not in sys.path:  # where `python -m` looks too
+        sys.path.insert(0, folder)
+    try:
+        function = getattr(importlib.import_module(subject.module), subject.name)
+    except (ImportError, AttributeError) as error:
+        raise LaunchError(
+            given=str(subject),
+            found=f"{type(error).__name__}: {error}",
+            fix="a function in a module that Python finds from here: "
+            f"python -c 'from {subject.module} import {subject.name}'",
+        ) from error
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[1], Task):
+        raise LaunchError(
+            given=str(subject),
+            found=f"it returned {type(made).__name__}, and no (model, task, dataset)",
+            fix="return model, shoal.Task(loss), dataset",
+        )
+    return Made(*made)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,246 @@
+"""A study, or two beside each other, as a page: the diagnosis, plots, tables, circumstances."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from shoal.bench.scaling import compare, format
+from shoal.bench.scaling.aggregate import Row
+from shoal.bench.scaling.compare import Pair
+from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.curves import WIDE, scaled, series
+from shoal.bench.scaling.diagnosis import causes, diagnoses, labels
+from shoal.bench.scaling.directory import Study
+from shoal.bench.scaling.measure import PARTS, SHOWN
+from shoal.bench.scaling.subject import unit
+from shoal.report import PALETTE
+from shoal.report.html import Block, Facts, Figure, Page, Section, Table, Text
+from shoal.report.html.plots import bars, lines
+
+LEAST = 0.001
+"""The share of a step that a part has somewhere, to be drawn."""
+TOLD = 0.005
+"""The share of a step from which on a cause is in the table."""
+FILLS = {SHOWN[part]: (PALETTE[part].colour, PALETTE[part].hatch) for part in PARTS}
+FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways")
+COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
+
+
+def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
+    """The page of a study: of the rows that have been measured, and what has to be said of them."""
+    word, each = unit(study.options.subject)
+    told = diagnoses(rows)
+    names = labels([curve for curve, _ in told])
+    first = names[told[0][0]] + ": " if len(told) > 1 else ""
+    sections = [
+        Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names, notes)),
+        Section(heading="Throughput and time of a step", blocks=scaled(rows, names, word, each)),
+        Section(heading="Where a step's time goes", blocks=_time(rows, names)),
+        Section(heading="All figures", blocks=_tables(rows, word, each)),
+        Section(heading="Circumstances", blocks=_circumstances(study)),
+    ]
+    return Page(
+        title=f"How {study.options.model} scales",
+        verdict=first + told[0][1],
+        about=f"shoal bench scaling, begun {_when(study.began)} on {study.where}",
+        sections=sections,
+    )
+
+
+def _diagnosis(
+    rows: Sequence[Row],
+    told: Sequence[tuple[Curve, str]],
+    names: Mapping[Curve, str],
+    notes: Sequence[str],
+) -> list[Block]:
+    blocks: list[Block] = [Text(text=f"{names[curve]}: {text}.") for curve, text in told]
+    blocks += [Text(text=f"{note[:1].upper()}{note[1:]}.") for note in notes]
+    lost = []
+    for row in rows:
+        base = _base(rows, row)
+        if base is None or base is row or row.parts is None:
+            continue
+        for cause in causes(row, base):
+            if abs(cause.share) >= TOLD:
+                share = f"{cause.share * 100:.1f}"
+                lost.append((names[row.curve], str(row.processes), share, cause.text))
+    if lost:
+        head = ("curve", "n", "% of a step", "cause")
+        caption = (
+            "What a step takes beyond perfect scaling, in percent of it; below 0 it takes less. "
+            "For each number n of processes it adds up to what is lacking of 100 % efficiency, but for "
+            "what is below half a percent."
+        )
+        blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
+    failed = [row for row in rows if row.reason is not None]
+    if failed:
+        reasons = [(str(row.configuration), row.reason or "") for row in failed]
+        blocks.append(Table(caption="What failed.", head=("configuration", "reason"), rows=reasons))
+    return blocks
+
+
+def _base(rows: Sequence[Row], row: Row) -> Row | None:
+    return next((r for r in rows if r.curve == row.curve and r.configuration == row.base), None)
+
+
+def _time(rows: Sequence[Row], names: Mapping[Curve, str]) -> list[Block]:
+    labelled: dict[str, Row] = {}
+    for row in rows:
+        if row.parts is not None:
+            many = f"{row.processes}" if row.base == row.configuration else None
+            label = f"{many}, batch {row.configuration.batch}" if many else ""
+            labelled.setdefault(label or f"{row.processes} {names[row.curve]}", row)
+    if not labelled:
+        return [Text(text="Nothing ran.")]
+    return [parts_figure("parts", labelled, "Milliseconds of a step by part, on a typical process.")]
+
+
+def parts_figure(name: str, labelled: Mapping[str, Row], caption: str) -> Figure:
+    """Bars of the parts of a step, one for each row, with its label."""
+    given = [row.parts or {} for row in labelled.values()]
+    used = [
+        part
+        for part in PARTS
+        if any(parts.get(part, 0.0) >= LEAST * sum(parts.values()) > 0 for parts in given)
+    ]
+    values = {SHOWN[part]: [max(0.0, parts.get(part, 0.0)) * 1e3 for parts in given] for part in used}
+    head = ("processes and curve", *values)
+    table = [
+        (label, *(format.number(values[part][place]) for part in values))
+        for place, label in enumerate(labelled)
+    ]
+    return Figure(
+        name=name,
+        caption=caption,
+        drawing=bars(list(labelled), values, x="milliseconds of a step", fills=FILLS),
+        table=Table(caption="Milliseconds, as drawn.", head=head, rows=table, right=head[1:]),
+    )
+
+
+def _tables(rows: Sequence[Row], word: str, each: int) -> list[Block]:
+    head = format.head(word)
+    blocks: list[Block] = [
+        Table(
+            caption=str(curve),
+            head=head,
+            rows=[format.cells(row, each, format.ranged) for row in rows if row.curve == curve],
+            right=head,
+        )
+        for curve in dict.fromkeys(row.curve for row in rows)
+    ]
+    words = (
+        f"n: processes. batch: of all of them. {word}/s, speed-up and eff.: the median of the rounds "
+        "(lowest to highest), each against the smallest n of the same round. ms/step: the median of "
+        "all steps (quartiles). sync: what a step spends inside of collectives, waiting included. "
+        "runs: jobs that succeeded."
+    )
+    return [*blocks, Text(text=words)]
+
+
+def _circumstances(study: Study) -> list[Block]:
+    options = study.options.plain()
+    asked = [(name, ", ".join(map(str, options[name]))) for name in FIELDS]
+    asked += [(name, str(options[name])) for name in COUNTS]
+    if options["args"]:
+        asked.append(("arguments", " ".join(options["args"])))
+    head = ("what", "value")
+    facts = ("host", "site", "cores", "torch")
+    return [
+        Facts(pairs=[(name, study.machine[name]) for name in facts if name in study.machine]),
+        Table(caption="Asked for.", head=head, rows=asked),
+        Table(caption="The machine.", head=head, rows=list(study.machine.items())),
+    ]
+
+
+def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tuple[str, str]) -> Page:
+    """The page of two studies, of which these pairs have been measured; how they are called."""
+    word, each = unit(first.options.subject)
+    names = labels(list(dict.fromkeys(pair.curve for pair in pairs)))
+    last = compare.largest(pairs)
+    told = [f"{names[pair.curve]}: {compare.sentence(pair, *called)}" for pair in last]
+    differ = compare.differences(first, second)
+    ways = [Text(text=f"{text}.") for text in told]
+    head = ("curve", "processes", *(f"{name}, {word}/s" for name in called), "ratio")
+    cells = [
+        (
+            names[pair.curve],
+            str(pair.configuration.processes),
+            *(format.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            format.ranged(pair.ratio, 1),
+        )
+        for pair in pairs
+    ]
+    caption = "Throughput, and that of the second by that of the first (lowest to highest)."
+    ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
+    return Page(
+        title=f"{called[0]} and {called[1]}: {first.options.model}",
+        verdict=told[0],
+        about="shoal bench compare",
+        sections=[
+            Section(heading="Ratios", blocks=[*ways, ratios]),
+            Section(heading="Throughput", blocks=_overlaid(pairs, names, word, each, called)),
+            Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
+            Section(
+                heading="What differs",
+                blocks=[Text(text=f"{each}.") for each in differ] or [Text(text="Nothing known.")],
+            ),
+        ],
+    )
+
+
+def _overlaid(
+    pairs: Sequence[Pair],
+    names: Mapping[Curve, str],
+    word: str,
+    each: int,
+    called: tuple[str, str],
+) -> list[Block]:
+    blocks: list[Block] = []
+    for scaling in dict.fromkeys(pair.curve.scaling for pair in pairs):
+        own = [pair for pair in pairs if pair.curve.scaling == scaling]
+        drawn = []
+        for curve in dict.fromkeys(pair.curve for pair in own):
+            for place, name in enumerate(called):
+                mine = [(p.first, p.second)[place] for p in own if p.curve == curve]
+                drawn.append(series(f"{name}: {names[curve]}", mine, each))
+        sizes = sorted({pair.configuration.processes for pair in own})
+        head = ("processes", "study and curve", f"{word}/s")
+        cells = [
+            (f"{size:g}", line.label, format.number(value or 0.0))
+            for line in drawn
+            for size, value in zip(line.x, line.y, strict=True)
+        ]
+        wide = sizes[-1] > WIDE
+        blocks.append(
+            Figure(
+                name=f"compared-{scaling}",
+                caption=f"{word.capitalize()} per second against processes, {scaling} scaling.",
+                drawing=lines(
+                    drawn,
+                    x="processes",
+                    y=f"{word}/s",
+                    log_x=wide,
+                    log_y=wide,
+                    ticks=sizes,
+                    zero=True,
+                ),
+                table=Table(
+                    caption="Throughput, as drawn.", head=head, rows=cells, right=("processes", head[2])
+                ),
+            )
+        )
+    return blocks
+
+
+def _beside(pairs: Sequence[Pair], names: Mapping[Curve, str], called: tuple[str, str]) -> Figure:
+    labelled = {
+        f"{pair.configuration.processes} {names[pair.curve]}: {name}": row
+        for pair in pairs
+        for name, row in zip(called, (pair.first, pair.second), strict=True)
+    }
+    return parts_figure("compared-parts", labelled, "Milliseconds of a step by part, side by side.")
+
+
+def _when(began: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)) + " UTC"

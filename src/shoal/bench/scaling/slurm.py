@@ -1,0 +1,197 @@
+"""A study under Slurm: its jobs submitted, what of them has ended read, what has not named."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.bench.scaling import jobs
+from shoal.bench.scaling.allocations import Allocation, Asked, Room, allocations, room
+from shoal.bench.scaling.configurations import Configuration, Options, check
+from shoal.bench.scaling.directory import FILE, Study, alone, begin, forget, plan
+from shoal.bench.scaling.subject import Script
+from shoal.distributed.env_vars import THREADS
+from shoal.launcher.submit import status
+from shoal.launcher.submit.job import Request, Turn
+from shoal.launcher.submit.site import Site
+from shoal.launcher.submit.slurm.commands import require
+from shoal.launcher.submit.submit import Options as How
+from shoal.launcher.submit.submit import Submission
+from shoal.launcher.submit.submit import submit as hand_in
+from shoal.util.errors import LaunchError, ShoalError
+
+SLURM = "slurm"
+"""The directory of a study with its jobs of Slurm's, as `shoal submit` keeps them."""
+MARK = "allocation"
+"""The file of a training that names the job of Slurm's in which it runs."""
+SPARE = 60
+"""Seconds of a job for each training beyond its limit: it begins, and has to be ended."""
+TIMED_OUT = 124
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Trainings without a result. `folder` is that of their job of Slurm's, None where there is none.
+
+    `state` is Slurm's own word for it, or what is known without Slurm.
+    """
+
+    trainings: int
+    folder: Path | None = None
+    numbers: tuple[str, ...] = ()
+    state: str = "not submitted"
+
+    @property
+    def more(self) -> str:
+        """The command that tells more of it."""
+        if self.folder is None:
+            return "the same `shoal bench scaling` again"
+        command = {"pending": "status", "running": "logs -f"}.get(self.state, "logs")
+        return f"shoal {command} {shlex.quote(str(self.folder))}"
+
+
+Tell = Callable[[Allocation, Submission], None]
+
+
+def rehearse(
+    path: Path, options: Options, asked: Asked, site: Site, tell: Tell, *, force: bool
+) -> None:
+    """Tell what `submit` would submit; nothing is made.
+
+    Raises LaunchError for what can't be studied or does not fit the site.
+    """
+    check(options)
+    fits = room(site, asked)
+    fits.check(options.processes)
+    study = plan(path, options, fits.told())
+    for each in allocations(study.missing(), fits):
+        how = _how(study, each, dry=True, force=force)
+        tell(each, hand_in(_request(study, each, fits, asked), site, how))
+
+
+def submit(path: Path, options: Options, asked: Asked, site: Site, tell: Tell, *, force: bool) -> Study:
+    """Submit what has no result and is in no job that waits or runs; each job is told.
+
+    Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job.
+    Those before it stay, and the same call goes on from there; where there are none nothing is left.
+    """
+    rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
+    require()
+    fits, fresh = room(site, asked), not (path / FILE).exists()
+    study = begin(path, options, fits.told())
+    with alone(study):
+        gather(study)
+        for each in allocations(study.missing(), fits):
+            if status.living(_folder(study, each.name)):
+                continue
+            _prepare(study, each)
+            how = _how(study, each, dry=False, force=force)
+            try:
+                done = hand_in(_request(study, each, fits, asked), site, how)
+            except ShoalError:
+                if fresh:
+                    forget(study)
+                raise
+            tell(each, done)
+            fresh = False
+    return study
+
+
+def gather(study: Study) -> None:
+    """Keep the results of trainings under Slurm that have ended."""
+    for number, configuration in study.missing():
+        done = _end(study.job(configuration, number))
+        if done is not None:
+            study.keep(configuration, jobs.read(study, configuration, number, done))
+
+
+def waiting(study: Study) -> list[Waiting]:
+    """What has no result yet, by the job of Slurm's in which it is."""
+    counts: dict[str, int] = {}
+    for number, configuration in study.missing():
+        name = _allocation(study.job(configuration, number))
+        counts[name] = counts.get(name, 0) + 1
+    return [_state(study, name, count) for name, count in sorted(counts.items())]
+
+
+def _state(study: Study, name: str, trainings: int) -> Waiting:
+    if not name:
+        return Waiting(trainings=trainings)
+    folder = _folder(study, name)
+    try:
+        found = status.status(folder)
+    except LaunchError as error:  # read where there is no Slurm, or never handed over
+        return Waiting(trainings=trainings, folder=folder, state=error.found)
+    states = [each.state.lower() for each in found.queued]
+    state = states[0] if states else "ended"
+    return Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state=state)
+
+
+def _request(study: Study, allocation: Allocation, fits: Room, asked: Asked) -> Request:
+    options = study.options
+    limit = math.ceil(options.limit)
+    turns = [_turn(study, *training) for training in allocation.trainings]
+    return Request(
+        script=jobs.script_of(options),
+        time=asked.time or 60 * math.ceil(len(turns) * (limit + SPARE) / 60),
+        nodes=allocation.nodes,
+        gpus=allocation.per_node if fits.gpus else 0,
+        processes=allocation.sizes[-1],
+        cpus=fits.cpus,
+        partition=asked.partition,
+        qos=asked.qos,
+        account=asked.account,
+        name=f"{study.path.resolve().name}-{allocation.name}",
+        launcher="mpirun" if allocation.mpi else None,
+        options=asked.options,
+        turns=tuple(turns),
+        limit=limit,
+        variables=((THREADS, str(options.threads)),) if options.threads else (),
+    )
+
+
+def _turn(study: Study, number: int, configuration: Configuration) -> Turn:
+    folder = study.job(configuration, number).absolute()
+    return Turn(
+        args=tuple(jobs.arguments_of(study.options, configuration, folder)),
+        processes=configuration.processes,
+        log=str(folder / jobs.LOG),
+    )
+
+
+def _how(study: Study, allocation: Allocation, *, dry: bool, force: bool) -> How:
+    # Of Shoal's own worker there is nothing to copy; a function is found in the working directory.
+    copy = isinstance(study.options.subject, Script)
+    return How(run=_folder(study, allocation.name), dry=dry, copy=copy, force=force)
+
+
+def _prepare(study: Study, allocation: Allocation) -> None:
+    for number, configuration in allocation.trainings:
+        folder = jobs.prepare(study, configuration, number)
+        (folder / MARK).write_text(f"{allocation.name}\n")
+
+
+def _folder(study: Study, name: str) -> Path:
+    return study.path / SLURM / name
+
+
+def _allocation(folder: Path) -> str:
+    """The job of Slurm's that a training was submitted in; empty for none."""
+    try:
+        name = (folder / MARK).read_text().strip()
+    except OSError:
+        return ""
+    return name if name.replace("-", "").isalnum() else ""
+
+
+def _end(folder: Path) -> jobs.Done | None:
+    """How a training ended, as the batch script has told; None while it has not."""
+    try:
+        text = (folder / f"{jobs.LOG}.end").read_text()
+        code, began, ended = (int(word) for word in text.split())
+    except (OSError, ValueError):
+        return None
+    return jobs.Done(None if code == TIMED_OUT else code, float(began), float(ended - began))

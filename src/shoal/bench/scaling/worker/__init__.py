@@ -1,0 +1,54 @@
+"""What each process of a job runs: steps of a training whose Run records them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.bench.scaling.configurations import Configuration
+from shoal.bench.scaling.models import make
+from shoal.bench.scaling.subject import BuiltIn, Factory, parse_subject
+from shoal.data import Loader
+from shoal.distributed.world import init
+from shoal.strategies import parallelize
+from shoal.training.run import Run
+from shoal.training.step import Step
+
+LAYOUTS = {"fsdp": "shard=-1"}
+RATE = 1e-4
+
+
+def work(path: str) -> None:
+    """Train as the file says. Collective."""
+    given: Mapping[str, Any] = json.loads(Path(path).read_text())
+    subject = parse_subject(given["model"])
+    if not isinstance(subject, BuiltIn | Factory):
+        raise ValueError(f"{subject} is a script and runs by itself")
+    chosen = Configuration(**given["configuration"])
+    with init(
+        layout=LAYOUTS.get(chosen.strategy, "replicate=-1"),
+        backend=chosen.backend if chosen.backend in ("gloo", "nccl", "mpi") else None,
+        device="cpu" if chosen.backend == "mpi" else None,
+        seed=0,
+    ) as world:
+        model, task, dataset = make(subject, chosen.batch)
+        spread = parallelize(model, world)
+        optimizer = torch.optim.AdamW(spread.parameters(), lr=RATE)
+        step = Step(
+            spread,
+            optimizer,
+            task,
+            precision=chosen.precision,
+            compile=None if chosen.way == "eager" else chosen.way,
+        )
+        loader = Loader(dataset, world, batch_size=chosen.batch)
+        with Run(given["run"], step, loader, trackers=()) as run:
+            for batch in loader.epochs(10**9):
+                step(batch)
+                run.tick()
+                if step.number >= given["steps"]:
+                    break

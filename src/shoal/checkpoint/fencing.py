@@ -1,0 +1,269 @@
+"""Attempts at a run, numbered: one that another has taken over changes no checkpoint any more.
+
+A machine may be cut off and live on, or be stopped for a while: its ranks don't know that others
+have gone on without them. A lock does not reach it, and a lease would trust its clock. So each
+attempt takes the next number beside the checkpoints, and looks for higher ones before each operation
+by which it would change one. Creating a file that must not exist is atomic on network file systems
+too (open(2), O_EXCL), and opening a directory asks their server anew. Elsewhere not all can do the
+first, but whoever lists a directory sees what had been written before, and that is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from shoal.checkpoint.collective_errors import Agreement, Ranks
+from shoal.checkpoint.filesystem import Files
+from shoal.checkpoint.lock import Lock
+from shoal.checkpoint.object_store import RemotePath
+from shoal.checkpoint.paths import AnyPath, open_file
+from shoal.util.errors import CheckpointError
+
+_KEPT = 10
+_LONGEST = 10_000
+
+SEEN_SECONDS = 60.0
+"""How long a network file system may show a directory as it was before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """Who took an attempt over, and when; empty and 0 where that can't be read."""
+
+    number: int
+    host: str = ""
+    process: int = 0
+    when: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.host:
+            return f"attempt {self.number}"
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.when))
+        return f"attempt {self.number}, process {self.process} on {self.host} since {began}"
+
+
+class Fence:
+    """The attempts at one run, a file `N.json` for each in `directory`; all its ranks share a number.
+
+    On file systems of fsspec's it is `N-T.json`, T being a random text.
+    `number` is this attempt's; 0 until it is known, and nothing is kept out before.
+    """
+
+    def __init__(self, directory: AnyPath) -> None:
+        self._directory = directory
+        self._mine = ""
+        self._own: AnyPath | None = None
+        self.number = 0
+
+    def take(self) -> int:
+        """Take the next number, on one rank, and with it the run from all attempts before.
+
+        Raises OSError where the directory can't be written.
+        """
+        number = self.newest() + 1
+        while not self._claim(number):
+            number += 1  # another attempt begins at the same moment; the higher number wins
+        for _, old in self._taken()[:-_KEPT]:
+            with suppress(OSError):
+                old.unlink()
+        return number
+
+    def mark(self) -> str:
+        """What the rank that took the number wrote there; other ranks look for it. Empty on those."""
+        return self._mine
+
+    def look_for(self, number: int, mark: str, within: float) -> None:
+        """Take over the number that another rank has taken, once this one sees what it wrote.
+
+        Raises CheckpointError where it does not: each would save its part into a place of its own.
+        """
+        until = time.monotonic() + within
+        while not self._shows(number, mark):
+            if time.monotonic() > until:
+                raise CheckpointError(
+                    given=f"a Run in {self._directory.parent} on {socket.gethostname()}",
+                    found=f"attempt {number}, which rank 0 has just written there, is not there: the "
+                    "ranks were given different directories, or each machine has its own of this name",
+                    fix="give all ranks the same path (without the time or a process's number in it), "
+                    "on a file system that all machines share",
+                )
+            time.sleep(0.05)
+        self.number = number
+
+    def _shows(self, number: int, mark: str) -> bool:
+        return any(_read(path) == mark for each, path in self._taken() if each == number)
+
+    def newest(self) -> int:
+        """The highest number taken; 0 for none."""
+        return max((number for number, _ in self._taken()), default=0)
+
+    def check(self) -> None:
+        """Raise CheckpointError where a later attempt has taken the run over."""
+        taken = self._taken()
+        newest = taken[-1][0] if taken else 0
+        if self.number and (newest > self.number or self._is_anothers(taken)):
+            raise CheckpointError(
+                given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
+                found=f"{self._who(newest)}, has taken over: what this one saved now would be lost or "
+                "spoil the other's",
+                fix="end this process; the newer attempt goes on from the last checkpoint",
+            )
+
+    def _claim(self, number: int) -> bool:
+        """Take a number; False if another attempt has it, or takes it at this moment."""
+        mine = {"host": socket.gethostname(), "process": os.getpid(), "when": time.time()}
+        self._mine = json.dumps(mine)
+        text = self._mine.encode()
+        if isinstance(self._directory, RemotePath):
+            return self._claim_there(self._directory, number, text)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"{number}.json"
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        with os.fdopen(file, "wb") as stream:
+            stream.write(text)
+        self._own = path
+        return True
+
+    def _claim_there(self, directory: RemotePath, number: int, text: bytes) -> bool:
+        # Of two that write before they list, the second sees the first. Whoever sees another one
+        # leaves the number; so two never keep the same.
+        path = directory / f"{number}-{secrets.token_hex(8)}.json"
+        with path.create() as file:
+            file.write(text)
+            file.finish()
+        if [each for each, _ in self._taken()].count(number) == 1:
+            self._own = path
+            return True
+        path.unlink()
+        return False
+
+    def _is_anothers(self, taken: list[tuple[int, AnyPath]]) -> bool:
+        """Whether the run directory was removed and begun anew, where numbers begin at 1 again.
+
+        Only the rank that took the number knows; it is the one that commits.
+        """
+        if self._own is None or not taken:
+            return False
+        if self._own.name not in [path.name for _, path in taken]:
+            return True  # others' numbers are there, and this one never goes before a higher one
+        # Elsewhere no other file has its name; an empty one is being written.
+        return isinstance(self._own, Path) and _read(self._own) not in (self._mine, "")
+
+    def _who(self, number: int) -> Taken:
+        texts = [_read(path) for each, path in self._taken() if each == number]
+        # It may not have been written yet.
+        with suppress(ValueError, TypeError, IndexError):
+            return Taken(number=number, **json.loads(texts[0]))
+        return Taken(number=number)
+
+    def _taken(self) -> list[tuple[int, AnyPath]]:
+        """The numbers with their files, in order."""
+        # A directory that is gone, as scratch is purged, holds no later attempt.
+        with suppress(FileNotFoundError):
+            named = [(path.name.removesuffix(".json"), path) for path in self._directory.iterdir()]
+            split = [(stem.partition("-")[0], path) for stem, path in named]
+            found = [(int(number), path) for number, path in split if number.isdecimal()]
+            return sorted(found, key=lambda each: each[0])
+        return []
+
+
+def _read(path: AnyPath) -> str:
+    """What an attempt has written; empty where that can't be read."""
+    with suppress(OSError), open_file(path) as file:
+        return file.read(_LONGEST).decode(errors="replace")
+    return ""
+
+
+class FencedFiles(Files):
+    """Operations on a file system, each of them after a look at the fence.
+
+    So an attempt that was taken over neither commits nor renames nor removes, whatever it was in the
+    middle of. What it has open it may still write: that has been removed, or is its own.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    @property
+    def attempt(self) -> int:
+        """See Files."""
+        return self._fence.number
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        self._fence.check()
+        try:
+            yield
+        except OSError:
+            # What the newer attempt has removed is missing: that is the reason to name.
+            self._fence.check()
+            raise
+
+    def make_directory(self, path: AnyPath) -> None:
+        """See Files."""
+        with self._guarded():
+            super().make_directory(path)
+
+    def create(self, path: AnyPath) -> BinaryIO:
+        """See Files."""
+        with self._guarded():
+            return super().create(path)
+
+    def sync(self, file: BinaryIO) -> None:
+        """See Files."""
+        with self._guarded():
+            super().sync(file)
+
+    def sync_directory(self, path: AnyPath) -> None:
+        """See Files."""
+        with self._guarded():
+            super().sync_directory(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See Files."""
+        with self._guarded():
+            super().rename(source, target)
+
+    def unlink(self, path: AnyPath) -> None:
+        """See Files."""
+        with self._guarded():
+            super().unlink(path)
+
+    def remove_directory(self, path: AnyPath) -> None:
+        """See Files."""
+        with self._guarded():
+            super().remove_directory(path)
+
+
+def take_over(directory: Path, fence: Fence, world: Ranks, *, job: str, attempt: int) -> Lock | None:
+    """Make sure that no other run is alive in `directory`, and none that is cut off does harm.
+
+    `job` and `attempt` are those of the launcher. The lock is rank 0's. Collective; raises
+    CheckpointError.
+    """
+
+    def take() -> tuple[Lock, int] | None:
+        if world.rank:
+            return None
+        return Lock(directory / "lock", job=job, attempt=attempt), fence.take()
+
+    given = f"a Run in {directory}"
+    agreement = Agreement(world)
+    taken = agreement.together(given, take)
+    first = None if taken is None else (taken[1], fence.mark(), str(directory))
+    number, mark, there = world.broadcast(first)
+    within = SEEN_SECONDS if str(directory) == there else 0.0
+    agreement.together(given, lambda: fence.look_for(number, mark, within))
+    return None if taken is None else taken[0]

@@ -1,0 +1,123 @@
+"""The operations by which checkpoints change a file system, and what room there is on it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from shoal.checkpoint.object_store import RemoteFile, RemotePath
+from shoal.checkpoint.paths import AnyPath
+
+# Some network file systems refuse to sync a directory; they have nothing to sync there.
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
+# What the system says of file systems that can't reserve, and the C library where it would emulate.
+_NO_RESERVATION = (errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Room(NamedTuple):
+    """How many bytes and how many files more a file system takes; None where it doesn't say."""
+
+    bytes: int | None
+    files: int | None
+
+
+class Files:
+    """Every operation by which a checkpoint changes a file system.
+
+    Nothing else in this package does, so that a subclass can count, refuse or cut short each one.
+    `room` only looks; it is here so that a subclass can pretend.
+    """
+
+    @property
+    def attempt(self) -> int:
+        """The attempt at a run whose operations these are; 0 where nobody counts them."""
+        return 0
+
+    def make_directory(self, path: AnyPath) -> None:
+        """Make a directory and its parents; one that exists is fine. A remote file brings its own."""
+        if isinstance(path, Path):
+            path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: AnyPath) -> BinaryIO:
+        """Open a new file. One that exists belongs to another writer and is an error, where the file
+        system can tell."""
+        if isinstance(path, RemotePath):
+            return cast(BinaryIO, path.create())
+        return path.open("xb", buffering=1 << 20)
+
+    def reserve(self, file: BinaryIO, size: int) -> None:
+        """Take `size` bytes of the disk for a new file, so that a full one or a quota shows at once.
+
+        Nothing happens on file systems that can't do it themselves. For those the C library would
+        write into each block, but not to a file that is open to append (posix_fallocate(3)).
+        """
+        if isinstance(file, RemoteFile):
+            return
+        descriptor = file.fileno()
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in _NO_RESERVATION:
+                raise
+        finally:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+
+    def room(self, path: AnyPath) -> Room:
+        """What is free for this user on the file system of a path, which need not exist yet."""
+        if isinstance(path, RemotePath):
+            return Room(None, None)
+        while not path.exists():
+            path = path.parent
+        found = os.statvfs(path)
+        root = os.geteuid() == 0  # may use what is kept for it
+        blocks, files = (found.f_bfree, found.f_ffree) if root else (found.f_bavail, found.f_favail)
+        # Some file systems count neither, and say that they have none.
+        return Room(
+            blocks * found.f_frsize if found.f_blocks else None, files if found.f_files else None
+        )
+
+    def write(self, file: BinaryIO, data: bytes | memoryview) -> None:
+        """Append to an open file."""
+        file.write(data)
+
+    def sync(self, file: BinaryIO) -> None:
+        """Bring a file's content to the disk. A remote one is there from this moment on."""
+        if isinstance(file, RemoteFile):
+            file.finish()
+            return
+        file.flush()
+        os.fsync(file.fileno())
+
+    def sync_directory(self, path: AnyPath) -> None:
+        """Bring a directory's entries to the disk."""
+        if isinstance(path, RemotePath):
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_SYNC:
+                error.filename = str(path)
+                raise
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename a directory."""
+        source.rename(target)
+
+    def unlink(self, path: AnyPath) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def remove_directory(self, path: AnyPath) -> None:
+        """Remove an empty directory; a remote one with what is in it."""
+        if isinstance(path, RemotePath):
+            path.remove_tree()
+        else:
+            path.rmdir()

@@ -1,0 +1,130 @@
+"""A model out of a checkpoint, for use without Shoal: without its code and without the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.inspect.manifest import Contents, Reference
+from shoal.checkpoint.inspect.tensor_reader import Values, blocks
+from shoal.checkpoint.model_file import appearing, save_pickled
+from shoal.checkpoint.state_tree import DTYPES
+from shoal.util.errors import CheckpointError
+
+ENDINGS = (".safetensors", ".pt")
+
+_BLOCK = 1 << 26
+# As the library's own writer has it; a checkpoint keeps pairs of real numbers.
+_NAMES = {**DTYPES, torch.complex64: "C64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extracted:
+    """What was written: the model of a Step, with averaged parameters if `ema` names them.
+
+    `left` are the entries of its state_dict that are no tensors, which are not written.
+    """
+
+    path: Path
+    step: str
+    ema: str | None
+    tensors: int
+    bytes: int
+    left: tuple[str, ...]
+
+
+def extract(contents: Contents, path: Path, *, step: str | None, ema: str | None) -> Extracted:
+    """Write the tensors of a model under the user's names, as `shoal.export` does.
+
+    The ending of `path` says how: `.safetensors` is written block by block, `.pt` needs as much memory
+    as the model. `step` names one of several Steps, the first unless given; `ema` an EMA among the
+    user's state, whose averages take the place of the parameters. The file appears whole or not at all.
+
+    Raises CheckpointError for another ending, or where the checkpoint has no such model.
+    """
+    if path.suffix not in ENDINGS:
+        raise CheckpointError(
+            given=f"shoal checkpoint export … {path}",
+            found=f"the endings are {' and '.join(ENDINGS)}; a program needs the model's code",
+            fix="give OUT.safetensors; for .ts and .pt2 load that into the model, then shoal.export",
+        )
+    steps = _section(contents.state, "steps")
+    chosen = _choose(contents, "Step", step, steps) if step or not steps else next(iter(steps))
+    entries = _section(steps[chosen], "model")
+    model = _tensors(entries)
+    left = tuple(str(name) for name in entries if str(name) not in model)
+    if ema is not None:
+        items = _section(contents.state, "state")
+        averaged = {name: item for name, item in items.items() if _section(item, "averages")}
+        averages = _tensors(averaged[_choose(contents, "EMA", ema, averaged)]["averages"])
+        model = {name: averages.get(name, own) for name, own in model.items()}
+    if not model:
+        raise _without(contents, "the Step has a model without a tensor")
+    with Values(contents) as values, appearing(path) as partial:
+        if path.suffix == ".pt":
+            save_pickled({name: values.whole(of).clone() for name, of in model.items()}, partial)
+        else:
+            _write(model, contents, values, partial)
+    size = sum(contents.tensors[of].bytes for of in model.values())
+    return Extracted(path=path, step=chosen, ema=ema, tensors=len(model), bytes=size, left=left)
+
+
+def _section(tree: Any, key: str) -> dict[str, Any]:
+    found = tree.get(key) if isinstance(tree, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _tensors(tree: Mapping[str, Any]) -> dict[str, str]:
+    """By the user's names, the names of the tensors in the checkpoint."""
+    return {
+        str(name): item.name
+        for name, item in tree.items()
+        if isinstance(item, Reference) and item.kind == "tensor"
+    }
+
+
+def _choose(contents: Contents, what: str, name: str | None, there: Mapping[str, Any]) -> str:
+    if name is not None and name in there:
+        return name
+    names = ", ".join(there) or "none"
+    raise _without(contents, f"no {what} named {name}; there is: {names}" if name else f"no {what}")
+
+
+def _without(contents: Contents, found: str) -> CheckpointError:
+    return CheckpointError(
+        given=f"the checkpoint {contents.path}",
+        found=found,
+        fix=f"shoal checkpoint show {contents.path} tells what it holds",
+    )
+
+
+def _write(model: Mapping[str, str], contents: Contents, values: Values, path: Path) -> None:
+    """A safetensors file (https://huggingface.co/docs/safetensors), widest dtypes first."""
+    rows = {name: contents.tensors[of] for name, of in model.items()}
+    dtypes = {name: getattr(torch, row.dtype) for name, row in rows.items()}
+    odd = [name for name, dtype in dtypes.items() if dtype is torch.complex128]
+    if odd:
+        raise _without(contents, f"{odd[0]} is complex128, which only .pt can hold")
+    ordered = sorted(rows, key=lambda name: (-dtypes[name].itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in ordered:
+        start, end = end, end + rows[name].bytes
+        header[name] = {
+            "dtype": _NAMES[dtypes[name]],
+            "shape": list(rows[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            for spans in blocks(rows[name], _BLOCK):
+                part = values.part(model[name], spans).contiguous().reshape(-1)
+                file.write(part.view(torch.uint8).numpy().data)

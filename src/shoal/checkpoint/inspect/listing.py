@@ -1,0 +1,114 @@
+"""What there is in a directory of checkpoints, in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.directory_names import TRASH
+from shoal.checkpoint.filesystem import Files
+from shoal.checkpoint.inspect.locate import examined
+from shoal.checkpoint.inspect.manifest import simplify
+from shoal.checkpoint.inspect.verify import manifest, problems
+from shoal.checkpoint.paths import AnyPath, size_of
+from shoal.checkpoint.store import MANIFEST, DamageError
+
+_LAST = 2.0**36  # in the year 4147; beyond it not every clock can say what time it is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A checkpoint; `saved` is in seconds since the epoch, the rest of a damaged one may be unknown."""
+
+    path: AnyPath
+    info: dict[str, Any]
+    saved: float | None
+    ranks: int | None
+    files: int
+    bytes: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """What is no checkpoint and takes room all the same."""
+
+    path: AnyPath
+    bytes: int
+    what: str
+
+
+def entries(folder: AnyPath, *, verify: bool) -> Iterator[Entry]:
+    """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
+    newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
+    for path in reversed(newest_first):
+        now, found = examined(path, read=verify)
+        if now is not None:
+            yield _entry(now, found)
+
+
+def leftovers(folder: AnyPath) -> list[Leftover]:
+    """What saves and removals have left there, or are at this moment working on."""
+    removed = "a removal that was interrupted, or is under way; the next save finishes it"
+    saved = "a save that was interrupted, or is under way; the next one removes it"
+    found = [
+        Leftover(path=path, bytes=size_of(path), what=removed if path.name.endswith(TRASH) else saved)
+        for path in store_in(folder, Files()).leftovers()
+    ]
+    probes = [path for path in folder.iterdir() if path.name.startswith(".probe-") and path.is_file()]
+    return found + [
+        Leftover(
+            path=path, bytes=size_of(path), what="a killed start, which tried whether it may write"
+        )
+        for path in sorted(probes, key=lambda path: path.name)
+    ]
+
+
+def entry(path: AnyPath, *, verify: bool) -> Entry:
+    """One checkpoint; `verify` reads all of its files."""
+    return _entry(path, problems(path, read=verify))
+
+
+def _entry(path: AnyPath, found: Sequence[str]) -> Entry:
+    try:
+        said = manifest(path)
+    except DamageError:
+        files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+        return Entry(
+            path=path,
+            info={},
+            saved=None,
+            ranks=None,
+            files=len(files),
+            bytes=size_of(path),
+            problems=tuple(found),
+        )
+    info = _info(said.info)
+    return Entry(
+        path=path,
+        info=info,
+        saved=moment(path, info),
+        ranks=said.world_size,
+        files=len(said.files),
+        bytes=sum(record.bytes for record in said.files.values()),
+        problems=tuple(found),
+    )
+
+
+def moment(path: AnyPath, info: dict[str, Any]) -> float | None:
+    """When a checkpoint was saved, as it says itself, else as its manifest's file does, if that can."""
+    said = info.get("time")
+    if isinstance(said, int | float) and 0 <= said < _LAST:
+        return float(said)
+    return (path / MANIFEST).stat().st_mtime if isinstance(path, Path) else None
+
+
+def _info(encoded: Any) -> dict[str, Any]:
+    try:
+        info = simplify(encoded)
+    except (ValueError, TypeError, RecursionError):
+        info = None  # of a manifest that somebody else wrote
+    return info if isinstance(info, dict) else {}

@@ -1,0 +1,127 @@
+"""What a path names: a run directory, a directory of checkpoints, or one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shoal.checkpoint.commit import store_in
+from shoal.checkpoint.directory_names import Name, is_named
+from shoal.checkpoint.filesystem import Files
+from shoal.checkpoint.inspect.manifest import Contents, look
+from shoal.checkpoint.inspect.verify import problems
+from shoal.checkpoint.paths import AnyPath
+from shoal.checkpoint.store import MANIFEST
+from shoal.util.errors import CheckpointError
+
+R = TypeVar("R")
+
+_TRIES = 5
+"""How often a checkpoint that a live run renames or removes meanwhile is looked for again."""
+
+USUAL = "checkpoints"
+"""Where a Run keeps its checkpoints, in its directory."""
+
+
+def is_checkpoint(path: AnyPath) -> bool:
+    """Whether a path names one checkpoint, whole or not."""
+    return (path / MANIFEST).is_file() or (is_named(path) and path.is_dir())
+
+
+def folders(given: AnyPath) -> list[AnyPath]:
+    """The directories with checkpoints that `given` names: itself, or those of a run, the usual first.
+
+    Raises CheckpointError where there is none.
+    """
+    if not given.is_dir():
+        raise CheckpointError(
+            given=str(given),
+            found="it is a file" if given.exists() else "there is no such directory",
+            fix="give a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+        )
+    inside: list[AnyPath] = sorted((path for path in given.iterdir() if path.is_dir()), key=_name)
+    if any(map(is_named, inside)):
+        return [given]
+    found = [path for path in inside if any(map(is_named, path.iterdir()))]
+    if not found:
+        names = ", ".join(sorted(map(_name, given.iterdir()))[:5]) or "nothing"
+        raise CheckpointError(
+            given=str(given),
+            found=f"no checkpoint (step-N) in it or in its folders; it holds {names}",
+            fix="give a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+        )
+    return sorted(found, key=lambda path: path.name != USUAL)
+
+
+def checkpoints(given: AnyPath) -> list[AnyPath]:
+    """All checkpoints that `given` names, whole or not: itself, or those in its folders."""
+    if is_checkpoint(given):
+        return [given]
+    found = [path for folder in folders(given) for path in store_in(folder, Files()).candidates()]
+    if not found:
+        raise _unfinished(given)
+    return found
+
+
+def newest(given: AnyPath) -> AnyPath:
+    """The checkpoint that `given` names: itself, or the newest in the first of its folders that has
+    all its files."""
+    if is_checkpoint(given):
+        return given
+    store = store_in(folders(given)[0], Files())
+    reasons: list[str] = []
+    for path in store.candidates():
+        now, found = examined(path, read=False)
+        if now is not None and not found:
+            return now
+        if now is not None:
+            reasons.append(f"{path.name}: {found[0]}")
+    if not reasons:
+        raise _unfinished(given)
+    raise CheckpointError(
+        given=str(given),
+        found=f"none is whole: {'; '.join(reasons)}",
+        fix=f"shoal checkpoint ls {given}",
+    )
+
+
+def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
+    """Where a checkpoint that was listed is now, and its problems, as `problems` finds them.
+
+    A live run renames `step-8.partial` to `step-8` when its save ends, and removes old ones: the path
+    is None for one that is gone.
+    """
+    found = problems(path, read=read)
+    if not found or path.exists():
+        return path, found
+    name = Name.read(path.name)
+    final = path if name is None else path.parent / str(name._replace(suffix=""))
+    return (final, problems(final, read=read)) if final.exists() else (None, [])
+
+
+def read(given: Sequence[AnyPath], action: Callable[[list[Contents]], R]) -> R:
+    """What `action` makes of the contents of the newest checkpoint of each of `given`.
+
+    It is called again where a live run has renamed or removed one of them meanwhile.
+    """
+    tries = _TRIES
+    while True:
+        tries -= 1
+        paths = [newest(each) for each in given]
+        try:
+            return action([look(path) for path in paths])
+        except CheckpointError:
+            if not tries or all(path.exists() for path in paths):
+                raise
+
+
+def _name(path: AnyPath) -> str:
+    return path.name
+
+
+def _unfinished(given: AnyPath) -> CheckpointError:
+    return CheckpointError(
+        given=str(given),
+        found="no save has been finished there",
+        fix=f"shoal checkpoint ls {given} names what is there",
+    )

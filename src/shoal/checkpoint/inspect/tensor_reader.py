@@ -1,0 +1,115 @@
+"""Tensors of one checkpoint, read in pieces: whole ones, or parts, however they were divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.checkpoint.inspect.manifest import Contents
+from shoal.checkpoint.paths import local_file
+from shoal.checkpoint.store import DamageError
+from shoal.checkpoint.tensor_index import Chunk, Row
+from shoal.checkpoint.tensors import check_piece
+from shoal.util.errors import CheckpointError
+
+Span = tuple[int, int]
+"""Start and end on one axis."""
+
+
+class Values:
+    """The open files of a checkpoint. What is read is paged in, and let go of when memory is short.
+
+    Of one on another file system they are copies, removed in the end.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> Values:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor. It may lie in the file itself: copy what has to last, write into none."""
+        return self.part(name, [(0, size) for size in self._contents.tensors[name].shape])
+
+    def part(self, name: str, spans: Sequence[Span]) -> Tensor:
+        """A part of a tensor, put together from the chunks that it lies in.
+
+        Raises CheckpointError where a file does not hold what the table says.
+        """
+        row = self._contents.tensors[name]
+        try:
+            pieces = list(self._pieces(row, spans))
+        except (SafetensorError, OSError, DamageError) as error:
+            raise CheckpointError(
+                given=f"{name} of the checkpoint {self._contents.path}",
+                found=str(error),
+                fix=f"shoal checkpoint verify {self._contents.path}",
+            ) from None
+        if len(pieces) == 1:
+            return pieces[0][1]
+        joined = torch.empty([end - start for start, end in spans], dtype=getattr(torch, row.dtype))
+        for where, piece in pieces:
+            joined[where] = piece
+        return joined
+
+    def _pieces(self, row: Row, spans: Sequence[Span]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """What each chunk has of a part, and where in the part it belongs."""
+        for chunk in row.chunks:
+            ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+            common = [
+                (max(start, at), min(stop, end))
+                for (start, stop), at, end in zip(spans, chunk.offsets, ends, strict=True)
+            ]
+            if len(row.chunks) > 1 and any(start >= stop for start, stop in common):
+                continue
+            where = tuple(
+                slice(start - first, stop - first)
+                for (start, stop), (first, _) in zip(common, spans, strict=True)
+            )
+            yield where, self._read(row, chunk, common)
+
+    def _read(self, row: Row, chunk: Chunk, spans: Sequence[Span]) -> Tensor:
+        file = self._file(chunk.file)
+        sizes = [stop - start for start, stop in spans]
+        if sizes == list(chunk.sizes):
+            value = file.get_tensor(chunk.key)
+        else:
+            inside = zip(spans, chunk.offsets, strict=True)
+            value = file.get_slice(chunk.key)[tuple(slice(a - at, b - at) for (a, b), at in inside)]
+        check_piece(value, sizes, row.dtype)
+        return torch.view_as_complex(value) if getattr(torch, row.dtype).is_complex else value
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self._stack.enter_context(local_file(self._contents.path / name))
+            opened = safe_open(path, framework="pt", device="cpu")
+            self._open[name] = self._stack.enter_context(opened)
+        return self._open[name]
+
+
+def blocks(row: Row, most: int) -> Iterator[list[Span]]:
+    """The parts of a tensor, of at most `most` bytes or of one row of its first axis."""
+    rest = [(0, size) for size in row.shape[1:]]
+    if not row.shape or not row.bytes:
+        yield [(0, size) for size in row.shape]
+        return
+    rows = max(1, most // (row.bytes // row.shape[0]))
+    for start in range(0, row.shape[0], rows):
+        yield [(start, min(start + rows, row.shape[0])), *rest]

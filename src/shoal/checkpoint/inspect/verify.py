@@ -1,0 +1,52 @@
+"""Whether a checkpoint is whole: by the sizes of its files, or by every byte of them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from shoal.checkpoint import tensor_index
+from shoal.checkpoint.directory_names import is_named
+from shoal.checkpoint.object_store import RemoteError
+from shoal.checkpoint.paths import AnyPath, open_file
+from shoal.checkpoint.store import DamageError, Manifest, manifest_of, read_manifest
+
+THREADS = 8
+"""More readers of one file system than this gain little, and take it from others."""
+
+
+def manifest(path: AnyPath) -> Manifest:
+    """The manifest of a checkpoint; of one that is named for a step, of that step. DamageError."""
+    if is_named(path):
+        return manifest_of(path)
+    try:
+        return read_manifest(path)
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise DamageError(str(error)) from None
+
+
+def problems(path: AnyPath, *, read: bool) -> list[str]:
+    """What is wrong with a checkpoint; nothing if it is whole. Its files are read if `read`."""
+    try:
+        said = manifest(path)
+    except DamageError as damage:
+        return [str(damage)]
+    names = sorted(said.files)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        # Hashing and reading let go of the interpreter.
+        found = list(
+            threads.map(lambda name: said.files[name].difference(path / name, read=read), names)
+        )
+    listed = [f"{name} {reason}" for name, reason in zip(names, found, strict=True) if reason]
+    if listed or not read:
+        return listed
+    try:
+        with open_file(path / tensor_index.STATE) as file:
+            tensor_index.read(file.read(), said)
+    except RemoteError:
+        raise
+    except (DamageError, OSError) as error:
+        return [str(error)]
+    return []

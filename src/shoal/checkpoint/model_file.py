@@ -1,0 +1,35 @@
+"""Files of a model's tensors, which appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to; it takes that name at the end of the block, or is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_pickled(tensors: dict[str, Any], path: Path) -> None:
+    """Write a `.pt` file; raises OSError where that can't be."""
+    try:
+        with path.open("wb") as file:
+            torch.save(tensors, file)
+    except RuntimeError as error:
+        # Of a full disk torch itself only says that a position is unexpected.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -1,0 +1,272 @@
+"""The commands `shoal bench …`: options in, results out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.cli import bench_machine
+from shoal.cli.submit_options import Account, Cpus, Force, Partition, Qos, Sbatch, Site
+from shoal.util.errors import LaunchError
+
+if TYPE_CHECKING:
+    from shoal.bench.scaling.allocations import Asked
+    from shoal.bench.scaling.configurations import Options
+
+benches = typer.Typer(
+    name="bench",
+    help="Measure: how a model scales; collectives, input, ways to compute.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@benches.callback()
+def bench() -> None:
+    """Measure what this machine gives."""
+
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="dense, resnet-small, resnet18, resnet50, resnet101 or gpt, with sizes as in "
+        "gpt:layers=8,width=512; module:function; or SCRIPT.py.",
+    ),
+]
+_Args = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- ARGS]",
+        help="Of a script, with {run}, {batch}, {steps}, {backend} … where a job's own go.",
+    ),
+]
+_Processes = Annotated[
+    str, typer.Option("-n", "--processes", metavar="LIST", help="Numbers of processes, as in 1,2,4.")
+]
+_Scaling = Annotated[
+    str, typer.Option(metavar="LIST", help="strong (one batch, divided), weak (a batch for each).")
+]
+_Backends = Annotated[str, typer.Option(metavar="LIST", help="auto, gloo, nccl, mpi.")]
+_Strategies = Annotated[str, typer.Option(metavar="LIST", help="ddp, fsdp.")]
+_Precisions = Annotated[str, typer.Option(metavar="LIST", help="fp32, bf16, fp16.")]
+_Ways = Annotated[str, typer.Option(metavar="LIST", help="eager, script, inductor.")]
+_Batch = Annotated[
+    int, typer.Option(metavar="N", help="Samples of a step: of all processes, where weak of each.")
+]
+_Steps = Annotated[int, typer.Option(metavar="N", help="Steps of a job that count.")]
+_Warmup = Annotated[int, typer.Option(metavar="N", help="Steps before these.")]
+_Rounds = Annotated[int, typer.Option(metavar="N", help="Jobs of each configuration.")]
+_Threads = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Of each process; else cores by the most processes. 0: any."),
+]
+_Limit = Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="How long a job may take.")]
+_Study = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Where results are kept; else studies/MODEL.")
+]
+_Mpirun = Annotated[
+    str | None, typer.Option(metavar="COMMAND", help="What starts ranks of MPI, with its options.")
+]
+_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of Slurm's; all below need it.")]
+_Time = Annotated[
+    str | None, typer.Option(metavar="HH:MM:SS", help="Of each job; else as its limits add up.")
+]
+_Gpus = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="GPUs of a node, else the site's; 0 for none.")
+]
+_Tasks = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Processes of a node; else its GPUs or cores."),
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts, no more.")]
+
+
+@benches.command(context_settings={"allow_interspersed_args": True})
+def scaling(
+    *,
+    model: _Model,
+    args: _Args = None,
+    processes: _Processes = "1,2",
+    scaling: _Scaling = "strong",
+    backends: _Backends = "auto",
+    strategies: _Strategies = "ddp",
+    precisions: _Precisions = "fp32",
+    ways: _Ways = "eager",
+    batch: _Batch = 64,
+    steps: _Steps = 30,
+    warmup: _Warmup = 10,
+    rounds: _Rounds = 3,
+    threads: _Threads = None,
+    limit: _Limit = 600.0,
+    study: _Study = None,
+    mpirun: _Mpirun = None,
+    submit: _Submit = False,
+    site: Site = None,
+    partition: Partition = None,
+    qos: Qos = None,
+    account: Account = None,
+    time: _Time = None,
+    gpus_per_node: _Gpus = None,
+    tasks_per_node: _Tasks = None,
+    cpus_per_task: Cpus = None,
+    sbatch: Sbatch = None,
+    dry_run: _DryRun = False,
+    force: Force = False,
+) -> None:
+    """Train a model on 1, 2, 4 … processes and say what more of them give, and why not more.
+
+    Each configuration is a job of its own, several times, in an order that changes. What has
+    succeeded in the study's directory is not run again.
+    """
+    from shoal.bench.scaling import allocations, configurations
+
+    options = configurations.Options(
+        model=model,
+        args=tuple(args or ()),
+        processes=_numbers(processes, "-n"),
+        scalings=_words(scaling),
+        backends=_words(backends),
+        strategies=_words(strategies),
+        precisions=_words(precisions),
+        ways=_words(ways),
+        batch=batch,
+        steps=steps,
+        warmup=warmup,
+        rounds=rounds,
+        limit=limit,
+    )
+    asked = allocations.Asked(
+        site=site,
+        partition=partition,
+        account=account,
+        qos=qos,
+        time=_seconds(time),
+        gpus=gpus_per_node,
+        tasks=tasks_per_node,
+        cpus=cpus_per_task,
+        options=tuple(sbatch or ()),
+    )
+    folder = study or Path("studies") / _folder(options)
+    if submit:
+        _submit(folder, options, threads, asked, dry=dry_run, force=force)
+    else:
+        _refuse(model, asked, dry=dry_run, force=force)
+        _run(folder, options, threads, mpirun)
+
+
+def _run(folder: Path, options: Options, threads: int | None, mpirun: str | None) -> None:
+    from shoal.bench.scaling import study as studies
+    from shoal.bench.scaling.configurations import threads_for
+    from shoal.util.tables import plain_console, print_line
+
+    if threads is None:
+        threads = threads_for(options.processes, len(os.sched_getaffinity(0)))
+    console = plain_console()
+    options = replace(options, threads=threads)
+    done = studies.run(folder, options, mpirun, lambda line: print_line(console, line))
+    console.print()
+    studies.show(done, console)
+    if not any(repeat.measured for repeat in done.repeats()):
+        raise typer.Exit(1)
+
+
+def _submit(
+    folder: Path, options: Options, threads: int | None, asked: Asked, *, dry: bool, force: bool
+) -> None:
+    from shoal.bench.scaling import study as studies
+    from shoal.bench.scaling.allocations import room
+    from shoal.launcher.submit.site_catalog import choose
+    from shoal.util.tables import plain_console
+
+    site = choose(asked.site).value
+    if threads is None:  # as many as it has cores
+        threads = room(site, asked).cpus or 1
+    options = replace(options, threads=threads)
+    if dry:
+        studies.rehearse(folder, options, asked, site, force=force)
+    elif not studies.submit(folder, options, asked, site, plain_console(), force=force):
+        raise typer.Exit(1)
+
+
+def _refuse(model: str, asked: Asked, *, dry: bool, force: bool) -> None:
+    """Raises LaunchError for options of jobs where none is submitted."""
+    from shoal.bench.scaling.allocations import Asked
+
+    if asked != Asked() or dry or force:
+        raise LaunchError(
+            given=f"shoal bench scaling {model}, with options for Slurm",
+            found="no --submit: the study would run here",
+            fix="--submit, or leave out --site, --partition and those after them in --help",
+        )
+
+
+_Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")]
+
+
+@benches.command()
+def collect(study: _Directory) -> None:
+    """Show what a study under Slurm came to so far; exit with 1 while results are missing.
+
+    Names what still waits, runs or has ended without a result, with the command that tells more.
+    """
+    from shoal.bench.scaling import study as studies
+    from shoal.bench.scaling.directory import load
+    from shoal.util.tables import plain_console
+
+    raise typer.Exit(int(not studies.collect(load(study), plain_console())))
+
+
+_First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
+_Second = Annotated[Path, typer.Argument(metavar="B", help="Another one's.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", metavar="DIR", help="Where the page goes; else B/beside-A."),
+]
+
+
+@benches.command()
+def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
+    """Lay two studies of one model beside each other: what B gives of A, and in which part."""
+    from shoal.bench.scaling import study as studies
+    from shoal.bench.scaling.directory import load
+    from shoal.util.tables import plain_console
+
+    one, other = load(first), load(second)
+    folder = out or second / f"beside-{first.resolve().name}"
+    studies.compare(one, other, folder, plain_console())
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _seconds(time: str | None) -> int | None:
+    from shoal.launcher.submit.times import parse_time
+
+    return None if time is None else parse_time(time)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    words = _words(text)
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise LaunchError(
+            given=f"{option} {text}",
+            found="not numbers above 0 with commas between them",
+            fix=f"{option} 1,2,4",
+        )
+    return tuple(sorted(int(word) for word in words))
+
+
+def _folder(options: Options) -> str:
+    """A directory's name for the model: `gpt:layers=8` is `gpt-layers=8`, `a/train.py` is `train`."""
+    name = Path(options.model).stem if options.model.endswith(".py") else options.model
+    return "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
+
+
+for command in (bench_machine.comm, bench_machine.data, bench_machine.modes):
+    benches.command()(command)

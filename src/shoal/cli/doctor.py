@@ -1,0 +1,80 @@
+"""`shoal doctor`: options in, report out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.doctor import display
+from shoal.doctor.findings import Examination
+from shoal.doctor.runner import Request, examine
+from shoal.doctor.support_bundle import collect
+from shoal.launcher.function import launch
+from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.tables import plain_console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to examine, and what to do with what is found.
+
+    `columns` is the width of the report, for processes whose output passes another one.
+    """
+
+    request: Request
+    strict: bool = False
+    as_json: bool = False
+    bundle: Path | None = None
+    anonymous: bool = False
+    columns: int | None = None
+
+
+def diagnose(order: Order, describe: Callable[[], str]) -> int:
+    """Examine in this process, and with all others of its launch; rank 0 reports. The exit code.
+
+    `describe` gives what `shoal info` says, for a bundle. A rank whose world hangs leaves at once.
+    """
+    try:
+        found, hangs = examine(order.request)
+    except ShoalError as error:
+        display.tell(*str(error).strip().splitlines())
+        return int(order.strict)
+    code = 0 if found is None else _report(order, found, describe)
+    if hangs:
+        # Orderly ends wait for the threads that hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def diagnose_here(order: Order, processes: int, describe: Callable[[], str]) -> int:
+    """The same in so many processes, which this one starts."""
+    if processes < 1:
+        raise LaunchError(
+            given=f"-n {processes}",
+            found="a number of processes is 1 or more",
+            fix="shoal doctor -n 2, or one for each GPU",
+        )
+    codes = launch(diagnose, order, describe, processes=processes)
+    return max(code or 0 for code in codes)  # one that left at once has returned nothing
+
+
+def _report(order: Order, found: Examination, describe: Callable[[], str]) -> int:
+    console = plain_console()
+    if order.columns is not None:
+        console.width = order.columns
+    if order.as_json:
+        sys.stdout.write(json.dumps(found.plain(), ensure_ascii=False) + "\n")
+    else:
+        display.show(console, found)
+    if order.bundle is not None:
+        made = collect(
+            found, described=describe(), run=order.request.run, anonymous=order.anonymous
+        ).write(order.bundle)
+        display.tell(f"in {order.bundle}, to attach to a request; look through it first:", *made)
+    return int(order.strict and found.failed)

@@ -1,0 +1,79 @@
+"""`shoal report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shoal.util.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shoal.report import History, Verdict
+
+PAGE = "index.html"
+
+
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[
+        str | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Where the page goes; else RUN/report."),
+    ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print it here, as text; write nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers; write nothing.")] = False,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="A:B", help="Instead: a timeline of these steps of all ranks."),
+    ] = None,
+) -> None:
+    """Tell where a run's time went: a verdict, then figures, as a page of HTML.
+
+    While it runs and after a crash. The page needs no network; its figures lie beside it as PNG, SVG
+    and CSV.
+    """
+    from shoal.report import judge, read
+    from shoal.util.tables import plain_console, print_line, print_path
+
+    if trace is not None:
+        from shoal.report.trace.request import timeline
+
+        print_path(plain_console(), timeline(run, trace))
+        return
+    history = read(run)
+    verdict = judge(history)
+    console = plain_console()
+    if as_json:
+        from shoal.report.summary import numbers
+        from shoal.telemetry.events import finite
+
+        plain = finite(numbers(history, verdict))  # sums of what a file says may have no bounds
+        typer.echo(json.dumps(plain, indent=2, allow_nan=False))
+    elif text:
+        from shoal.report.run_page.text import show
+
+        show(console, history, verdict)
+    else:
+        path = _write(history, verdict, out)
+        print_line(console, verdict.sentence)
+        print_path(console, str(path))
+
+
+def _write(history: History, verdict: Verdict, out: str | None) -> Path:
+    from shoal.report.html import save
+    from shoal.report.run_page.page import page
+
+    folder = history.directory / "report" if out is None else Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before the figures, which take their time
+        return save(page(history, verdict), folder / PAGE)[0]
+    except OSError as error:
+        raise CheckpointError(
+            given=f"a report in {folder}",
+            found=str(error),
+            fix=f"where you may write: shoal report {history.directory} -o DIR; or --text",
+        ) from None

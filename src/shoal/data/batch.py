@@ -1,0 +1,229 @@
+"""One global batch as one rank sees it, and what your own loop calls on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+
+from torch import Tensor, nn
+
+from shoal.data.gather import Rows, gather_rows
+from shoal.data.micro import Micro
+from shoal.data.noise import Noise
+from shoal.util.errors import StepError
+
+if TYPE_CHECKING:
+    from shoal.data.loader import Loader
+    from shoal.distributed.world import World
+
+Count: TypeAlias = "int | float | Tensor"
+"""How many samples or tokens a sum was taken over; a tensor where only the data knows."""
+
+IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
+
+
+class Result(NamedTuple):
+    """The result of one global batch, the same on all ranks; times in seconds on this rank.
+
+    `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
+    `counted` the divisor of the sum, `norm` the gradient norm before clipping. Under an asynchronous
+    strategy these describe this rank's local batch only. A step whose fp16 gradients overflowed is
+    `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
+    `communication`, for which the rank waited in them; by the clock of the host, so on CUDA that is
+    how long it took to queue them, and to wait for the loss. `batch.finish` leaves the times at 0,
+    because it does not see the forward and the optimizer step of your loop.
+    """
+
+    loss: float
+    norm: float
+    counted: float
+    skipped: bool = False
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+    communication: float = 0.0
+
+
+class ManualLoop:
+    """Runs backward and finishes batches in your own loop; `parallelize` provides one that can.
+
+    This one raises StepError: no model of the World has been parallelized.
+    """
+
+    def backward(
+        self,
+        batch: Batch,
+        positional: tuple[object, ...],
+        *,
+        total: Tensor | None,
+        mean: Tensor | None,
+        count: Count | None,
+        model: nn.Module | None,
+    ) -> None:
+        """See `Batch.backward`."""
+        raise not_one_model("no parallelized model")
+
+    def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> Result:
+        """See `Batch.finish`."""
+        raise not_one_model("no parallelized model")
+
+
+class Batch:
+    """One global batch as this rank sees it: its micro-batches, for `Step` or for your own loop.
+
+    `first` is the position of the global batch's first sample since the start of training, `size` how
+    many samples it has over all ranks; it is `taken` once a step has been made of it. After one that
+    `ends_epoch` the next epoch begins, or training ends. Your own loop is as exact as `Step`:
+
+        for x, y in batch:
+            total = F.cross_entropy(model(x), y, reduction="sum")
+            batch.backward(total=total, count=len(y))
+        batch.finish(model, clip=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+
+    __slots__ = (
+        "_current",
+        "_loader",
+        "_noise",
+        "_world",
+        "backwards",
+        "ends_epoch",
+        "first",
+        "micros",
+        "seed",
+        "size",
+        "taken",
+        "wait",
+    )
+
+    def __init__(
+        self,
+        first: int,
+        size: int,
+        micros: Sequence[Micro],
+        *,
+        seed: int,
+        wait: float = 0.0,
+        world: World | None = None,
+        loader: Loader | None = None,
+        ends_epoch: bool = False,
+    ) -> None:
+        self.first = first
+        self.ends_epoch = ends_epoch
+        self.size = size
+        self.micros = micros
+        self.seed = seed
+        self.wait = wait
+        self.taken = False
+        self._world = world
+        self._loader = loader
+        self._current = -1
+        self.backwards: list[object] = []
+        """The engines that `backward` has run on, once for each micro-batch."""
+        self._noise: Noise | None = None
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The positions [start, stop) that this rank consumes; empty if it only stands in."""
+        start = stop = -1
+        for micro in self.micros:
+            if micro.weight:
+                start = micro.first if start < 0 else start
+                stop = micro.first + micro.samples
+        return (start, stop) if start >= 0 else (self.first, self.first)
+
+    def __len__(self) -> int:
+        """The number of micro-batches."""
+        return len(self.micros)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The micro-batches as the collate function returned them."""
+        for index, micro in enumerate(self.micros):
+            self._current = index
+            self._noise = None
+            yield micro.value
+        self._current = -1
+
+    @property
+    def micro(self) -> Micro:
+        """The micro-batch that the loop `for … in batch` stands at, with its positions and weight."""
+        if self._current < 0:
+            raise StepError(
+                given="batch.backward, batch.micro or batch.noise outside a loop over the batch",
+                found="no micro-batch is under way",
+                fix=IN_A_LOOP,
+            )
+        return self.micros[self._current]
+
+    @property
+    def noise(self) -> Noise:
+        """The per-position random numbers of the current micro-batch; each draw goes on."""
+        micro = self.micro
+        if self._noise is None:
+            self._noise = Noise(self.seed, micro.first, micro.samples)
+        return self._noise
+
+    def gather(self, tensor: Tensor) -> Rows:
+        """The rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
+        return gather_rows(tensor, self.micro)
+
+    @overload
+    def backward(self, *, total: Tensor, count: Count, model: nn.Module | None = None) -> None: ...
+
+    @overload
+    def backward(self, *, mean: Tensor, count: Count, model: nn.Module | None = None) -> None: ...
+
+    def backward(
+        self,
+        *positional: object,
+        total: Tensor | None = None,
+        mean: Tensor | None = None,
+        count: Count | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        """Run backward for the current micro-batch; the last one reduces the gradients over ranks.
+
+        Pass either `total`, the sum of the losses of the micro-batch (`reduction="sum"`), or `mean`,
+        their mean; `count` is the number of samples or tokens in the sum or the mean. Pass `total` if
+        the count may be 0, since there is no mean then. `model` is the model to train; it is required
+        if several have been parallelized.
+
+        Raises StepError for a loss that does not say which of the two it is; where the batch before
+        was not finished; for a Step over the model with options that a loop ignores; and
+        AgreementError, on all ranks, where at the first batch of a Loader the ranks have other data.
+        """
+        self._manual_loop.backward(self, positional, total=total, mean=mean, count=count, model=model)
+
+    def finish(self, model: nn.Module, *, clip: float | None = None) -> Result:
+        """Make the gradients those of `Σ loss / Σ count` over the global batch, and clip them.
+
+        Returns the global mean loss and the gradient norm before clipping. Raises StepError when
+        they are not finite; the parameters are untouched then, and the gradients dropped. Raises it
+        also, at the first batch, where the loss function of a Step over this model returns a mean.
+        """
+        return self._manual_loop.finish(self, model, clip=clip)
+
+    def compare_ranks(self) -> None:
+        """At a Loader's first batch, raise AgreementError where ranks have other data. Collective."""
+        if self._loader is not None:
+            self._loader.compare_ranks()
+
+    def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
+        """Micro-batches of `sizes` samples each, collated anew; see `Loader.again`."""
+        return None if self._loader is None else self._loader.again(first, sizes)
+
+    @property
+    def _manual_loop(self) -> ManualLoop:
+        return (self._world and self._world.provided(ManualLoop)) or ManualLoop()
+
+
+def not_one_model(found: str) -> StepError:
+    """The error of a loop over a Batch whose model is not known."""
+    return StepError(
+        given="your own loop over a Batch",
+        found=found,
+        fix="batch.backward(total=loss_sum, count=n, model=model) with "
+        "model = shoal.parallelize(Model(), world)",
+    )

@@ -1,0 +1,84 @@
+"""Rows of other ranks: what a loss that couples the samples of a batch (contrastive ones) needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.data.micro import CURRENT_MICRO, Micro
+from shoal.util.errors import StepError
+
+if TYPE_CHECKING:
+    from shoal.distributed.world import World
+
+
+class Rows(NamedTuple):
+    """`all` rows of the data ranks in the order of their positions; this rank's begin at `start`."""
+
+    all: Tensor
+    start: int
+
+
+def gather(tensor: Tensor) -> Rows:
+    """The rows of `tensor` from all data ranks, within the functions of a Task. Collective.
+
+    `tensor` has shape (rows, ...), where ranks may have different numbers of rows; those of a stand-in
+    are left out. Gradients flow back to the rows of every rank: where each rank adds up the losses of
+    its own rows,
+
+        def loss(output, batch):
+            everyone, start = shoal.gather(output)
+            own = torch.arange(start, start + len(output))
+            return F.cross_entropy(output @ everyone.T, own, reduction="sum"), len(output)
+
+    loss and gradient are those of one process. With several micro-batches each is coupled within
+    itself only, so these numbers depend on how many there are. A loop of one's own calls
+    `batch.gather`. Raises StepError outside a micro-batch.
+    """
+    micro = CURRENT_MICRO.get()
+    if micro is None:
+        raise StepError(
+            given="shoal.gather(…)",
+            found="no Task is under way whose ranks could be asked",
+            fix="call it in the loss, inputs or model of a Task; batch.gather(…) in a loop of your own",
+        )
+    return gather_rows(tensor, micro)
+
+
+def gather_rows(tensor: Tensor, micro: Micro) -> Rows:
+    """As `gather`, on a given micro-batch."""
+    world = micro.world
+    if world is None or world.data_group is None:
+        return Rows(tensor, 0)
+    # A stand-in keeps its place in the graph, so that its backward is collective too.
+    own = tensor if micro.weight else tensor[:0]
+    mine = torch.tensor(len(own), device=world.device)
+    counts = [torch.zeros_like(mine) for _ in range(world.data_size)]
+    dist.all_gather(counts, mine, group=world.data_group)
+    lengths = [int(count) for count in counts]
+    rows: Tensor = _Gather.apply(own, world, lengths)
+    return Rows(rows, sum(lengths[: world.data_rank]))
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather of rows; its transpose adds up what every rank's loss says of a rank's rows."""
+
+    @staticmethod
+    def forward(context: Any, own: Tensor, world: World, lengths: list[int]) -> Tensor:
+        context.world, context.lengths = world, lengths
+        padded = own.new_zeros((max(lengths), *own.shape[1:]))
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded, group=world.data_group)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        world, lengths = context.world, context.lengths
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=world.data_group)
+        return total.split(lengths)[world.data_rank], None, None

@@ -1,0 +1,241 @@
+"""Map-style datasets: samples fetched one by one or together, with random numbers of their own."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+from shoal.data.dataset_digest import arrays_in, digest
+from shoal.data.noise import Noise
+from shoal.data.sampler import Share
+from shoal.util.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+
+SAMPLE_STREAM = 2
+"""Of Noise: the draws of a dataset's samples; 0 and 1 are a task's inputs and loss."""
+GLOBAL_STREAM = 3
+
+
+class Source(Dataset[list[list[Any]]]):
+    """A dataset whose item is a block of shares and whose value is their micro-batches.
+
+    This is what torch's DataLoader workers hold: one item per block, fetched at once.
+    """
+
+    size: int
+    block: int
+    """How many global batches make a block."""
+    device = torch.device("cpu")
+    """Where the samples lie, as far as that is known before one is fetched."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def checksum(self) -> str | None:
+        """Something that other samples would change, if that costs next to nothing."""
+        return None
+
+    def held(self) -> dict[str, str]:
+        """Digests of a few rows of the arrays that the user's dataset holds, by their names."""
+        return {}
+
+
+class Sampled(Source):
+    """A source of single samples, which a collate function makes into micro-batches."""
+
+    block = 1
+    watched = False
+    """Whether somebody is to be told if samples draw from generators that are not their own."""
+
+    def __init__(self, collate: Collate, seed: int, *, augment: bool) -> None:
+        self._collate = collate
+        self._seed = seed
+        self._augment = augment
+
+    def samples(self, share: Share) -> list[Any]:
+        """The samples of all cells of a share, one after the other."""
+        raise NotImplementedError
+
+    def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
+        if not self._augment:
+            watched, self.watched = self.watched, False
+            before = _generators() if watched else ()
+            found = [self.samples(share) for share in shares]
+            if watched and not _same(before, _generators()):
+                _tell_of_draws()
+            return [
+                collated(one, share, self._collate) for one, share in zip(found, shares, strict=True)
+            ]
+        with global_generators_kept():
+            return [collated(self.samples(share), share, self._collate) for share in shares]
+
+
+class Mapped(Sampled):
+    """A map-style dataset: one `__getitems__` or many `__getitem__`.
+
+    Either may have a parameter `rng`: the numpy.random.Generator of the sample, which depends on
+    (seed, epoch, position) alone, or the list of them. With `augment` the global generators are set
+    from the same before each sample.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int = 0, *, augment: bool = False) -> None:
+        super().__init__(collate, seed, augment=augment)
+        self._dataset = dataset
+        # Together they can't each have the global generators to themselves.
+        self._many = None if augment else getattr(dataset, "__getitems__", None)
+        self._takes_rng = takes_rng(self._many or type(dataset).__getitem__)
+        inner = dataset
+        while not self._takes_rng and (inner := getattr(inner, "dataset", None)) is not None:
+            _refuse_to_hide(inner, dataset)
+        self.size = len(dataset)
+
+    def held(self) -> dict[str, str]:
+        """See Source."""
+        return {name: digest([array]) for name, array in arrays_in(self._dataset)}
+
+    def samples(self, share: Share) -> list[Any]:
+        """The samples of all cells of a share, one after the other."""
+        indices = share.indices.tolist()
+        own = draws(share, self._seed, SAMPLE_STREAM) if self._takes_rng else None
+        if self._many is not None:
+            return list(self._many(indices) if own is None else self._many(indices, rng=own))
+        if own is None and not self._augment:
+            return [self._dataset[index] for index in indices]
+        everyones = draws(share, self._seed, GLOBAL_STREAM) if self._augment else None
+        found = []
+        for number, index in enumerate(indices):
+            if everyones is not None:
+                set_global_generators(everyones[number])
+            if own is None:
+                found.append(self._dataset[index])
+            else:
+                found.append(self._dataset.__getitem__(index, rng=own[number]))
+        return found
+
+
+def collated(samples: list[Any], share: Share, collate: Collate) -> list[Any]:
+    """The micro-batches of a share, from the samples of all its cells."""
+    values, taken = [], 0
+    for cell in share.cells:
+        count = cell.stop - cell.start
+        values.append(_collate(samples[taken : taken + count], collate))
+        taken += count
+    return values
+
+
+def _collate(samples: list[Any], collate: Collate) -> Any:
+    if collate is not default_collate:
+        return collate(samples)
+    try:
+        return default_collate(samples)
+    except Exception as error:
+        raise DataError(
+            given=f"a Loader without collate_fn, samples of type {type(samples[0]).__name__}",
+            found=f"torch's default_collate can't make a batch of them: {error}",
+            fix="shoal.Loader(dataset, world, …, collate_fn=collate), where collate(samples) makes one "
+            "micro-batch from a list of samples, padded where their lengths differ",
+        ) from error
+
+
+def draws(share: Share, seed: int, stream: int) -> list[np.random.Generator]:
+    """A generator for each sample of a share, by its position since the start of training."""
+    return [
+        generator
+        for cell in share.cells
+        for generator in Noise(
+            seed, share.first + cell.start, cell.stop - cell.start, stream=stream
+        ).generators()
+    ]
+
+
+def set_global_generators(generator: np.random.Generator) -> None:
+    """Set those of `random`, NumPy and torch (on the CPU) from a sample's own."""
+    words = generator.integers(0, 2**32, size=4, dtype=np.uint32)
+    random.seed(int(words[0]))
+    np.random.seed(words[1])
+    torch.default_generator.manual_seed(int(words[2]) << 32 | int(words[3]))
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the generators of `random`, NumPy and torch (on the CPU)."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _same(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
+    (python, numpy, ours), (python_now, numpy_now, ours_now) = before, after
+    alike = all(np.array_equal(one, other) for one, other in zip(numpy, numpy_now, strict=True))
+    return python == python_now and alike and torch.equal(ours, ours_now)
+
+
+def _tell_of_draws() -> None:
+    """Once: from the first worker, if there are several."""
+    here = get_worker_info()
+    if here is None or here.id == 0:
+        warnings.warn(
+            "the dataset draws random numbers that are not those of its samples, so results depend on "
+            "the numbers of processes and workers: def __getitem__(self, index, rng) takes a NumPy "
+            "generator of the sample's own; Loader(…, augment=True) seeds the global ones",
+            stacklevel=2,
+        )
+
+
+@contextmanager
+def global_generators_kept() -> Iterator[None]:
+    """Afterwards those of `random`, NumPy and torch (on the CPU) are as they were."""
+    python, numpy, ours = _generators()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(ours)
+
+
+def takes_rng(function: Any) -> bool:
+    """Whether a function has a parameter `rng`."""
+    try:
+        return "rng" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _refuse_to_hide(inner: Any, wrapper: Any) -> None:
+    if takes_rng(getattr(type(inner), "__getitem__", None)):
+        raise DataError(
+            given=f"Loader({type(wrapper).__name__} of {type(inner).__name__}, …)",
+            found=f"{type(inner).__name__}.__getitem__ takes rng, which {type(wrapper).__name__} does "
+            "not pass on: its samples would be without",
+            fix="choose the samples inside the dataset, or pass rng on in a __getitem__ of "
+            "the wrapper's own",
+        )
+
+
+class Rows(Dataset[Any]):
+    """A tuple or mapping of arrays as samples, for a collate function of the user's own."""
+
+    def __init__(self, structure: Any, columns: Any) -> None:
+        self._structure = structure
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return min(len(column) for column in values_of(self._columns))
+
+    def __getitem__(self, index: int) -> Any:
+        rows = [column[index] for column in values_of(self._columns)]
+        if self._structure is dict:
+            return dict(zip(self._columns, rows, strict=True))
+        return self._structure(rows)
+
+
+def values_of(columns: tuple[Any, ...] | Mapping[Any, Any]) -> Any:
+    """The columns of a tuple or mapping of them."""
+    return list(columns.values()) if isinstance(columns, Mapping) else columns

@@ -1,0 +1,211 @@
+"""Which sample stands at a position: shuffled, drawn by weight, or as a sampler of torch lists them."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler, WeightedRandomSampler
+
+from shoal.data.permutation import Order
+from shoal.util.errors import DataError
+
+Indices = npt.NDArray[np.int64]
+
+PROBES = 16
+
+
+class Ordering(Protocol):
+    """The sample at each position of each epoch, as a function of (seed, epoch, position) alone.
+
+    Then nothing has to be replayed to resume, and the number of ranks can't matter.
+    """
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        ...
+
+    def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Sample indices (int64) at `positions`, each from 0 to the length, of an epoch from 0."""
+        ...
+
+
+class Shuffled:
+    """Every sample once in an epoch: in the order of `Order`, or as they lie."""
+
+    def __init__(self, size: int, *, shuffle: bool) -> None:
+        self._size = size
+        self._shuffle = shuffle
+        self._order: Order | None = None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Sample indices at `positions`."""
+        order = self._order
+        if order is None or (order.seed, order.epoch) != (seed, epoch):
+            order = Order(self._size, seed=seed, epoch=epoch, shuffle=self._shuffle)
+            self._order = order
+        return order.take(positions)
+
+
+class Weighted:
+    """Samples drawn with replacement, each with a probability proportional to its weight.
+
+    `weights` has one finite number >= 0 per sample of the dataset; an epoch has `size` draws, as many
+    as there are weights unless given. The draw at a position depends on (seed, epoch, position)
+    alone: SplitMix64 (Steele et al. 2014) at that counter, through the inverse of the distribution
+    function. Raises DataError for weights from which nothing can be drawn.
+    """
+
+    def __init__(self, weights: npt.ArrayLike, *, size: int | None = None) -> None:
+        table = np.asarray(weights, dtype=np.float64)
+        if table.ndim != 1 or not np.isfinite(table).all() or (table < 0).any() or not table.any():
+            raise DataError(
+                given=f"Weighted(weights) of shape {table.shape}",
+                found="not one finite number >= 0 per sample, or nothing but zeros",
+                fix="one weight per sample, for example 1 / count[label] for each label",
+            )
+        if size is not None and size < 1:
+            raise DataError(
+                given=f"Weighted(weights, size={size})",
+                found="an epoch has one draw or more",
+                fix="leave size out for as many draws as there are samples",
+            )
+        self.samples = len(table)
+        self._size = self.samples if size is None else int(size)
+        # By a power of two, which is exact: sums of the largest would overflow, of the smallest vanish.
+        self._sums = np.cumsum(np.ldexp(table, -np.frexp(table.max())[1]))
+        self._last = int(np.flatnonzero(table)[-1])  # rounding must not draw a weight of 0 behind it
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Sample indices at `positions`."""
+        wanted = uniform(positions, seed=seed, epoch=epoch) * self._sums[-1]
+        found = np.searchsorted(self._sums, wanted, side="right")
+        indices: Indices = np.minimum(found, self._last).astype(np.int64)
+        return indices
+
+
+def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.float64]:
+    """A number uniform in [0, 1) for each position, by SplitMix64 keyed with (seed, epoch)."""
+    digest = hashlib.sha256(f"shoal.Weighted/1 seed={seed} epoch={epoch}".encode()).digest()
+    key = np.uint64(int.from_bytes(digest[:8], "little"))
+    word = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    word ^= word >> np.uint64(31)
+    return (word >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
+
+
+class Listed:
+    """A sampler of torch, listed once an epoch; refused unless (epoch) alone decides what it lists."""
+
+    def __init__(self, sampler: Sampler[Any]) -> None:
+        self._sampler = sampler
+        _refuse_known(sampler)
+        self._listed = 0, self._list(0)
+        if not np.array_equal(self._list(0), self._listed[1]):
+            raise DataError(
+                given=f"Loader(order={type(sampler).__name__})",
+                found="it lists other indices each time, so that ranks and resumed runs would differ",
+                fix="shuffle=True without order, which shuffles by (seed, epoch); or in the sampler: "
+                "set_epoch(epoch), and a generator seeded from it in __iter__",
+            )
+
+    def __len__(self) -> int:
+        return len(self._listed[1])
+
+    def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Sample indices at `positions`; the sampler has a seed of its own."""
+        if epoch != self._listed[0]:
+            listed = self._list(epoch)
+            if len(listed) != len(self):
+                raise DataError(
+                    given=f"Loader(order={type(self._sampler).__name__})",
+                    found=f"it lists {len(self):,} indices in one epoch and {len(listed):,} in epoch "
+                    f"{epoch}, so that positions have no fixed meaning",
+                    fix="a sampler of one length, or shoal.Weighted(weights, size=…)",
+                )
+            self._listed = epoch, listed
+        taken: Indices = self._listed[1][positions]
+        return taken
+
+    def _list(self, epoch: int) -> Indices:
+        set_epoch = getattr(self._sampler, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return np.fromiter(self._sampler, dtype=np.int64)
+
+
+def _refuse_known(sampler: Sampler[Any]) -> None:
+    if isinstance(sampler, DistributedSampler):
+        found, fix = "the Loader itself gives each rank its share", "leave order out, or shuffle=True"
+    elif isinstance(sampler, WeightedRandomSampler):
+        found = "it draws from a generator whose state no position gives back"
+        fix = "order=shoal.Weighted(weights)"
+    elif isinstance(sampler, BatchSampler):
+        found = "it lists batches; their size is a matter of its own"
+        fix = "order=sampler.sampler with batch_size=512, or batch_size=shoal.Budget(lengths, 8192)"
+    else:
+        return
+    raise DataError(given=f"Loader(order={type(sampler).__name__})", found=found, fix=fix)
+
+
+def ordering(order: Any, size: int) -> Ordering:
+    """The user's `order` of a dataset of `size` samples, checked as far as it can be."""
+    if isinstance(order, Sampler):
+        order = Listed(order)
+    if not hasattr(order, "take") or not hasattr(order, "__len__") or isinstance(order, Order):
+        raise DataError(
+            given=f"Loader(order={type(order).__name__})",
+            found="no sample can be asked of it at (seed, epoch, position)",
+            fix="shoal.Weighted(weights), a torch Sampler, or an object with __len__() and "
+            "take(positions, *, seed, epoch) -> indices",
+        )
+    if getattr(order, "samples", size) != size:
+        raise DataError(
+            given=f"Weighted({order.samples:,} weights)",
+            found=f"a dataset of {size:,} samples",
+            fix="one weight per sample: print(len(weights), len(dataset))",
+        )
+    found: Ordering = order
+    return Checked(found, size)
+
+
+class Checked:
+    """An ordering of the user's own, whose indices are looked at before they are used."""
+
+    def __init__(self, order: Ordering, size: int) -> None:
+        self._order = order
+        self._samples = size
+        self._size = len(order)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Sample indices at `positions`; DataError if they are none of the dataset's."""
+        indices = np.asarray(self._order.take(positions, seed=seed, epoch=epoch))
+        shaped = indices.shape == positions.shape and indices.dtype.kind in "iu"
+        if not shaped or (len(indices) and not 0 <= indices.min() <= indices.max() < self._samples):
+            raise DataError(
+                given=f"Loader(order={type(self._order).__name__}): take({len(positions)} positions, "
+                f"epoch={epoch})",
+                found=f"an array of shape {indices.shape}, dtype {indices.dtype}, "
+                + (f"from {indices.min()} to {indices.max()}" if shaped else "not of indices"),
+                fix=f"one integer from 0 to {self._samples - 1} per position",
+            )
+        return indices.astype(np.int64)
+
+    def fingerprint(self, seed: int) -> int:
+        """What tells this order from others: a checksum over a few positions of two epochs."""
+        probes = np.unique(np.linspace(0, self._size - 1, PROBES).astype(np.int64))
+        taken = [self.take(probes, seed=seed, epoch=epoch) for epoch in (0, 1)]
+        return zlib.crc32(np.concatenate(taken).astype("<i8").tobytes())

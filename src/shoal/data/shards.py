@@ -1,0 +1,234 @@
+"""Samples in shards: files, archives, tables that are read from some sample on, not at random."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from shoal.data.map_dataset import GLOBAL_STREAM, Collate, Sampled, draws, set_global_generators
+from shoal.data.orders import Indices
+from shoal.data.permutation import Order
+from shoal.data.sampler import Share
+from shoal.distributed.world import World
+from shoal.util.errors import DataError
+
+Shard = TypeVar("Shard")
+
+GROUPS = 4
+"""Batches to a round over all lanes, so that each of 1, 2 or 4 workers has lanes of its own."""
+SKIPPED = 1024
+"""Samples that are rather read and dropped than the shard opened anew."""
+
+
+class Stream(Generic[Shard]):
+    """A dataset in shards, each read in sequence: `Loader(Stream(paths, read), …)`.
+
+    `read(shard, start)` yields the samples of a shard from number `start` on: by a seek where the
+    format allows it, else by dropping those before, `itertools.islice(samples, start, None)`.
+    `lengths` says how many samples each shard has; without it the ranks count them, each a part,
+    when the Loader is made. A shard that then gives another number is an error.
+
+    An epoch reads the shards, in an order shuffled by (seed, epoch), in `lanes` lanes at once, and
+    takes a few samples of each in turn. Lanes are fixed: neither ranks nor workers change which
+    sample stands at a position. Where the number of ranks divides a quarter of the lanes, and that
+    of workers is 1, 2 or 4, each process reads lanes of its own; elsewhere several read the same
+    shards. Samples of a shard stay in its order; `lanes=1` with `shuffle=False` keeps them all.
+
+    Of a Hugging Face IterableDataset: `Stream(range(d.num_shards), lambda i, start:
+    d.shard(d.num_shards, i).skip(start))`.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[Shard],
+        read: Callable[[Shard, int], Iterable[Any]],
+        *,
+        lengths: Sequence[int] | None = None,
+        lanes: int = 32,
+    ) -> None:
+        self.shards: list[Shard] = list(shards)
+        self.read = read
+        self.lanes = lanes
+        self.lengths: list[int] | None = None if lengths is None else [int(n) for n in lengths]
+        if not self.shards or lanes < 1:
+            raise DataError(
+                given=f"Stream of {len(self.shards)} shards, lanes={lanes}",
+                found="nothing to read, or nobody to read it",
+                fix="shoal.Stream(sorted(folder.glob('*.jsonl')), read)",
+            )
+        if self.lengths is not None and (
+            len(self.lengths) != len(self.shards) or min(self.lengths) < 0
+        ):
+            raise DataError(
+                given=f"Stream of {len(self.shards)} shards with {len(self.lengths)} lengths",
+                found="not one number of samples >= 0 for each",
+                fix="leave lengths out, and the shards are counted",
+            )
+
+    def count(self, shard: int) -> int:
+        """The samples of shard number `shard`, by reading it."""
+        return sum(1 for _ in self.read(self.shards[shard], 0))
+
+
+class Lanes:
+    """The order of a stream: its shards, shuffled and laid end to end, cut into equal lanes.
+
+    A lane may begin and end in mid-shard; so all lanes end together, and no rank runs out before the
+    others. They are taken in turn, `chunk` samples each, then what is left of each.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, lanes: int, chunk: int, shuffle: bool) -> None:
+        self.chunk = chunk
+        self._lanes = lanes
+        self._shuffle = shuffle
+        self._lengths = np.array(lengths, dtype=np.int64)
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        self._size = int(self._lengths.sum())
+        self._order: Order | None = None
+        self._laid = self._ends = self._starts
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """Sample indices at `positions`, in the numbering of the shards as they were given."""
+        self._lay(seed, epoch)
+        places = self.places(positions)
+        found = np.searchsorted(self._ends, places, side="right")
+        shards = self._laid[found]
+        begin = self._ends[found] - self._lengths[shards]
+        indices: Indices = self._starts[shards] + (places - begin)
+        return indices
+
+    def places(self, positions: Indices) -> Indices:
+        """Where in the shards laid end to end the `positions` are."""
+        begins = np.arange(self._lanes + 1, dtype=np.int64) * self._size // self._lanes
+        whole = self._size // self._lanes // self.chunk * self.chunk
+        number, within = np.divmod(positions, self.chunk)
+        turn, lane = np.divmod(number, self._lanes)
+        in_turn = begins[lane] + turn * self.chunk + within
+        # After the whole rounds each lane has less than a chunk and a sample left, taken one by one.
+        rest = begins - whole * np.arange(self._lanes + 1)
+        left = np.maximum(positions - whole * self._lanes, 0)
+        last = np.minimum(np.searchsorted(rest, left, side="right") - 1, self._lanes - 1)
+        leftover = begins[last] + whole + left - rest[last]
+        return np.where(positions < whole * self._lanes, in_turn, leftover)
+
+    def fingerprint(self) -> int:
+        """A checksum of what the order rests on."""
+        what = np.concatenate([[self._lanes], self._lengths]).astype("<i8")
+        return zlib.crc32(what.tobytes())
+
+    def _lay(self, seed: int, epoch: int) -> None:
+        """Find the shards in the order of an epoch, and where each ends."""
+        order = self._order
+        if order is None or (order.seed, order.epoch) != (seed, epoch):
+            order = Order(len(self._lengths), seed=seed, epoch=epoch, shuffle=self._shuffle)
+            self._order = order
+            self._laid = order.indices(0, len(self._lengths))
+            self._ends = np.cumsum(self._lengths[self._laid])
+
+
+class Streamed(Sampled):
+    """A stream as a source: shards stay open between shares and are read on where they stand."""
+
+    def __init__(self, stream: Stream[Any], collate: Collate, seed: int, *, augment: bool) -> None:
+        super().__init__(collate, seed, augment=augment)
+        self._stream = stream
+        self._lengths = np.array(stream.lengths, dtype=np.int64)
+        self._ends = np.cumsum(self._lengths)
+        self._open: dict[tuple[int, int], Iterator[Any]] = {}  # by (shard, next sample), oldest first
+        self.size = int(self._lengths.sum())
+
+    def checksum(self) -> str | None:
+        """Of the names of the shards, where they are files: those of one length may change places."""
+        shards = self._stream.shards
+        names = [Path(shard).name for shard in shards if isinstance(shard, str | os.PathLike)]
+        if len(names) < len(shards):
+            return None
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+
+    def samples(self, share: Share) -> list[Any]:
+        """The samples of all cells of a share, one after the other."""
+        shards = np.searchsorted(self._ends, share.indices, side="right")
+        offsets = share.indices - (self._ends - self._lengths)[shards]
+        generators = draws(share, self._seed, GLOBAL_STREAM) if self._augment else None
+        found = []
+        for number, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
+            samples = self._open.pop((shard, offset), None) or self._at(shard, offset)
+            if generators is not None:
+                set_global_generators(generators[number])
+            found.append(self._next(samples, shard, offset))
+        return found
+
+    def _at(self, shard: int, offset: int) -> Iterator[Any]:
+        """The shard from sample `offset` on: one that is open shortly before it, or opened there."""
+        near = range(offset - 1, offset - 1 - SKIPPED, -1)
+        behind = [place for number, place in self._open if number == shard and place in near]
+        if behind:
+            samples = self._open.pop((shard, max(behind)))
+            skipped = offset - max(behind)
+            next(itertools.islice(samples, skipped, skipped), None)
+            return samples
+        while len(self._open) > 2 * self._stream.lanes:
+            del self._open[next(iter(self._open))]
+        return iter(self._stream.read(self._stream.shards[shard], offset))
+
+    def _next(self, samples: Iterator[Any], shard: int, offset: int) -> Any:
+        length = int(self._lengths[shard])
+        sample = next(samples, _END)
+        if sample is _END:
+            raise self._other_length(shard, f"it ended before sample {offset:,} of {length:,}")
+        if offset + 1 < length:
+            self._open[shard, offset + 1] = samples
+        elif next(samples, _END) is not _END:
+            raise self._other_length(shard, f"it goes on after {length:,} samples")
+        return sample
+
+    def _other_length(self, shard: int, found: str) -> DataError:
+        return DataError(
+            given=f"Stream: shard {self._stream.shards[shard]!r} (number {shard}) of "
+            f"{self._lengths[shard]:,} samples",
+            found=found,
+            fix="give the lengths that `read` yields, or none and they are counted; "
+            "`read(shard, start)` begins with sample number `start`, from 0",
+        )
+
+
+_END = object()
+
+
+def counted(stream: Stream[Any], world: World) -> list[int]:
+    """The lengths of a stream's shards, counted by all ranks together if not known. Collective."""
+    if stream.lengths is None:
+        begun = time.perf_counter()
+        mine: list[int] = []
+        error: Exception | None = None
+        try:
+            mine = [stream.count(n) for n in range(world.rank, len(stream.shards), world.size)]
+        except Exception as caught:
+            error = caught
+        parts = world.gather((mine, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        for rank, (_, failure) in enumerate(parts):
+            if failure is not None:
+                raise DataError(
+                    given=f"Stream of {len(stream.shards)} shards, counted",
+                    found=f"rank {rank} could not read one: {failure}",
+                    fix="see that rank's own error; shoal.Stream(…, lengths=…) counts nothing",
+                )
+        stream.lengths = [parts[n % world.size][0][n // world.size] for n in range(len(stream.shards))]
+        world.say(
+            f"counted {sum(stream.lengths):,} samples in {len(stream.shards):,} shards in "
+            f"{time.perf_counter() - begun:.1f} s; shoal.Stream(…, lengths=…) saves that"
+        )
+    return stream.lengths

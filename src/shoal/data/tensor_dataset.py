@@ -1,0 +1,145 @@
+"""Where samples come from: tensors and arrays in blocks of shares; what serves any other dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from shoal.data.dataset_digest import digest
+from shoal.data.map_dataset import Collate, Mapped, Rows, Source, values_of
+from shoal.data.sampler import Share
+from shoal.data.shards import Stream, Streamed
+from shoal.util.errors import DataError
+
+BLOCK_BATCHES = 64
+BLOCK_BYTES = 4 * 2**20
+
+
+class Arrays(Source):
+    """Tensors in memory: one gather per tensor and block, micro-batches are views of it."""
+
+    def __init__(self, structure: Any, tensors: dict[Any, Tensor], share: int) -> None:
+        self._structure = structure
+        self._tensors = tensors
+        self.size = len(next(iter(tensors.values())))
+        others = [t.device for t in tensors.values() if t.device.type != "cpu"]
+        self.device = others[0] if others else torch.device("cpu")
+        row = sum(t[:1].numel() * t.element_size() for t in tensors.values())
+        self.block = max(1, min(BLOCK_BATCHES, BLOCK_BYTES // max(1, row * share)))
+
+    def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
+        indices = torch.from_numpy(np.concatenate([share.indices for share in shares]))
+        lengths = [cell.stop - cell.start for share in shares for cell in share.cells]
+        pieces = {
+            key: tensor.index_select(0, indices.to(tensor.device)).split(lengths)
+            for key, tensor in self._tensors.items()
+        }
+        count = len(shares[0].cells)
+        values = [self._value(piece) for piece in zip(*pieces.values(), strict=True)]
+        return [values[start : start + count] for start in range(0, len(values), count)]
+
+    def checksum(self) -> str:
+        """Of the first, the middle and the last sample."""
+        return digest(self._tensors.values())
+
+    def _value(self, pieces: tuple[Tensor, ...]) -> Any:
+        if self._structure is tuple:
+            return pieces
+        if self._structure is dict:
+            return dict(zip(self._tensors, pieces, strict=True))
+        return pieces[0] if self._structure is None else self._structure(pieces)
+
+
+def source(
+    dataset: Any, collate: Collate | None, share: int, *, seed: int = 0, augment: bool = False
+) -> Source:
+    """What serves `dataset`; `share` is the samples a rank takes of a full batch.
+
+    Raises DataError for datasets without samples, without a length, or of uneven tensors.
+    """
+    arrays = _arrays(dataset)
+    if arrays is not None:
+        structure, tensors = arrays
+        lengths = {key: len(tensor) for key, tensor in tensors.items()}
+        if len(set(lengths.values())) != 1:
+            raise DataError(
+                given="Loader with several tensors",
+                found=f"they hold different numbers of samples: {lengths}",
+                fix="give tensors with the same first dimension: print([len(t) for t in tensors])",
+            )
+    found: Source
+    if isinstance(dataset, Stream):
+        found = Streamed(dataset, collate or default_collate, seed, augment=augment)
+    elif arrays is not None and augment:
+        raise DataError(
+            given="Loader(tensors, augment=True)",
+            found="tensors draw no random numbers when a sample is taken",
+            fix="a map-style dataset whose __getitem__ augments, or noise in the task: batch.noise",
+        )
+    elif arrays is not None and collate is None:
+        found = Arrays(structure, tensors, share)
+    elif isinstance(dataset, tuple | Mapping) and arrays is not None:
+        found = Mapped(Rows(structure, dataset), collate or default_collate)
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        found = Mapped(dataset, collate or default_collate, seed, augment=augment)
+    else:
+        raise DataError(
+            given=f"Loader({type(dataset).__name__}, …)",
+            found="it lacks __len__ or __getitem__, by which samples are found at a position",
+            fix="a map-style dataset, tensors or NumPy arrays, for example list(samples); of a "
+            "DataLoader its .dataset",
+        )
+    if found.size == 0:
+        raise DataError(
+            given=f"Loader({type(dataset).__name__}, …)",
+            found="a dataset without a sample",
+            fix="print(len(dataset)) before it, and check the path or the filter that it was made from",
+        )
+    return found
+
+
+def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
+    """(structure, tensors) of a dataset that is nothing but tensors or arrays, else None."""
+    if isinstance(dataset, TensorDataset):
+        return tuple, dict(enumerate(dataset.tensors))
+    if isinstance(dataset, Tensor | np.ndarray):
+        return None, {0: _tensor(dataset)}
+    if not isinstance(dataset, tuple | Mapping) or not dataset:
+        return None
+    others = [value for value in values_of(dataset) if not isinstance(value, Tensor | np.ndarray)]
+    if others and (isinstance(dataset, Mapping) or len(others) < len(dataset)):
+        raise DataError(
+            given=f"Loader({type(dataset).__name__}, …)",
+            found=f"it holds a {type(others[0]).__name__}, which is neither a tensor nor an array",
+            fix="tensors or arrays only, as in (torch.tensor(images), torch.tensor(labels)); one "
+            "split of a DatasetDict: dataset['train']",
+        )
+    if others:
+        return None
+    if isinstance(dataset, Mapping):
+        return dict, {key: _tensor(value) for key, value in dataset.items()}
+    structure = getattr(dataset, "_make", tuple)  # of a namedtuple
+    return structure, {number: _tensor(value) for number, value in enumerate(dataset)}
+
+
+def _tensor(value: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    except TypeError:
+        raise DataError(
+            given=f"Loader with an array of dtype {value.dtype}",
+            found="torch has no tensor for it",
+            fix="array.astype('float32') of numbers, np.unique(array, return_inverse=True)[1] of names",
+        ) from None
+    if value.ndim == 0:
+        raise DataError(
+            given="Loader with a tensor without dimensions",
+            found="the first dimension counts samples",
+            fix="a tensor of shape (samples, …): tensor[None] is one sample",
+        )
+    return tensor

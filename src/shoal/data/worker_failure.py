@@ -1,0 +1,99 @@
+"""Dead Loader workers: turns torch's RuntimeError into a DataError with the cause and a fix."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from shoal.util.errors import DataError
+
+_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(.*)", re.DOTALL)
+_SIGNAL = re.compile(r"is killed by signal: ([^.]+)\.")
+_CODE = re.compile(r"exit code (\d+)")
+_FIX: dict[signal.Signals | None, str] = {
+    signal.SIGKILL: "the system may have run out of memory (dmesg names the process): take fewer "
+    "workers, num_workers={fewer}",
+    signal.SIGBUS: "shared memory may be full (df -h /dev/shm): take fewer workers, "
+    "num_workers={fewer}",
+}
+_ELSE = "num_workers=0 reads the dataset in the rank itself, whose report then has the line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """The `count` workers of a rank's Loader, and their processes once they have started."""
+
+    rank: int
+    count: int
+    processes: list[BaseProcess] = field(default_factory=list)
+
+    def explain(self, error: BaseException) -> DataError | None:
+        """The error to raise in the place of torch's, where that tells of a worker that died."""
+        if isinstance(error.__cause__, DataError):
+            return error.__cause__
+        match = _DIED.match(str(error))
+        if match is None or not isinstance(error, RuntimeError):
+            return None
+        number = int(match[1].partition(",")[0])
+        codes = (each.exitcode for each in self.processes if each.pid == number)
+        how, ended_by = _how(match[2], next(codes, None))
+        return DataError(
+            given=f"shoal.Loader(…, num_workers={self.count})",
+            found=f"a worker of rank {self.rank}'s Loader died ({how}): process {match[1]}",
+            fix=_FIX.get(ended_by, _ELSE).format(fewer=self.count // 2),
+        )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises DataError for what torch raises inside where a worker has died."""
+        try:
+            yield
+        except RuntimeError as error:
+            explained = self.explain(error)
+            if explained is None:
+                raise
+            raise explained from None
+
+    def watch(self) -> None:
+        """Do the same for what torch raises wherever the main thread is when a worker dies.
+
+        It does so in a handler of SIGCHLD, which it sets when the first workers start.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        now = signal.getsignal(signal.SIGCHLD)
+        former = now.former if isinstance(now, _Handler) else now
+        if callable(former):
+            signal.signal(signal.SIGCHLD, _Handler(former, self))
+
+
+class _Handler:
+    """A handler of SIGCHLD that explains what the `former` one raises."""
+
+    def __init__(self, former: Callable[[int, FrameType | None], Any], workers: Workers) -> None:
+        self.former = former
+        self._workers = workers
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        with self._workers.explained():
+            self.former(signum, frame)
+
+
+def _how(text: str, code: int | None) -> tuple[str, signal.Signals | None]:
+    """How a worker ended, by torch's text or else by the exit `code` of its process."""
+    killed = _SIGNAL.search(text)
+    if killed is not None:
+        found = [each for each in signal.Signals if signal.strsignal(each) == killed[1]]
+        return (f"signal {found[0].value}, {killed[1]}", found[0]) if found else (killed[1], None)
+    if code is not None and code < 0:
+        return f"signal {-code}, {signal.strsignal(-code)}", signal.Signals(-code)
+    said = _CODE.search(text)
+    code = code if said is None else int(said[1])
+    return f"exit code {code}" if code else "it ended by itself", None

@@ -1,0 +1,1 @@
+"""How processes become a World: placement, layout, rendezvous, collectives, watchdog."""

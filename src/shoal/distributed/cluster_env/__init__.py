@@ -1,0 +1,226 @@
+"""Which launcher started this process: one table, asked in its order. Pure but for host files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from shoal.distributed.cluster_env.env_init import by_hand, check_agreement
+from shoal.distributed.cluster_env.host_lists import expand_hosts, expand_tasks
+from shoal.distributed.cluster_env.mpirun import Commands, hydra, jsrun, open_mpi
+from shoal.distributed.cluster_env.slurm import idle_tasks, is_task, srun
+from shoal.distributed.cluster_env.torchrun import NODES_RUN_ID, RUN_ID, torchrun
+from shoal.distributed.cluster_env.untested import flux, pals
+from shoal.distributed.placement import (
+    DIRECTORY,
+    PORTS,
+    Meeting,
+    Placement,
+    integer,
+    require,
+    slurm_job,
+    spell,
+)
+from shoal.util.decision import Choice
+
+REQUEUE = 75
+"""The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
+of sysexits.h, a failure that another try mends."""
+
+MAY_DIE = b"may die alone"
+"""What a rank tells the launcher that started it when the others would go on without it."""
+
+LEFT = b"left "
+"""What a rank tells that launcher when it leaves the others without an error, before JSON: the place in
+the user's code, whether its script has ended, and the moment in seconds of `time.monotonic`; or null
+when it joins them again."""
+
+__all__ = [
+    "DIRECTORY",
+    "LAUNCHERS",
+    "LEFT",
+    "MAY_DIE",
+    "NODES_RUN_ID",
+    "PORTS",
+    "REQUEUE",
+    "RUN_ID",
+    "Commands",
+    "Launcher",
+    "Meeting",
+    "Placement",
+    "detect",
+    "expand_hosts",
+    "expand_tasks",
+    "marks_found",
+    "order_of_detection",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A launcher: the variables that give it away, why it is asked where it is, and whence known.
+
+    Any one of `marks` is enough to know it; what it then lacks is an error and not another
+    launcher's turn.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    why_here: str
+    source: str
+    read: Callable[[Mapping[str, str], int, Commands], Placement]
+
+    def started(self, env: Mapping[str, str]) -> bool:
+        """Whether this launcher started the process with this environment."""
+        if self.marks == _SLURM:
+            return is_task(env)
+        return any(env.get(name) for name in self.marks)
+
+    def why_not(self, env: Mapping[str, str], chosen: str) -> str:
+        """Why this launcher did not decide where `chosen` did."""
+        found = spell(env, self.marks)
+        if chosen and found:
+            return f"{found} is there too, but {chosen} is asked earlier"
+        missing = [name for name in self.marks if not env.get(name)]
+        if missing:
+            return f"{' and '.join(missing)} not set" + (f" (but {found})" if found else "")
+        return f"{found}: a step of Slurm's own, which has no tasks"
+
+
+_SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
+
+LAUNCHERS = (
+    Launcher(
+        name="torchrun, shoal run",
+        marks=("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        why_here="first: others start its agents, and their variables stay visible to its workers",
+        source="torch.distributed.run; torch 2.13, recorded",
+        read=lambda env, cpus, _: torchrun(env, cpus),
+    ),
+    Launcher(
+        name="jsrun (LSF)",
+        marks=("JSM_NAMESPACE_RANK",),
+        why_here="before Open MPI: Spectrum MPI under jsrun sets OMPI_COMM_WORLD_* too",
+        source="IBM Spectrum LSF and JSM, documentation",
+        read=lambda env, cpus, _: jsrun(env, cpus),
+    ),
+    Launcher(
+        name="Open MPI, PRRTE",
+        marks=("OMPI_COMM_WORLD_RANK",),
+        why_here="before srun: inside an allocation mpirun starts its daemons as tasks of a step",
+        source="Open MPI 4.1 and 5.0, recorded",
+        read=lambda env, cpus, _: open_mpi(env, cpus),
+    ),
+    Launcher(
+        name="Hydra (MPICH, Intel MPI)",
+        marks=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        why_here="before srun, as Open MPI; srun --mpi=pmi2 sets PMI_RANK, but not these two",
+        source="MPICH 4.0 and 5.0, Intel MPI 2021, recorded",
+        read=hydra,
+    ),
+    Launcher(
+        name="PALS (PBS)",
+        marks=("PALS_RANKID",),
+        why_here="after Hydra, which can run under PBS too and sets nothing of PALS",
+        source="mpiexec(1) of HPE PALS",
+        read=lambda env, cpus, _: pals(env, cpus),
+    ),
+    Launcher(
+        name="Flux",
+        marks=("FLUX_TASK_RANK",),
+        why_here="before srun: an instance of Flux may itself be a step of a Slurm job",
+        source="flux-environment(7)",
+        read=lambda env, cpus, _: flux(env, cpus),
+    ),
+    Launcher(
+        name="srun",
+        marks=_SLURM,
+        why_here="after these: srun starts most of them, with --mpi=pmi2 and pmix its tasks itself",
+        source="Slurm 22.05, recorded",
+        read=lambda env, cpus, _: srun(env, cpus),
+    ),
+    Launcher(
+        name="env://",
+        marks=("RANK", "LOCAL_RANK"),
+        why_here="last: scripts set these from what a launcher above says, which says more",
+        source="torch.distributed; PyTorchJob of Kubeflow's training operator, its source",
+        read=lambda env, cpus, _: by_hand(env, cpus),
+    ),
+)
+"""All launchers in the order in which they are asked: the first that is recognised decides.
+
+Where several left their variables, the one nearest to the process must win.
+"""
+
+
+def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
+    """The placement that `env` gives a process with `cpus` in its affinity; a world of one if none.
+
+    Raises LaunchError for environments that are half set or contradict themselves.
+    """
+    chosen = next((one for one in LAUNCHERS if one.started(env)), None)
+    if chosen is None:
+        placement, reason = _alone(env, cpus), ""
+    else:
+        placement = chosen.read(env, cpus, commands)
+        if chosen is not LAUNCHERS[0]:
+            check_agreement(env, placement)
+        reason = f"{spell(env, chosen.marks)}; asked {chosen.why_here}"
+    earlier = LAUNCHERS if chosen is None else LAUNCHERS[: LAUNCHERS.index(chosen)]
+    launcher = Choice(
+        what="launcher",
+        value=placement.launcher,
+        reason=reason or placement.reason,
+        rejected={
+            one.name: one.why_not(env, "" if one in earlier else placement.launcher)
+            for one in LAUNCHERS
+            if one is not chosen
+        },
+    )
+    return replace(placement, choices=(launcher, *placement.choices))
+
+
+def marks_found(env: Mapping[str, str]) -> dict[str, str]:
+    """For each launcher, in the order of detection, those of its variables that are set."""
+    return {launcher.name: spell(env, launcher.marks) for launcher in LAUNCHERS}
+
+
+def order_of_detection() -> str:
+    """The table as text, one launcher a line: variables, name, reason, source."""
+    return "\n".join(
+        f"{' or '.join(one.marks)}: {one.name}; {one.why_here} [{one.source}]" for one in LAUNCHERS
+    )
+
+
+def _alone(env: Mapping[str, str], cpus: int) -> Placement:
+    # What is left of a launcher that is not recognised must not become N worlds of one.
+    if env.get("WORLD_SIZE", "1") not in ("", "1"):
+        require(env, ("WORLD_SIZE", "RANK"))
+    if env.get("PMI_SIZE", "1") not in ("", "1"):
+        require(env, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"))
+    # Slurm's shell in an allocation has it too where pmix is the site's default.
+    if env.get("PMIX_RANK") and not env.get("SLURM_STEP_ID"):
+        require(env, ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+    batch = spell(env, ("SLURM_JOB_ID",))
+    return Placement(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        node=0,
+        nodes=1,
+        cores=cpus,
+        address="127.0.0.1",
+        port=0,
+        launcher="none",
+        attempt=integer(env, "SLURM_RESTART_COUNT", 0),
+        job=slurm_job(env),
+        warning=idle_tasks(env) if batch else "",
+        reason=f"{batch}, but this is no task of a step: a batch script or a shell"
+        if batch
+        else "no launcher's variables are set",
+        choices=(
+            Choice(what="cores", value=cpus, reason=f"{cpus} core(s) in its affinity, all its own"),
+            Choice(what="address", value=("127.0.0.1",), reason="one process has nobody to meet"),
+        ),
+    )

@@ -1,0 +1,96 @@
+"""The device on which a rank computes."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from shoal.distributed.cluster_env import Placement
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.errors import LaunchError
+
+
+def choose_device(
+    device: str | torch.device | None, placement: Placement, count: int = 1
+) -> Choice[torch.device]:
+    """The device of this rank, of several the first: as given, else the visible GPU of its local rank,
+    else the CPU.
+
+    "cuda" without a number is the GPU of the local rank too, of `count` for each the first of its own.
+    Where each task sees only so many, these are its devices whatever its local rank is.
+    """
+    if count < 1:
+        raise LaunchError(
+            given=f"devices_per_rank={count}",
+            found="a rank computes on one device at least",
+            fix="devices_per_rank=2, or leave it out",
+        )
+    if device is not None:
+        try:
+            chosen = torch.device(device)
+            if chosen.type == "cuda" and chosen.index is not None:
+                visible = torch.cuda.device_count()
+                if chosen.index + count > visible:
+                    last = f" for {count}" if count > 1 else ""
+                    raise RuntimeError(f"no such GPU{last}: {visible} visible, numbered from 0")
+                return _given(chosen)
+            if chosen.type != "cuda":
+                return _given(torch.empty(1, device=chosen).device)
+        except (RuntimeError, AssertionError) as error:
+            raise LaunchError(
+                given=f"device={device!r}",
+                found=str(error).splitlines()[0].partition(". ")[0],
+                fix="device='cpu', device='cuda', or leave it out",
+            ) from None
+    if not torch.cuda.is_available():
+        if device is None:
+            return Choice(
+                what="device",
+                value=torch.device("cpu"),
+                reason="no GPU is visible",
+                rejected={"cuda": _why_no_gpu()},
+            )
+        raise LaunchError(
+            given=f"device={str(device)!r}",
+            found=f"torch {torch.__version__} sees no GPU on {socket.gethostname()}",
+            fix="device='cpu', or ask the scheduler for GPUs and check with nvidia-smi",
+        )
+    visible = torch.cuda.device_count()
+    if visible < count or (visible > count and (placement.local_rank + 1) * count > visible):
+        each = f" with {count} devices each" if count > 1 else ""
+        raise LaunchError(
+            given=f"{placement.local_size} processes{each} on {socket.gethostname()}",
+            found=f"{visible} visible GPUs, none for local rank {placement.local_rank}",
+            fix=f"start {visible // count} processes per machine, or shoal.init(device='cpu')"
+            if visible >= count
+            else f"devices_per_rank={visible}, or shoal.init(device='cpu')",
+        )
+    reason = f"local rank {placement.local_rank}, {visible} visible GPUs"
+    if visible == count:
+        own = "only visible GPU" if count == 1 else f"first of {count} visible GPUs, all its own"
+        reason = f"the {own}; so its local rank, {placement.local_rank}, does not matter"
+    return Choice(
+        what="device",
+        value=torch.device("cuda", placement.local_rank * count if visible > count else 0),
+        reason=reason if device is None else f"{GIVEN}: {device}; {reason}",
+        rejected={"cpu": "a GPU is visible"} if device is None else {},
+    )
+
+
+def neighbours(device: torch.device, count: int) -> tuple[torch.device, ...]:
+    """The devices of a rank, of which `device` is the first: GPUs next to it, or the same again."""
+    if device.type != "cuda":
+        return (device,) * count
+    return tuple(torch.device("cuda", device.index + number) for number in range(count))
+
+
+def _given(device: torch.device) -> Choice[torch.device]:
+    return Choice(what="device", value=device, reason=GIVEN)
+
+
+def _why_no_gpu() -> str:
+    built = torch.version.cuda or torch.version.hip
+    if not built:
+        return f"torch {torch.__version__} is built for the CPU only"
+    return f"torch {torch.__version__}, built for {built}, sees none on {socket.gethostname()}"

@@ -1,0 +1,341 @@
+"""How a process joins its world: each decision on the way, as a Choice, and the process group."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from shoal.distributed import cpu_affinity, env_vars, interfaces, mpi, objects
+from shoal.distributed import rendezvous as meeting
+from shoal.distributed.cluster_env import Placement
+from shoal.distributed.device import choose_device, neighbours
+from shoal.distributed.layout import Layout
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.differences import spans
+from shoal.util.errors import LaunchError, LayoutError
+
+LAYOUT = "replicate=-1"
+TIMEOUT, PREPARE_TIMEOUT = 600.0, 3600.0
+MPI = "mpi"
+LONGEST = 365 * 86400.0
+"""The longest time limit in seconds: torch can't count to infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A process in its world: its place, how the world is divided, and what was decided for that.
+
+    `told` is what rank 0 prints about it; empty elsewhere. `host` is the
+    address by which other ranks reach this one. `variables` are those of the environment that were
+    set for the engines.
+    """
+
+    placement: Placement
+    layout: Layout
+    device: torch.device
+    devices: tuple[torch.device, ...]
+    group: dist.ProcessGroup | None
+    choices: tuple[Choice[object], ...]
+    told: str
+    host: str = "127.0.0.1"
+    variables: tuple[str, ...] = ()
+
+
+def join(
+    *,
+    layout: str | Layout,
+    backend: str | None,
+    device: str | torch.device | None,
+    devices_per_rank: int,
+    timeout: float,
+    prepare_timeout: float,
+) -> Joined:
+    """Join the processes that a launcher started; see `shoal.init`, which has these arguments."""
+    placement = env_vars.placement()
+    division = choose_layout(layout, placement.size)
+    limits = check_limits(timeout, prepare_timeout)
+    store = None
+    if placement.unsettled:  # the device goes by the local rank, which ranks tell each other
+        store = _meet(placement, prepare_timeout)
+        placement = _settle(placement, store, prepare_timeout)
+    place = choose_device(device, placement, devices_per_rank)
+    if place.value.type == "cuda":
+        torch.cuda.set_device(place.value)
+    if store is None and placement.size > 1:
+        store = _meet(placement, prepare_timeout)
+    lacking = ""
+    if store is not None and backend is None:
+        lacking = shared(_show_devices(placement, place.value, store, prepare_timeout))
+    means = choose_backend(backend, place.value, lacking)
+    group, told = None, placement.warning if placement.size == 1 else ""
+    way: interfaces.Way | None = None
+    written: dict[str, str] = {}
+    variable, now = env_vars.threads_variable(), torch.get_num_threads()
+    if store is None:
+        count = Choice(
+            what="threads", value=now, reason="torch's own number: a process alone is left as it is"
+        )
+    else:
+        name = means.value
+        if name == MPI:
+            name, stands_on = mpi.serve(placement)
+            means = dataclasses.replace(means, reason=f"{means.reason}; {stands_on}")
+        way, written = _choose_way(placement, store, name, prepare_timeout)
+        group = _form(placement, store, name, prepare_timeout)
+        placement, machines = _share_machine(placement, group)
+        count = cpu_affinity.threads(
+            placement.cores, now=now, variable=variable, launcher=placement.launcher
+        )
+        torch.set_num_threads(count.value)
+        if placement.rank == 0:
+            told = _tell(placement, machines, count.value, variable)
+            told += "".join(f"; {name}={value}" for name, value in written.items())
+    return Joined(
+        placement=placement,
+        layout=division.value,
+        device=place.value,
+        devices=neighbours(place.value, devices_per_rank),
+        group=group,
+        choices=(
+            *placement.choices,
+            *([] if way is None else [way.choice]),
+            *(count, place, means, division, limits),
+        ),
+        told=told,
+        host="127.0.0.1" if way is None else way.address,
+        variables=tuple(written),
+    )
+
+
+def choose_layout(layout: str | Layout, size: int) -> Choice[Layout]:
+    """The layout as given, resolved for `size` ranks. Raises LayoutError where it does not fit."""
+    if not isinstance(layout, str | Layout):
+        raise LayoutError(
+            given=f"layout={layout!r}",
+            found=f"a {type(layout).__name__}, not a text or a Layout",
+            fix=f"for example layout={LAYOUT!r}",
+        )
+    parsed = Layout.parse(layout) if isinstance(layout, str) else layout
+    resolved = parsed.resolve(size)
+    reason = GIVEN if parsed == resolved else f"{GIVEN}: {parsed}, on {size} process(es)"
+    if parsed == Layout.parse(LAYOUT):
+        reason = f"{parsed}, the default: each of {size} process(es) has the whole model"
+    return Choice(what="layout", value=resolved, reason=reason)
+
+
+def check_limits(timeout: float, prepare_timeout: float) -> Choice[tuple[float, float]]:
+    """The time limits in seconds, of a step and before the first one. Raises LaunchError."""
+    if not all(0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
+        raise LaunchError(
+            given=f"timeout={timeout}, prepare_timeout={prepare_timeout}",
+            found="a time limit is a positive number of seconds, a year at most",
+            fix="for example timeout=600, prepare_timeout=3600",
+        )
+    limits = (timeout, prepare_timeout)
+    reason = "the default" if limits == (TIMEOUT, PREPARE_TIMEOUT) else GIVEN
+    return Choice(
+        what="time limits",
+        value=limits,
+        reason=f"{reason}: {timeout:g} s for a collective, {prepare_timeout:g} s before the first step",
+    )
+
+
+def choose_backend(backend: str | None, device: torch.device, without_nccl: str = "") -> Choice[str]:
+    """How the ranks talk: as given, else by the device. Raises LaunchError if torch lacks it.
+
+    `without_nccl` says why GPUs can't be used by NCCL here, if they can't.
+    """
+    if backend == MPI:
+        mpi.require(device)
+        return Choice(what="backend", value=MPI, reason=GIVEN)
+    if backend is not None:
+        choice = Choice(what="backend", value=backend, reason=GIVEN)
+    elif without_nccl:
+        choice = Choice(
+            what="backend",
+            value="gloo",
+            reason=without_nccl,
+            rejected={"nccl": "it needs a GPU for each rank"},
+        )
+    elif device.type == "cuda":
+        choice = Choice(
+            what="backend",
+            value="nccl",
+            reason="the device is a GPU",
+            rejected={"gloo": "it copies what is on a GPU through the CPU's memory"},
+        )
+    else:
+        lacks = "" if dist.is_nccl_available() else f"; torch {torch.__version__} is built without it"
+        choice = Choice(
+            what="backend",
+            value="gloo",
+            reason=f"the device is {'a CPU' if device.type == 'cpu' else device.type}",
+            rejected={"nccl": f"it needs a CUDA device{lacks}"},
+        )
+    if not dist.is_backend_available(choice.value):
+        here = [name for name in ("gloo", "nccl", "xccl") if dist.is_backend_available(name)]
+        raise LaunchError(
+            given=f"backend={choice.value!r}",
+            found=f"torch {torch.__version__} here has {', '.join(here)}",
+            fix="backend='gloo' or 'mpi' on CPUs, 'nccl' on NVIDIA and AMD GPUs, or leave it out",
+        )
+    return choice
+
+
+_WORLDS = itertools.count()
+"""Numbers of the worlds of this process: a launcher's store outlives them, with their addresses."""
+
+
+def _meet(placement: Placement, timeout: float) -> Store:
+    """The store of this world, which all ranks of it reach."""
+    address = _address(placement)
+    rank, size, met = placement.rank, placement.size, placement.meeting
+    with _explained(placement):
+        store = (
+            next(rendezvous(address, rank, size, timeout=timedelta(seconds=timeout)))[0]
+            if met is None
+            else meeting.meet(met, rank=rank, size=size, timeout=timeout)
+        )
+    return PrefixStore(f"shoal/world/{next(_WORLDS)}", store)
+
+
+def _settle(placement: Placement, store: Store, timeout: float) -> Placement:
+    """The place of this rank, now that ranks can tell each other which machines they are on."""
+    mine = [interfaces.machine(), placement.local_rank]
+    everyone = _exchange(placement, "place", mine, store, timeout)
+    machines, local_ranks = zip(*everyone, strict=True)
+    return placement.settled(machines, local_ranks)
+
+
+def _show_devices(
+    placement: Placement, device: torch.device, store: Store, timeout: float
+) -> list[tuple[str, str]]:
+    """Of each rank its machine and its GPU, or the kind of its device."""
+    name = device.type
+    if name == "cuda":
+        name = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    everyone = _exchange(placement, "device", [socket.gethostname(), name], store, timeout)
+    return [(host, found) for host, found in everyone]
+
+
+def _exchange(
+    placement: Placement, what: str, mine: list[Any], store: Store, timeout: float
+) -> list[list[Any]]:
+    """What each rank has to say, in rank order: lists that JSON holds. Collective."""
+    keys = [f"{what}/{rank}" for rank in range(placement.size)]
+    with _explained(placement):
+        store.set(keys[placement.rank], json.dumps(mine))
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except dist.DistStoreError:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise _absent(placement, missing, timeout) from None
+        return [json.loads(each) for each in store.multi_get(keys)]
+
+
+def _absent(placement: Placement, ranks: Sequence[int], timeout: float) -> LaunchError:
+    return LaunchError(
+        given=f"rank {placement.rank} of {placement.size} ({placement.launcher}) waits for the others",
+        found=f"rank {spans(ranks)} did not come within {timeout:g} s",
+        fix="check that every rank was started, and its own error message",
+    )
+
+
+def shared(everyone: Sequence[tuple[str, str]]) -> str:
+    """Why NCCL can't serve these ranks, each given by its machine and GPU; empty where it can."""
+    if not any(name.startswith("GPU") for _, name in everyone):
+        return ""
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, name) in enumerate(everyone):
+        if not name.startswith("GPU"):
+            return f"rank {rank}, on {host}, has no GPU"
+        if (host, name) in first:
+            return f"ranks {first[host, name]} and {rank} share a GPU of {host}"
+        first[host, name] = rank
+    return ""
+
+
+def _choose_way(
+    placement: Placement, store: Store, backend: str, timeout: float
+) -> tuple[interfaces.Way | None, dict[str, str]]:
+    """How ranks of several machines talk, and the variables that were set for the engines to know."""
+    given = env_vars.interface_variable()
+    if placement.nodes == 1:
+        interfaces.check_given(given)
+        return None, {}
+    rank, size = placement.rank, placement.size
+    with _explained(placement):
+        way = interfaces.agree(store, rank=rank, size=size, given=given, timeout=timeout)
+    return way, env_vars.write_defaults(interfaces.engine_variables(way.choice.value, backend))
+
+
+def _form(placement: Placement, store: Store, backend: str, timeout: float) -> dist.ProcessGroup:
+    with _explained(placement):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=placement.rank,
+            world_size=placement.size,
+            timeout=timedelta(seconds=timeout),
+        )
+    group = dist.group.WORLD
+    if group is None:  # pragma: no cover - init_process_group has just set it
+        raise RuntimeError("torch.distributed has no default group after init_process_group")
+    return group
+
+
+def _address(placement: Placement) -> str:
+    host = f"[{placement.address}]" if ":" in placement.address else placement.address
+    return f"tcp://{host}:{placement.port}"
+
+
+@contextmanager
+def _explained(placement: Placement) -> Iterator[None]:
+    """Raises LaunchError for what torch raises where ranks don't meet."""
+    address = _address(placement)
+    try:
+        yield
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        in_use = "EADDRINUSE" in str(error)
+        raise LaunchError(
+            given=f"rank {placement.rank} of {placement.size} at {address} ({placement.launcher})",
+            found=f"port {placement.port} is in use" if in_use else str(error).splitlines()[0],
+            fix="export MASTER_PORT=N with a free port N (ss -ltn lists those in use)"
+            if in_use
+            else "check that every rank was started, and that the first rank's host can be reached: "
+            f"ping {placement.address}",
+        ) from None
+
+
+def _share_machine(placement: Placement, group: dist.ProcessGroup) -> tuple[Placement, int]:
+    """How many machines there are, and the cores that are this rank's own."""
+    mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
+    everyone: list[tuple[str, list[int]]] = objects.gather(mine, group)
+    machines = list(dict.fromkeys(host for host, _ in everyone))
+    if placement.launcher != "srun":  # Slurm has said how many are a task's
+        neighbours = [cpus for host, cpus in everyone if host == mine[0]]
+        placement = placement.with_cores(cpu_affinity.share(mine[1], neighbours))
+    return placement, len(machines)
+
+
+def _tell(placement: Placement, machines: int, threads: int, variable: str) -> str:
+    """What came of the cores and of OMP_NUM_THREADS (`variable`), in one line."""
+    told = f"{placement.size} ranks on {machines} machine(s), by {placement.launcher}; "
+    told += f"rank 0: {placement.cores} core(s), {threads} thread(s)"
+    if variable and placement.launcher != "shoal run":
+        told += f", OMP_NUM_THREADS={variable}"
+        told += " replaced" if str(threads) != variable else ""
+    return f"{told}; {placement.warning}" if placement.warning else told

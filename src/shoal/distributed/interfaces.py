@@ -1,0 +1,326 @@
+"""By which network interface the ranks of several machines talk: tried, chosen, and said.
+
+Left to themselves, engines guess: Gloo takes the address that a host's own name has, which Debian
+makes 127.0.1.1. So rank 0 offers its interfaces, each rank connects to it by each of them, and the
+fastest by which all have come is taken. What can't connect is found here, within seconds and with
+the names of both hosts, and not by an engine in the middle of something else.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from shoal.distributed.env_vars import GLOO, NCCL
+from shoal.distributed.rendezvous import answering, await_all, listen
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.errors import LaunchError
+
+CALL_SECONDS = 3.0
+"""How long a rank tries to reach rank 0 by one address."""
+
+_FULL = bytes(12 << 10)
+"""Fills packets of every usual size, jumbo frames of 9,000 bytes too."""
+_LATE_SECONDS = 0.3
+"""How long it waits for the rest when it has come by one."""
+_INFINIBAND = 32
+_UNKNOWN = 1000
+"""The speed that an interface of unknown speed is taken for: virtual machines say none, tunnels 10."""
+_OFFER, _REPORT, _DECISION = "network/offer", "network/report/{rank}", "network/decision"
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """A network interface of a machine: its addresses, and its speed in Mbit/s (0: unknown)."""
+
+    name: str
+    addresses: tuple[str, ...]
+    speed: int = 0
+    infiniband: bool = False
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only processes of this machine can come by it."""
+        return all(ipaddress.ip_address(each).is_loopback for each in self.addresses)
+
+    @property
+    def _worth(self) -> tuple[bool, bool, int]:
+        # All have come by it: they are on one machine, and nobody else can listen there.
+        return self.loopback, self.infiniband, self.speed or _UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What came of one rank's calls to rank 0's interfaces: its own address in each, or why not."""
+
+    host: str
+    reached: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    error: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """The interface of this rank that was chosen, and the address by which others reach it there."""
+
+    choice: Choice[str]
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces of this machine that are up and have an address that others could call."""
+    stats = psutil.net_if_stats()
+    found = []
+    for name, known in psutil.net_if_addrs().items():
+        usable = [one for one in known if one.family in (socket.AF_INET, socket.AF_INET6)]
+        # Addresses of one link need its name with them, which differs between machines.
+        addresses = [one.address for one in usable if "%" not in one.address]
+        if addresses and name in stats and stats[name].isup:
+            kind = 0
+            with suppress(OSError, ValueError):
+                kind = int(Path(f"/sys/class/net/{name}/type").read_text())
+            found.append(
+                Interface(
+                    name=name,
+                    addresses=tuple(addresses),
+                    speed=stats[name].speed,
+                    infiniband=kind == _INFINIBAND,
+                )
+            )
+    return found
+
+
+def machine() -> str:
+    """What tells this machine from others: processes for which it is the same share a loopback.
+
+    Pods and containers on one machine have networks of their own.
+    """
+    boot, space = "", ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with suppress(OSError):
+        space = os.readlink("/proc/self/ns/net")
+    return f"{socket.gethostname()} {boot} {space}"
+
+
+def engine_variables(name: str, backend: str) -> dict[str, str]:
+    """What tells the engines of a backend to use this interface."""
+    # Gloo in any case, for what is not on a GPU. NCCL, and RCCL by the same name, take any
+    # interface whose name begins so, unless it is marked as whole.
+    return {GLOO: name, **({NCCL: f"={name}"} if "nccl" in backend else {})}
+
+
+def check_given(given: str) -> None:
+    """Raise LaunchError where GLOO_SOCKET_IFNAME names an interface that this machine lacks."""
+    error = _lacking(given, interfaces(), socket.gethostname()) if given else None
+    if error is not None:
+        raise _launch_error(error)
+
+
+def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> Way:
+    """Choose the interface by which all ranks reach rank 0; `given` is GLOO_SOCKET_IFNAME, if set.
+
+    Collective, over a store that all ranks have. Raises LaunchError on all ranks where there is
+    none, or where the one that was given is not there or does not reach rank 0.
+    """
+    mine, host = interfaces(), socket.gethostname()
+    lacking = _lacking(given, mine, host) if given else None
+    named = given.split(",")
+    chosen = [one for one in mine if one.name in named] if given else mine
+    if rank == 0:
+        decision = _host(store, size, chosen, host, lacking, time.monotonic() + timeout)
+        store.set(_DECISION, json.dumps(decision))
+        report = Report(host=host, reached={one.name: one.addresses[0] for one in mine})
+    else:
+        offer = json.loads(store.get(_OFFER))
+        report = Report(host=host, error=lacking)
+        if lacking is None:
+            report = _call(offer, host, mine, chosen if given else [])
+        store.set(_REPORT.format(rank=rank), json.dumps(asdict(report)))
+        decision = json.loads(store.get(_DECISION))
+    if "error" in decision:
+        raise _launch_error(decision["error"])
+    address = report.reached[decision["name"]]
+    names = [one.name for one in mine if address in one.addresses]
+    name = names[0] if names else decision["name"]
+    reason = f"{GIVEN}: {GLOO}={given}" if given else decision["reason"]
+    choice = Choice(what="interface", value=name, reason=reason, rejected=decision["rejected"])
+    return Way(choice=choice, address=address)
+
+
+def _host(
+    store: Store,
+    size: int,
+    offered: Sequence[Interface],
+    host: str,
+    lacking: tuple[str, str, str] | None,
+    deadline: float,
+) -> dict[str, Any]:
+    """Rank 0's part: offer its interfaces, hear who came by which, and decide."""
+    if lacking is not None:
+        store.set(_OFFER, json.dumps({"host": host, "port": 0, "token": "", "interfaces": []}))
+        return {"error": lacking}
+    token = secrets.token_hex(16)
+    with listen(0) as server, answering(server, f"{token}\n".encode(), _FULL):
+        port = server.getsockname()[1]
+        shown = [(one.name, one.addresses) for one in offered]
+        offer = {"host": host, "port": port, "token": token, "interfaces": shown}
+        store.set(_OFFER, json.dumps(offer))
+        await_all(store, size, deadline, key=_REPORT)
+    said = [json.loads(store.get(_REPORT.format(rank=rank))) for rank in range(1, size)]
+    return decide(offered, [Report(**each) for each in said], host=host)
+
+
+def decide(offered: Sequence[Interface], reports: Sequence[Report], *, host: str) -> dict[str, Any]:
+    """What all ranks are told: the name of rank 0's interface with reasons, or the error.
+
+    `reports` are those of ranks 1, 2 …, `host` is that of rank 0.
+    """
+    broken = next((report.error for report in reports if report.error is not None), None)
+    if broken is not None:
+        return {"error": broken}
+    missed = {one.name: why for one in offered if (why := _missed(one.name, reports, host))}
+    common = [one for one in offered if one.name not in missed]
+    if not common:
+        return {"error": _nobody(offered, missed, host)}
+    best = max(common, key=lambda one: one._worth)  # of equals the first
+    others = {one.name: f"{_speed(one)}, {best.name} {_speed(best)}" for one in common if one != best}
+    unreached = {one.name: missed[one.name] for one in offered if one.name in missed}
+    loopback = {one.name for one in offered if one.loopback}
+    rejected = {name: why for name, why in {**others, **unreached}.items() if name not in loopback}
+    reason = f"all {len(reports) + 1} ranks have reached {host} (rank 0) by it"
+    if others:
+        reason += ", and it is the fastest" if not best.loopback else ": they are on one machine"
+    return {"name": best.name, "reason": reason, "rejected": rejected}
+
+
+def _missed(name: str, reports: Sequence[Report], host: str) -> str:
+    """Who did not reach rank 0 by its interface `name`, and why; empty if all did."""
+    for rank, report in enumerate(reports, 1):
+        if name not in report.reached:
+            why = report.failed.get(name, "not tried")
+            return f"{report.host} (rank {rank}) did not reach {host} (rank 0) by it: {why}"
+    return ""
+
+
+def _nobody(offered: Sequence[Interface], missed: Mapping[str, str], host: str) -> tuple[str, str, str]:
+    names = ", ".join(f"{one.name} ({', '.join(one.addresses)})" for one in offered)
+    real = [one.name for one in offered if not one.loopback] or [one.name for one in offered]
+    found = "; ".join(f"{name}: {missed[name]}" for name in real) or "it has no network interface"
+    ports = "all ports"
+    with suppress(OSError):
+        ports = f"TCP ports {'-'.join(_PORTS.read_text().split())}"
+    return (
+        f"the network of {host} (rank 0): {names}",
+        found,
+        f"let the hosts of a job connect to each other at {ports}, of which Gloo and NCCL take free "
+        f"ones; or, if another interface is right, export {GLOO}=NAME (unset it, if it is set)",
+    )
+
+
+def _lacking(given: str, mine: Sequence[Interface], host: str) -> tuple[str, str, str] | None:
+    """The error for a name in `given` that is none of this machine's."""
+    names = [one.name for one in mine]
+    absent = [name for name in given.split(",") if name not in names]
+    if not absent:
+        return None
+    there = ", ".join(f"{one.name} ({', '.join(one.addresses)})" for one in mine)
+    return (
+        f"{GLOO}={given} on {host}",
+        f"{host} has no interface {absent[0]} that is up with an address; it has {there}",
+        f"unset {GLOO}: the fastest interface that all hosts share is then found; or name one of these",
+    )
+
+
+def _call(
+    offer: Mapping[str, Any], host: str, mine: Sequence[Interface], given: Sequence[Interface]
+) -> Report:
+    """Another rank's part: call rank 0 by each of the interfaces that it offers, all at once."""
+    sources = [address for one in given for address in one.addresses]
+    pool = ThreadPoolExecutor(max(1, len(offer["interfaces"])))
+    calls = {
+        pool.submit(_reach, addresses, offer["port"], offer["token"], sources): name
+        for name, addresses in offer["interfaces"]
+    }
+    _wait_for_some(list(calls))
+    pool.shutdown(wait=False, cancel_futures=True)
+    reached, failed = {}, {}
+    for call, name in calls.items():
+        if not call.done():
+            failed[name] = "no answer yet when another interface had one"
+        elif call.exception() is not None:
+            failed[name] = str(call.exception())
+        else:
+            reached[name] = call.result()
+    return Report(host=host, reached=reached, failed=failed)
+
+
+def _wait_for_some(calls: Sequence[Future[str]]) -> None:
+    """Wait for all, but not much longer than for the first that succeeds."""
+    waiting = set(calls)
+    while waiting:
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        if any(call.exception() is None for call in done):
+            wait(waiting, timeout=_LATE_SECONDS)
+            return
+
+
+def _reach(addresses: Sequence[str], port: int, token: str, sources: Sequence[str]) -> str:
+    """The address of one's own by which one of rank 0's is reached, from `sources` if there are any.
+
+    Raises OSError.
+    """
+    failures = []
+    for address in addresses:
+        alike = [one for one in sources if (":" in one) == (":" in address)]
+        if sources and not alike:
+            failures.append(f"{address}: the interface given has no such address")
+            continue
+        try:
+            return _reach_one(address, port, token, alike[0] if alike else "")
+        except OSError as error:
+            failures.append(f"{address}, port {port}: {error}")
+    raise OSError("; ".join(failures))
+
+
+def _reach_one(address: str, port: int, token: str, source: str) -> str:
+    call = socket.create_connection(
+        (address, port), timeout=CALL_SECONDS, source_address=(source, 0) if source else None
+    )
+    with call, call.makefile("rb") as answer:
+        if answer.readline(1000).decode(errors="replace").strip() != token:
+            raise OSError("something else answers there")
+        try:
+            whole = len(answer.read(len(_FULL))) == len(_FULL)
+        except OSError:
+            whole = False
+        if not whole:
+            raise OSError(
+                "small packets come, packets of full size are lost on the way: a switch or a tunnel "
+                "between them has a smaller MTU than their interfaces (ip link set dev NAME mtu 1400)"
+            )
+        return str(call.getsockname()[0])
+
+
+def _speed(one: Interface) -> str:
+    kind = "InfiniBand, " if one.infiniband else ""
+    return f"{kind}{one.speed} Mbit/s" if one.speed else f"{kind}unknown speed"
+
+
+def _launch_error(error: Sequence[str]) -> LaunchError:
+    given, found, fix = error
+    return LaunchError(given=given, found=found, fix=fix)

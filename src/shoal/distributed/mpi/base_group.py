@@ -1,0 +1,208 @@
+"""What every process group over MPI is, whatever it is asked to send: its ranks, records and limits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from shoal.distributed.mpi import buffers
+from shoal.distributed.mpi.work import Mover, Operation, Record
+from shoal.telemetry.flight_recorder import Call, Check, Collective, Entry, describe
+
+_REMEMBERED = 2000
+"""As many as torch's flight recorder keeps."""
+
+Statuses = Sequence[MPI.Status]
+Finish = Callable[[Statuses], None]
+
+
+class Shared:
+    """What the process groups of one world share: the thread, and the check before collectives."""
+
+    def __init__(self) -> None:
+        self.mover = Mover()
+        self.check: Check | None = None
+        self.groups = 0
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+"""Untyped, since torch calls each method in one of the two ways that it declares them."""
+
+
+class Members(_ProcessGroup):  # type: ignore[misc]
+    """The ranks of two communicators: one for collectives, one for messages with tags of the user's.
+
+    `limit` is after how many seconds an operation is given up. Communicators are not freed: that is
+    collective, and a rank that fails must be able to leave alone.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        collectives: MPI.Intracomm,
+        messages: MPI.Intracomm,
+        *,
+        limit: float,
+    ) -> None:
+        super().__init__(collectives.rank, collectives.size)
+        self._shared = shared
+        self._collectives = collectives
+        self._messages = messages
+        self._limit = limit
+        self._rank, self._size = collectives.rank, collectives.size
+        self._number = self._begun = 0
+        self._name = ""
+        self._records: deque[Record] = deque(maxlen=_REMEMBERED)
+        shared.groups += 1
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Torch's base class keeps it in backends, of which there are none here."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name by which torch finds the group."""
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        """The same."""
+        return self._name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The name that torch shows."""
+        return "mpi"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._begun
+
+    def recorded(self) -> list[Entry]:
+        """The newest collectives, and the sends and receives that somebody waits for; oldest first."""
+        return [
+            Entry(each.begun, each.thread, self._described(each))
+            for each in list(self._records)
+            if each.number or (each.awaited and not each.done)
+        ]
+
+    def calls(self) -> list[Call]:
+        """What traffic counts: collectives, sends and receives, oldest first."""
+        return [self._counted(each) for each in list(self._records)]
+
+    def _counted(self, record: Record) -> Call:
+        size, scatters = record.size, record.operation.endswith("scatter")
+        return Call(
+            recorder=f"mpi {self.group_name}",
+            record=record.index,
+            backend="mpi",
+            group=self.group_name,
+            key="",
+            number=record.number,
+            operation=record.operation,
+            sent=0 if scatters else size,
+            received=size if scatters else 0,
+            seconds=(record.ended - record.begun) / 1e9 if record.done else None,
+            done=record.done,
+        )
+
+    def _described(self, record: Record) -> Collective:
+        return Collective(
+            group=self.group_name if record.number else "",
+            number=record.number,
+            operation=record.operation,
+            tensors=describe(record.shapes, record.dtypes),
+            done=record.done,
+        )
+
+    def compare(self, check: Check) -> None:
+        """Call `check` before each collective of this world from now on."""
+        self._shared.check = check
+
+    def allow(self, seconds: float) -> None:
+        """Give operations that begin from now on so much time."""
+        self._limit = seconds
+
+    def shutdown(self) -> None:
+        """Leave the group; with the last one of a world the thread ends."""
+        self._shared.groups -= 1
+        if not self._shared.groups:
+            self._shared.mover.stop()
+
+    def _ready(self, operation: str, tensors: Sequence[Tensor], *, sized: bool = True) -> list[Tensor]:
+        """The values of what a collective is called with, once all ranks are known to call the same."""
+        if self._shared.check is not None:
+            self._shared.check(self, operation, tensors, sized)
+        return [buffers.checked(tensor) for tensor in tensors]
+
+    def _collective(
+        self,
+        operation: str,
+        requests: Sequence[MPI.Request],
+        *,
+        of: Sequence[Tensor],
+        result: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        finish: Finish | None = None,
+        opts: Any = None,
+    ) -> Operation:
+        """A collective that has begun. `of` is what it is known by, `result` what it fills."""
+        self._number += 1
+        aside = getattr(opts, "asyncOp", True)
+        return self._operation(
+            operation, requests, self._number, of, result, buffers, finish, aside=aside
+        )
+
+    def _message(
+        self,
+        operation: str,
+        request: MPI.Request,
+        tensor: Tensor,
+        buffer: Tensor,
+        finish: Finish | None,
+    ) -> Operation:
+        """A send or a receive that has begun."""
+        return self._operation(
+            operation, [request], 0, [tensor], [tensor], [buffer], finish, aside=True
+        )
+
+    def _operation(
+        self,
+        operation: str,
+        requests: Sequence[MPI.Request],
+        number: int,
+        of: Sequence[Tensor],
+        result: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        finish: Finish | None,
+        *,
+        aside: bool,
+    ) -> Operation:
+        self._begun += 1
+        record = Record(
+            index=self._begun,
+            number=number,
+            operation=operation,
+            shapes=[tensor.shape for tensor in of],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in of],
+        )
+        self._records.append(record)
+        return Operation(
+            requests,
+            record=record,
+            mover=self._shared.mover,
+            aside=aside,
+            limit=self._limit,
+            finish=finish,
+            result=result,
+            buffers=buffers,
+        )

@@ -1,0 +1,413 @@
+"""The collectives, sends and receives of a process group over MPI.
+
+Each is one of MPI's operations that don't block, begun by whoever calls it, so that all ranks begin
+them in the order of their scripts. MPI trusts what it is told about memory, so sizes are checked here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from shoal.distributed.mpi import buffers
+from shoal.distributed.mpi.base_group import Finish, Members, Statuses
+from shoal.distributed.mpi.work import Operation
+from shoal.util.errors import ShoalError
+
+
+class Group(Members):
+    """What torch asks of a process group. Some of it has two names: that of torch 2.11 and a newer."""
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Operation:
+        """Each tensor becomes the reduction of those of all ranks."""
+        values = self._ready("all_reduce", _listed(tensors))
+        op = getattr(opts, "reduceOp", opts) or dist.ReduceOp.SUM
+        kinds = [buffers.operation(op, value.dtype) for value in values]
+        wide = [buffers.reducible(value) for value in values]
+        requests = [
+            self._collectives.Iallreduce(MPI.IN_PLACE, buffers.reduced(one), kind)
+            for one, (kind, _) in zip(wide, kinds, strict=True)
+        ]
+
+        def finish(_: Statuses) -> None:
+            for value, one, (_kind, mean) in zip(values, wide, kinds, strict=True):
+                self._give_reduced(one, value, mean=mean)
+
+        return self._collective(
+            "all_reduce", requests, of=values, result=values, buffers=wide, finish=finish, opts=opts
+        )
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Operation:
+        """The root's tensor becomes the reduction of those of all ranks."""
+        values = self._ready("reduce", tensors)
+        (value,) = values
+        kind, mean = buffers.operation(opts.reduceOp, value.dtype)
+        wide, root = buffers.reducible(value), opts.rootRank
+        spec = buffers.reduced(wide)
+        sent: Any = MPI.IN_PLACE if self._rank == root else spec
+        received = spec if self._rank == root else None
+        request = self._collectives.Ireduce(sent, received, kind, root)
+
+        def finish(_: Statuses) -> None:
+            if self._rank == root:
+                self._give_reduced(wide, value, mean=mean)
+
+        return self._collective(
+            "reduce", [request], of=values, result=values, buffers=[wide], finish=finish, opts=opts
+        )
+
+    def _give_reduced(self, reduced: Tensor, to: Tensor, *, mean: bool) -> None:
+        if mean:
+            buffers.divide(reduced, self._size)
+        _give(reduced, to)
+
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Operation:
+        """Each tensor becomes that of the root."""
+        values = self._ready("broadcast", _listed(tensors))
+        root = getattr(opts, "rootRank", opts) or 0
+        flat = [buffers.flat(value) for value in values]
+        requests = [self._collectives.Ibcast(buffers.moved(one), root) for one in flat]
+        return self._collective(
+            "broadcast",
+            requests,
+            of=values,
+            result=values,
+            buffers=flat,
+            finish=_giving(flat, values),
+            opts=opts,
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Operation:
+        """`output` becomes the inputs of all ranks, one after the other."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Operation:
+        """The same for several tensors."""
+        values = self._ready("all_gather", inputs)
+        filled = [buffers.checked(output) for output in outputs]
+        flat = [buffers.flat(output) for output in filled]
+        sources, requests = [], []
+        for value, output in zip(values, flat, strict=True):
+            _alike("all_gather", value, output, value.numel() * self._size, output.numel())
+            source, count = buffers.flat(value), value.numel()
+            spec: Any = MPI.IN_PLACE  # FSDP gathers in place
+            if source.data_ptr() != output.data_ptr() + self._rank * source.nbytes:
+                source = source.clone() if buffers.overlap(source, output) else source
+                spec = buffers.moved(source)
+            sources.append(source)
+            requests.append(self._collectives.Iallgather(spec, buffers.moved(output, count)))
+        return self._collective(
+            "all_gather",
+            requests,
+            of=values,
+            result=filled,
+            buffers=[*sources, *flat],
+            finish=_giving(flat, filled),
+            opts=opts,
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Operation:
+        """The tensors in a list become the inputs of all ranks, which may differ in size."""
+        values = self._ready("all_gather", inputs)
+        filled = [[buffers.checked(each) for each in output] for output in outputs]
+        sources = [buffers.flat(value) for value in values]
+        joined, requests = [], []
+        for source, output in zip(sources, filled, strict=True):
+            counts = self._counts("all_gather", output)
+            _alike("all_gather", source, output[self._rank], source.numel(), counts[self._rank])
+            joined.append(torch.empty(sum(counts), dtype=source.dtype))
+            spec = buffers.parts(joined[-1], counts)
+            requests.append(self._collectives.Iallgatherv(buffers.moved(source), spec))
+
+        def finish(_: Statuses) -> None:
+            for whole, output in zip(joined, filled, strict=True):
+                _cut(whole, output)
+
+        return self._collective(
+            "all_gather",
+            requests,
+            of=values,
+            result=[each for output in filled for each in output],
+            buffers=[*sources, *joined],
+            finish=finish,
+            opts=opts,
+        )
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Operation:
+        """The same, with the outputs in lists by rank."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Operation:
+        """On the root the tensors in the list become the inputs of all ranks."""
+        values = self._ready("gather", inputs)
+        source, filled, joined = buffers.flat(values[0]), [], []
+        spec = None
+        if self._rank == opts.rootRank:
+            filled = [buffers.checked(each) for each in outputs[0]]
+            counts = self._counts("gather", filled)
+            _alike("gather", source, filled[self._rank], source.numel(), counts[self._rank])
+            joined = [torch.empty(sum(counts), dtype=source.dtype)]
+            spec = buffers.parts(joined[0], counts)
+        request = self._collectives.Igatherv(buffers.moved(source), spec, opts.rootRank)
+
+        def finish(_: Statuses) -> None:
+            for whole in joined:
+                _cut(whole, filled)
+
+        return self._collective(
+            "gather",
+            [request],
+            of=values,
+            result=filled,
+            buffers=[source, *joined],
+            finish=finish,
+            opts=opts,
+        )
+
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Operation:
+        """The tensor becomes the one in the root's list that is for this rank."""
+        values = self._ready("scatter", outputs)
+        (value,) = values
+        flat, joined, spec = buffers.flat(value), [], None
+        if self._rank == opts.rootRank:
+            given = [buffers.checked(each) for each in inputs[0]]
+            counts = self._counts("scatter", given)
+            _alike("scatter", given[self._rank], value, counts[self._rank], value.numel())
+            joined = [_joined(given, value.dtype)]
+            spec = buffers.parts(joined[0], counts)
+        request = self._collectives.Iscatterv(spec, buffers.moved(flat), opts.rootRank)
+        return self._collective(
+            "scatter",
+            [request],
+            of=values,
+            result=values,
+            buffers=[flat, *joined],
+            finish=_giving([flat], values),
+            opts=opts,
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Operation:
+        """`output` becomes this rank's part of the reduction of all inputs."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any
+    ) -> Operation:
+        """The same for several tensors."""
+        counts = [[output.numel()] * self._size for output in outputs]
+        return self._reduce_scatter(outputs, inputs, counts, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Operation:
+        """The same, with the parts in lists; they may differ in size."""
+        counts = [self._counts("reduce_scatter", each) for each in inputs]
+        joined = [
+            _joined([buffers.checked(part) for part in each], output.dtype)
+            for each, output in zip(inputs, outputs, strict=True)
+        ]
+        return self._reduce_scatter(outputs, joined, counts, opts)
+
+    def _reduce_scatter(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        counts: Sequence[Sequence[int]],
+        opts: Any,
+    ) -> Operation:
+        values = self._ready("reduce_scatter", outputs)
+        kinds = [buffers.operation(opts.reduceOp, value.dtype) for value in values]
+        sources, wide, requests = [], [], []
+        for value, given, (kind, _), of in zip(values, inputs, kinds, counts, strict=True):
+            _alike("reduce_scatter", given, value, given.numel(), sum(of))
+            _alike("reduce_scatter", given, value, of[self._rank], value.numel())
+            source, part = buffers.reducible(buffers.checked(given)), buffers.reducible(value)
+            source = source.clone() if buffers.overlap(source, part) else source
+            sources.append(source)
+            wide.append(part)
+            request = self._collectives.Ireduce_scatter(
+                buffers.reduced(source), buffers.reduced(part), list(of), kind
+            )
+            requests.append(request)
+
+        def finish(_: Statuses) -> None:
+            for value, part, (_kind, mean) in zip(values, wide, kinds, strict=True):
+                self._give_reduced(part, value, mean=mean)
+
+        return self._collective(
+            "reduce_scatter",
+            requests,
+            of=values,
+            result=values,
+            buffers=[*sources, *wide],
+            finish=finish,
+            opts=opts,
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Operation:
+        """Rows of `input` go to all ranks, those of `output` come from them; splits say how many."""
+        (value,) = self._ready("all_to_all", [input], sized=False)
+        filled = buffers.checked(output)
+        source, flat = buffers.flat(value), buffers.flat(filled)
+        source = source.clone() if buffers.overlap(source, flat) else source
+        sent, received = self._rows(source, input_splits), self._rows(flat, output_splits)
+        _alike("all_to_all", source, flat, sent[self._rank], received[self._rank])
+        request = self._collectives.Ialltoallv(
+            buffers.parts(source, sent), buffers.parts(flat, received)
+        )
+        return self._collective(
+            "all_to_all",
+            [request],
+            of=[value],
+            result=[filled],
+            buffers=[source, flat],
+            finish=_giving([flat], [filled]),
+            opts=opts,
+        )
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Operation:
+        """Each tensor in `inputs` goes to a rank, each in `outputs` comes from one."""
+        values = self._ready("all_to_all", inputs, sized=False)
+        filled = [buffers.checked(output) for output in outputs]
+        sent, received = self._counts("all_to_all", values), self._counts("all_to_all", filled)
+        _alike("all_to_all", values[0], filled[0], sent[self._rank], received[self._rank])
+        source = _joined(values, values[0].dtype)
+        joined = torch.empty(sum(received), dtype=source.dtype)
+        request = self._collectives.Ialltoallv(
+            buffers.parts(source, sent), buffers.parts(joined, received)
+        )
+        return self._collective(
+            "all_to_all",
+            [request],
+            of=values,
+            result=filled,
+            buffers=[source, joined],
+            finish=lambda _: _cut(joined, filled),
+            opts=opts,
+        )
+
+    def barrier(self, opts: Any = None) -> Operation:
+        """Until all ranks are here."""
+        self._ready("barrier", [])
+        request = self._collectives.Ibarrier()
+        return self._collective("barrier", [request], of=[], result=[], buffers=[], opts=opts)
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Operation:
+        """Send a tensor to a rank of the group."""
+        value = buffers.checked(tensors[0])
+        flat = buffers.flat(value)
+        request = self._messages.Isend(buffers.moved(flat), to, tag)
+        return self._message("send", request, value, flat, None)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Operation:
+        """Receive a tensor from a rank of the group."""
+        value = buffers.checked(tensors[0])
+        flat = buffers.flat(value)
+        request = self._messages.Irecv(buffers.moved(flat), source, tag)
+
+        def finish(statuses: Statuses) -> None:
+            _alike("recv", value, flat, statuses[0].Get_count(buffers.kind(flat)), flat.numel())
+            _give(flat, value)
+
+        return self._message("recv", request, value, flat, finish)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Operation:
+        """Receive a tensor from whichever rank sends one."""
+        return self.recv(tensors, MPI.ANY_SOURCE, tag)
+
+    def _counts(self, operation: str, tensors: Sequence[Tensor]) -> list[int]:
+        """How many elements each of a list's tensors has, which has one for each rank."""
+        if len(tensors) != self._size or len({tensor.dtype for tensor in tensors}) > 1:
+            raise _refusal(
+                operation, f"{len(tensors)} tensors", f"{self._size} of one dtype are needed"
+            )
+        return [tensor.numel() for tensor in tensors]
+
+    def _rows(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        """How many elements of a tensor are for each rank, or come from it."""
+        rows = len(tensor)
+        each = list(splits) or [rows // self._size] * self._size
+        if len(each) != self._size or sum(each) != rows:
+            raise _refusal(
+                "all_to_all", f"{rows} rows in parts of {each}", f"{self._size} parts are needed"
+            )
+        return [count * math.prod(tensor.shape[1:]) for count in each]
+
+
+def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
+
+
+def _cut(whole: Tensor, into: Sequence[Tensor]) -> None:
+    for part, tensor in zip(whole.split([each.numel() for each in into]), into, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+
+
+def _give(flat: Tensor, to: Tensor) -> None:
+    if flat is not to:
+        to.copy_(flat)
+
+
+def _giving(flat: Sequence[Tensor], to: Sequence[Tensor]) -> Finish:
+    def finish(_: Statuses) -> None:
+        for one, tensor in zip(flat, to, strict=True):
+            _give(one, tensor)
+
+    return finish
+
+
+def _alike(operation: str, one: Tensor, other: Tensor, sent: int, received: int) -> None:
+    """Raises ShoalError where what is sent does not fill what is received."""
+    if one.dtype != other.dtype or sent != received:
+        raise _refusal(
+            operation, f"{sent} of {one.dtype} sent", f"{received} of {other.dtype} received"
+        )
+
+
+def _refusal(operation: str, given: str, found: str) -> ShoalError:
+    return ShoalError(
+        given=f"{operation} over MPI: {given}",
+        found=found,
+        fix="let the tensors that are sent and received have the same size and dtype",
+    )

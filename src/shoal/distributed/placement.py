@@ -1,0 +1,281 @@
+"""Where one process of a world sits, and how it finds the first rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.errors import LaunchError
+
+_T = TypeVar("_T")
+
+_LAST_PORT = 65535
+PORTS = "SHOAL_PORTS"
+"""Sets the range of ports in which ranks meet where the launcher names none: `first-last`."""
+
+DIRECTORY = "SHOAL_MEETING"
+"""Sets the directory, shared by all machines, in which rank 0 publishes its address if it must."""
+
+# Below the ephemeral ports (32768 up), so that no outgoing connection can hold one of them.
+_DEFAULT_PORTS = "10001-20000"
+_TRIES = 8
+
+_FIX = "start the script with `shoal run -n N script.py`, or unset {names}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How the ranks of a job find the first one where nobody told them an address and a port.
+
+    Rank 0 takes the first free one of `ports`; the others look for it at each of `hosts` and in
+    the file that it writes into `directory` (none if empty). `job` is what they know each other by:
+    no other job, step or attempt has the same. `others` are the job's other machines, where the
+    launcher lists them. `choices` say who named hosts and ports.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+    directory: str = ""
+    others: tuple[str, ...] = field(default=(), compare=False)
+    choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where one process of the world sits, and which variables said so.
+
+    `node` and `nodes` count machines, `cores` is this process's share of its machine's cores,
+    `address` and `port` are where the first rank is met (port 0: nobody needs to be met); with a
+    `meeting` they are only where it will be looked for first. `attempt` counts restarts of the same
+    job from 0; where a launcher may leave ranks of an attempt behind, `job` names it. `choices` say
+    why it is this launcher, these cores and this address. `unsettled` names the fields that the
+    launcher leaves open, since it does not say which ranks share a machine: they hold a guess until
+    the ranks have met, and `World.placement` has their values. `warning` is what rank 0 prints of a
+    launch that is right, but perhaps not what its user meant.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    cores: int
+    address: str
+    port: int
+    launcher: str
+    attempt: int = 0
+    job: str = ""
+    meeting: Meeting | None = None
+    unsettled: tuple[str, ...] = ()
+    warning: str = ""
+    reason: str
+    choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
+
+    def settled(self, machines: Sequence[str], local_ranks: Sequence[int]) -> Placement:
+        """The same place where each rank has told its machine and its local rank, in rank order.
+
+        Raises LaunchError where local ranks that were given do not number the ranks of a machine.
+        """
+        here = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
+        order = list(dict.fromkeys(machines))
+        known = {
+            "local_rank": here.index(self.rank),
+            "local_size": len(here),
+            "node": order.index(machines[self.rank]),
+            "nodes": len(order),
+        }
+        given = [local_ranks[rank] for rank in here]
+        kept = bool(self.unsettled) and "local_rank" not in self.unsettled
+        if kept and sorted(given) != list(range(len(here))):
+            ranks, numbers = (", ".join(map(str, each)) for each in (here, given))
+            raise LaunchError(
+                given=self.reason,
+                found=f"ranks {ranks} share a machine, and their local ranks are {numbers}",
+                fix="unset LOCAL_RANK: ranks number themselves when they meet",
+            )
+        values = {name: known[name] for name in self.unsettled}
+        return replace(self, **values, unsettled=())  # type: ignore[arg-type]
+
+    def with_cores(self, cores: Choice[int]) -> Placement:
+        """The same place with another number of cores."""
+        others = tuple(choice for choice in self.choices if choice.what != cores.what)
+        return replace(self, cores=cores.value, choices=(*others, cores))
+
+    def __post_init__(self) -> None:
+        pairs = (
+            ("rank", self.rank, "world size", self.size),
+            ("local rank", self.local_rank, "local size", self.local_size),
+            ("node", self.node, "number of nodes", self.nodes),
+            ("local size less one", self.local_size - 1, "world size", self.size),
+        )
+        for name, value, limit_name, limit in pairs:
+            if not 0 <= value < limit:
+                raise LaunchError(
+                    given=self.reason,
+                    found=f"{name} {value} does not fit {limit_name} {limit}",
+                    fix="start the script with one launcher only, without setting these by hand",
+                )
+
+
+def meet(
+    env: Mapping[str, str],
+    *,
+    job: str,
+    hosts: Choice[tuple[str, ...]],
+    number: int | None = None,
+    shared: bool = False,
+    others: tuple[str, ...] = (),
+) -> Meeting:
+    """The meeting of the job known as `job`; MASTER_ADDR and MASTER_PORT, where set, decide.
+
+    `hosts` are those where rank 0 may be, and who says so. `number` is a number of the job;
+    neighbours get different first ports. With `shared`, rank 0 also publishes its address in a
+    directory that all machines see. `others` are the machines of the job but for this one.
+    """
+    own = bool(env.get("MASTER_ADDR"))
+    unset = {"one of your own": "MASTER_ADDR is not set"}
+    hosts = _given_address(env) if own else replace(hosts, rejected=unset)
+    ports = _given_port(env) if env.get("MASTER_PORT") else _ports(env, job, number)
+    choices: tuple[Choice[Any], ...] = (hosts, ports)
+    directory = ""
+    if shared and not own:
+        chosen = _directory(env)
+        directory, choices = chosen.value, (*choices, chosen)
+    return Meeting(
+        job=job,
+        hosts=hosts.value,
+        ports=ports.value,
+        directory=directory,
+        others=others,
+        choices=choices,
+    )
+
+
+def _given_address(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
+    """The address that MASTER_ADDR names."""
+    address = env["MASTER_ADDR"]
+    return Choice(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
+
+
+def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
+    """MASTER_PORT, if there is such a port; 0 is for worlds that need none."""
+    port = integer(env, "MASTER_PORT")
+    if not least <= port <= _LAST_PORT:
+        raise LaunchError(
+            given=spell(env, ("MASTER_PORT",)),
+            found=f"ports are numbers from 1 to {_LAST_PORT}",
+            fix="unset MASTER_PORT, and a free one is found; or name one that is free (ss -ltn)",
+        )
+    return port
+
+
+def _given_port(env: Mapping[str, str]) -> Choice[tuple[int, ...]]:
+    """The port that MASTER_PORT names."""
+    port = master_port(env, least=1)
+    return Choice(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
+
+
+def one_machine(variables: str) -> Choice[tuple[str, ...]]:
+    """The address of ranks that `variables` put on one machine."""
+    reason = f"all ranks are on this machine ({variables})"
+    return Choice(what="address", value=("127.0.0.1",), reason=reason)
+
+
+def divided(cpus: int, local_size: int) -> Choice[int]:
+    """The cores of one of `local_size` processes, as far as it can know without the others."""
+    reason = f"{cpus} core(s) in its affinity, divided by {local_size} process(es) of this machine"
+    return Choice(what="cores", value=max(1, cpus // max(1, local_size)), reason=reason)
+
+
+def _directory(env: Mapping[str, str]) -> Choice[str]:
+    if env.get(DIRECTORY):
+        value, reason = env[DIRECTORY], f"{GIVEN}: {DIRECTORY}={env[DIRECTORY]}"
+    else:
+        value = f"{env.get('HOME') or '~'}/.cache/shoal/meeting"
+        reason = (
+            f"no scheduler lists the machines, so rank 0 says here where it is; {DIRECTORY} is not set"
+        )
+    return Choice(what="meeting", value=value, reason=reason)
+
+
+def _ports(env: Mapping[str, str], job: str, number: int | None) -> Choice[tuple[int, ...]]:
+    text = env.get(PORTS) or _DEFAULT_PORTS
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _LAST_PORT):
+        raise LaunchError(
+            given=f"{PORTS}={text}",
+            found=f"not a range of ports from 1 to {_LAST_PORT}",
+            fix=f"export {PORTS}={_DEFAULT_PORTS}, which is the default",
+        )
+    count = int(last) - int(first) + 1
+    digest = hashlib.sha256(job.encode()).digest()
+    start = int.from_bytes(digest[:8], "little") if number is None else number
+    # Jobs that share their first port go on to different ones.
+    stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
+    steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
+    by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}, {PORTS} not being set"
+    return Choice(
+        what="port",
+        value=tuple(dict.fromkeys(steps)),
+        reason=f"the first of these that is free; they follow from the job, in the range {by}",
+        rejected={"one of your own": "MASTER_PORT is not set"},
+    )
+
+
+def slurm_job(env: Mapping[str, str]) -> str:
+    """The name of a job of Slurm, the same in all its attempts; empty outside of one.
+
+    Slurm starts a job anew when a node is silent, whose ranks may live on and hold what they hold.
+    """
+    number = env.get("SLURM_JOB_ID", "")
+    return f"slurm-{env.get('SLURM_CLUSTER_NAME', '')}-{number}" if number else ""
+
+
+def refuse_many_worlds(given: str, found: str, names: str) -> LaunchError:
+    """The error for N processes that would each be a world of their own."""
+    return LaunchError(
+        given=given,
+        found=f"{found}: each would be a world of its own",
+        fix=f"start the script with one launcher only; if that is wanted, unset {names}",
+    )
+
+
+def require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Raise LaunchError naming those of `names` that are not set."""
+    missing = [name for name in names if not env.get(name)]
+    if missing:
+        present = tuple(name for name in names if env.get(name))
+        raise LaunchError(
+            given=spell(env, present),
+            found=f"{', '.join(missing)} not set",
+            fix=_FIX.format(names=" ".join(present)),
+        )
+
+
+def integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number in a variable; `default` where it is not set or empty."""
+    if default is not None and not env.get(name):
+        return default
+    return parse(env, name, int)
+
+
+def parse(env: Mapping[str, str], name: str, read: Callable[[str], _T]) -> _T:
+    """What `read` makes of a variable; its ValueError becomes a LaunchError that names it."""
+    try:
+        return read(env[name])
+    except ValueError:
+        raise LaunchError(
+            given=f"{name}={env[name]}",
+            found=f"{name} can't be read",
+            fix=_FIX.format(names=name),
+        ) from None
+
+
+def spell(env: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """The variables of `names` that are set, as one would type them."""
+    return ", ".join(f"{name}={env[name]}" for name in names if env.get(name))

@@ -1,0 +1,79 @@
+"""Sections that rank 0 runs before all others, who hear through the store how each one ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shoal.util.errors import LaunchError
+
+if TYPE_CHECKING:
+    from shoal.distributed.world import World
+
+_POLL_SECONDS = 0.05
+_HEAR_SECONDS = 5.0
+"""How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
+
+
+class Sections:
+    """The sections of a world of several ranks: those that all ranks come to are counted."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = world.store("shoal/first")
+        self._count = 0
+        self._last = ""
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[bool]:
+        """Rank 0 runs the body alone, then the others do; see `World.first_rank_first`."""
+        self._count += 1
+        with self.named(f"{self._count}") as first:
+            yield first
+
+    @contextlib.contextmanager
+    def named(self, key: str, *, within: float = math.inf) -> Iterator[bool]:
+        """The same for a section with a key of its own, which rank 0 may come to alone.
+
+        Raises LaunchError on a rank that has waited longer than `within` seconds for rank 0.
+        """
+        self._last = key
+        if self._world.first:
+            try:
+                yield True
+            except BaseException as error:
+                self._store.set(key, f"failed: {type(error).__name__}: {error}")
+                raise
+            self._store.set(key, "done")
+            return
+        until = time.monotonic() + within
+        while not self._store.check([key]):
+            if time.monotonic() > until:
+                raise LaunchError(
+                    given="a section that rank 0 runs first",
+                    found=f"rank 0 has not come to it within {within:g} s",
+                    fix="let rank 0 come to it too, or rank 0 alone",
+                )
+            time.sleep(_POLL_SECONDS)
+        outcome = self._store.get(key).decode()
+        self._store.add(f"{key}/heard", 1)
+        if outcome != "done":
+            raise LaunchError(
+                given="a section that rank 0 runs first",
+                found=f"rank 0 {outcome}",
+                fix="see rank 0's own error",
+            )
+        yield False
+
+    def close(self) -> None:
+        """Rank 0 may host the store: it stays until all have heard how its last section ended."""
+        if not self._world.first or not dist.is_initialized():
+            return
+        others, until = self._world.size - 1, time.monotonic() + _HEAR_SECONDS
+        while self._store.add(f"{self._last}/heard", 0) < others and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)

@@ -1,0 +1,320 @@
+"""How the ranks of a job find the first one where no launcher gave them an address and a port.
+
+Rank 0 takes the first free port of the job's own list and answers whoever connects there with the
+name of the job and the port of the store. The others ask at each host and port in turn and pass
+over whatever answers otherwise, such as another job or an older attempt of this one. So nobody has
+to know which port was free, and two jobs on one machine can't meet by mistake.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
+from shoal.distributed.outages import Calls
+from shoal.util.errors import LaunchError
+
+LONGEST = 300.0
+"""How many seconds ranks look for the first one at most: as long as torch's own stores wait."""
+
+SILENCE = 10.0
+"""After so many seconds in which nothing comes back from any host it is the network that is wrong:
+a host on which rank 0 is not ready yet says that nobody listens."""
+
+_MOST_CALLED = 64
+"""So many other machines rank 0 calls at most when ranks are missing."""
+_NAMED = 3
+_ANSWER_SECONDS = 2.0
+_CALLERS = 1024
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_HERE = "shoal/rank/{rank}"
+
+
+def meet(meeting: Meeting, *, rank: int, size: int, timeout: float) -> TCPStore:
+    """The store of a job, once all its ranks are there: rank 0 opens it, the others find it.
+
+    Raises LaunchError where rank 0 finds no free port or not all others, or another rank no rank 0.
+    """
+    limit = min(timeout, LONGEST)
+    if rank:
+        host, port = _find(meeting, rank, time.monotonic() + limit)
+        store = _store(host, port, size, limit)
+        store.set(_HERE.format(rank=rank), "here")
+        return store
+    with _listen(meeting, meeting.ports) as server:
+        store = _open_store(meeting, server, size, limit)
+        line = f"{meeting.job} {store.port}\n".encode()
+        with answering(server, line), _published(meeting, server.getsockname()[1]):
+            await_all(store, size, time.monotonic() + limit, machines=_machines(meeting))
+    return store
+
+
+@contextmanager
+def answering(server: socket.socket, line: bytes, then: bytes = b"") -> Iterator[None]:
+    """Send every caller at `server` the same line and hang up, for the length of the block.
+
+    `then` follows in packets of its own, as large as the network takes them.
+    """
+    thread = threading.Thread(target=_answer, args=(server, line, then), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        thread.join()
+
+
+def _answer(server: socket.socket, line: bytes, then: bytes) -> None:
+    while True:
+        try:
+            caller, _ = server.accept()
+        except OSError:
+            return
+        with caller, suppress(OSError):
+            caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller.sendall(line)
+            caller.sendall(then)
+
+
+def await_all(
+    store: Store,
+    size: int,
+    deadline: float,
+    *,
+    key: str = _HERE,
+    machines: Mapping[str, tuple[str, int]] | None = None,
+) -> None:
+    """Wait, on rank 0, for the key of each other rank.
+
+    Raises LaunchError, which names the ranks that do not come; or those of `machines`, given by their
+    names with an address and a port, that answer no call.
+    """
+    missing = list(range(1, size))
+    pause, begun = _FIRST_PAUSE, time.monotonic()
+    calls: Calls | None = None
+    with ExitStack() as stack:
+        while True:
+            missing = [rank for rank in missing if not store.check([key.format(rank=rank)])]
+            if not missing:
+                return
+            now = time.monotonic()
+            if now + pause > deadline:
+                raise _not_come(missing, size, calls)
+            if machines and calls is None and now > begun + min(SILENCE, (deadline - begun) / 2):
+                calls = stack.enter_context(Calls(machines))
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _machines(meeting: Meeting) -> dict[str, tuple[str, int]]:
+    """The job's other machines, each with its name for an address and a port to call."""
+    return {host: (host, meeting.ports[0]) for host in meeting.others[:_MOST_CALLED]}
+
+
+def _not_come(missing: Sequence[int], size: int, calls: Calls | None) -> LaunchError:
+    here = socket.gethostname()
+    names = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
+    dead = [one for one in calls.outages() if not one.over] if calls else []
+    given = f"a world of {size}, whose rank 0 is on {here}"
+    if not dead:
+        return LaunchError(
+            given=given,
+            found=f"rank {names} did not come",
+            fix="check that every rank was started, and its own error message",
+        )
+    silent = "; ".join(f"{one.host} does not answer {here}: {one}" for one in dead[:_NAMED])
+    more = f"; {len(dead) - _NAMED} more machines do not answer" if dead[_NAMED:] else ""
+    return LaunchError(
+        given=given,
+        found=f"{silent}{more}; missing: rank {names}",
+        fix=f"look at the link between {here} and {dead[0].host} (ping {dead[0].host}; ip -s link), "
+        f"or leave that machine out (sbatch --exclude={dead[0].host})",
+    )
+
+
+def _listen(meeting: Meeting, ports: Iterable[int]) -> socket.socket:
+    """A socket at the first free port: of this machine alone where nobody else has ranks.
+
+    Elsewhere of all its interfaces: nobody knows by which one the others will come.
+    """
+    for port in ports:
+        try:
+            return listen(port, "127.0.0.1" if meeting.hosts == ("127.0.0.1",) else "")
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise _no_port(meeting)
+
+
+def listen(port: int, address: str = "") -> socket.socket:
+    """A socket that listens at an address of this machine, or at all of them; port 0: a free one."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=_CALLERS)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=_CALLERS, dualstack_ipv6=True
+        )
+    return socket.create_server(("", port), backlog=_CALLERS)
+
+
+def _open_store(meeting: Meeting, server: socket.socket, size: int, limit: float) -> TCPStore:
+    # From the end of the list: callers try its start, and a store keeps them waiting.
+    taken = server.getsockname()[1]
+    own = _listen(meeting, [port for port in (*reversed(meeting.ports), 0) if port != taken])
+    # Left to itself, torch's store would listen on all interfaces always.
+    return _store("127.0.0.1", own.getsockname()[1], size, limit, listens=own.detach())
+
+
+def _no_port(meeting: Meeting) -> LaunchError:
+    ports = ", ".join(map(str, meeting.ports))
+    return LaunchError(
+        given=f"rank 0 on {socket.gethostname()} may listen at port {ports}",
+        found="in use" if len(meeting.ports) == 1 else "all of them are in use",
+        fix=f"export MASTER_PORT=N with a free port N (ss -ltn lists those in use), or {PORTS}",
+    )
+
+
+def _store(host: str, port: int, size: int, limit: float, *, listens: int | None = None) -> TCPStore:
+    return TCPStore(
+        host,
+        port,
+        size,
+        is_master=listens is not None,
+        timeout=timedelta(seconds=limit),
+        wait_for_workers=False,
+        master_listen_fd=listens,
+    )
+
+
+class _UnreachableError(OSError):
+    """Nothing came back from a host, not even that nobody listens there."""
+
+
+def _find(meeting: Meeting, rank: int, deadline: float) -> tuple[str, int]:
+    """The host and the port of the store of this job."""
+    pause, why, first = _FIRST_PAUSE, "nobody has said where rank 0 is", 0
+    answered = time.monotonic()
+    while True:
+        silent = not meeting.directory  # where hosts are a guess, that one is silent means nothing
+        for host, ports in [(host, meeting.ports) for host in meeting.hosts] + _read(meeting):
+            # Whatever drops calls drops them for seconds each: one a round, the next port next time.
+            start = first % len(ports)
+            for port in (*ports[start:], *ports[:start]):
+                try:
+                    return host, _ask(meeting.job, host, port)
+                except (OSError, ValueError) as error:
+                    why = f"{host}:{port}: {error}"
+                    if isinstance(error, _UnreachableError):
+                        break
+                    silent = False
+        now = time.monotonic()
+        if silent and now > answered + SILENCE:
+            raise _unreachable(meeting, rank, now - answered, why)
+        first, answered = (first + 1, answered) if silent else (0, now)
+        if now + pause > deadline:
+            raise LaunchError(
+                given=f"rank {rank} on {socket.gethostname()} looked for rank 0 of {meeting.job} "
+                f"at {_where(meeting)}",
+                found=f"not there; last, {why}",
+                fix="check that every rank was started and that hosts reach each other, or export "
+                "MASTER_ADDR and MASTER_PORT (host and free port of rank 0)"
+                + (f", or {DIRECTORY} (a directory that all hosts share)" * bool(meeting.directory)),
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _unreachable(meeting: Meeting, rank: int, seconds: float, why: str) -> LaunchError:
+    here, there = socket.gethostname(), ", ".join(meeting.hosts)
+    return LaunchError(
+        given=f"rank {rank} on {here} looked for rank 0 of {meeting.job} at {_where(meeting)}",
+        found=f"{here} can't reach {there}: no answer of any kind in {seconds:.0f} s; last, {why}",
+        fix="let the hosts of a job connect to each other at these ports, or export "
+        f"{PORTS}=FIRST-LAST with ports at which they may; if {there} is not where rank 0 is, or on a "
+        "network that is not theirs, MASTER_ADDR=ADDRESS",
+    )
+
+
+def _ask(job: str, host: str, port: int) -> int:
+    """The port of the store of `job`, if rank 0 of that job answers."""
+    try:
+        call = socket.create_connection((host, port), timeout=_ANSWER_SECONDS)
+    except (TimeoutError, socket.gaierror) as error:
+        raise _UnreachableError(str(error)) from None
+    except OSError as error:
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            raise _UnreachableError(str(error)) from None
+        raise
+    with call, call.makefile("rb") as answer:
+        line = answer.readline(1000).decode(errors="replace")
+    name, _, number = line.strip().rpartition(" ")
+    if name != job:
+        raise ValueError("something else answers there")
+    return int(number)
+
+
+def _where(meeting: Meeting) -> str:
+    hosts = [*meeting.hosts, *([str(_file(meeting))] if meeting.directory else [])]
+    return f"{', '.join(hosts)}; ports {', '.join(map(str, meeting.ports))}"
+
+
+def _file(meeting: Meeting) -> Path:
+    name = "".join(c if c.isalnum() else "-" for c in meeting.job)
+    return Path(meeting.directory).expanduser() / name
+
+
+@contextmanager
+def _published(meeting: Meeting, port: int) -> Iterator[None]:
+    """Rank 0's address in the shared directory for as long as the others may look for it."""
+    if not meeting.directory:
+        yield
+        return
+    path = _file(meeting)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write("".join(f"{host} {port}\n" for host in own_addresses()))
+        partial.rename(path)
+    except OSError as error:
+        raise LaunchError(
+            given=f"rank 0 publishes its address in {path.parent}",
+            found=str(error),
+            fix=f"export {DIRECTORY}=DIR (shared by all hosts), or MASTER_ADDR and MASTER_PORT",
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _read(meeting: Meeting) -> list[tuple[str, tuple[int, ...]]]:
+    if not meeting.directory:
+        return []
+    try:
+        lines = _file(meeting).read_text().splitlines()
+        return [(host, (int(port),)) for host, port in (line.split() for line in lines)]
+    except (OSError, ValueError):
+        return []
+
+
+def own_addresses() -> list[str]:
+    """How other machines may call this one: by the address of its way out, and by name."""
+    addresses = [socket.gethostname()]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: connecting a datagram socket only chooses a way. RFC 5737's address.
+        probe.connect(("192.0.2.1", 9))
+        addresses.insert(0, probe.getsockname()[0])
+    return addresses

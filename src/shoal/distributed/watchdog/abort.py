@@ -1,0 +1,148 @@
+"""The end of all ranks after a hang: the report reaches whoever shows it, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+import psutil
+
+from shoal.distributed import env_vars
+from shoal.distributed.cluster_env import LEFT, MAY_DIE
+from shoal.distributed.watchdog import stacks
+from shoal.util.user_code import is_library
+
+EXIT_CODE = 124
+"""Of all ranks after a hang; timeout(1) has the same."""
+
+_FLUSH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What is to be shown: `text`, about `rank` at `where` (host and place), of `size` ranks.
+
+    `when` is in seconds of `time.monotonic` on the machine of whoever wrote it.
+    """
+
+    rank: int
+    size: int
+    where: str
+    text: str
+    when: float
+
+    def __str__(self) -> str:
+        return f"{self.text}\nwhere: rank {self.rank} of {self.size} on {self.where}\n"
+
+
+def launched() -> bool:
+    """Whether a `shoal run` started this process, which shows the report and ends what is left."""
+    return env_vars.reports() is not None
+
+
+def tell_launcher(report: Report) -> bool:
+    """Hand a report to the `shoal run` that started this process; False if none did."""
+    failure = {
+        "rank": report.rank,
+        "code": EXIT_CODE,
+        "when": report.when,
+        "where": report.where,
+        "text": report.text,
+        "hung": True,
+    }
+    return _tell(json.dumps(failure).encode())
+
+
+def tell_left() -> None:
+    """Let the `shoal run` that started this process, if one did, know that it leaves its world.
+
+    Not where an error makes it leave, which is reported as such.
+    """
+    error = sys.exception()
+    if error is None:
+        lines = stacks.main_stack()
+    elif isinstance(error, SystemExit) and not error.code:
+        lines = stacks.traced(error)
+    else:
+        return
+    own = stacks.own_line(lines)
+    place = "" if is_library(own.file) else str(own)
+    notice = {"place": place, "ended": False, "when": time.monotonic()}
+    _tell(LEFT + json.dumps(notice).encode())
+
+
+def tell_joined() -> None:
+    """Take back what `tell_left` said of a world before this one."""
+    _tell(LEFT + json.dumps(None).encode())
+
+
+def may_die_alone() -> None:
+    """Have the `shoal run` that started this process, if one did, let others go on if it is killed."""
+    _tell(MAY_DIE)
+
+
+def _tell(message: bytes) -> bool:
+    """Send the launcher a message, as far as it still listens; False if no `shoal run` started this."""
+    pipe = env_vars.reports()
+    if pipe is None:
+        return False
+    with suppress(OSError), Connection(os.dup(pipe), readable=False) as launcher:
+        launcher.send_bytes(message)
+    return True
+
+
+def tell_people(report: Report) -> None:
+    """Write a report to stderr."""
+    say(str(report))
+
+
+def say(text: str) -> None:
+    """Write a text to stderr, followed by a new line unless it ends with one."""
+    within(_FLUSH_SECONDS, lambda: _write(text))
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
+    sys.stderr.flush()
+
+
+def _flush() -> None:
+    sys.stdout.flush()  # looked up here, where it may be None
+
+
+def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
+    """End this process, its children, and processes that can't end themselves: (id, birth) of each."""
+    try:
+        within(_FLUSH_SECONDS, _flush)
+        doomed = psutil.Process().children(recursive=True)
+        for pid, born in strangers:
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if process.create_time() == born:
+                    doomed.append(process)
+        for process in doomed:
+            with suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL)
+    finally:
+        os._exit(EXIT_CODE)
+
+
+def within(seconds: float, action: Callable[[], object]) -> None:
+    """Try something that the disk or a lock of the main thread may keep from ever returning."""
+
+    def attempt() -> None:
+        with suppress(AttributeError, OSError, ValueError):  # there may be no stdout at all
+            action()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,172 @@
+"""Do all ranks call the same collective, with tensors of one size and dtype? Asked before each one.
+
+On Gloo another size aborts the process, and another dtype gives wrong numbers without a word. All
+collectives, functional ones and those of torch's own C++ too, go through torch's dispatcher. There they
+are held up, while the ranks of the group compare what they are about to do. That takes one small
+collective more for each, which is why it does not stay on.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shoal.distributed.watchdog import stacks
+from shoal.telemetry.flight_recorder import Collective, describe
+from shoal.util.errors import AgreementError
+
+
+class _Call(NamedTuple):
+    """A collective: its name, the argument whose tensors are compared, and whether in size too."""
+
+    operation: str
+    argument: int | None
+    sized: bool = True
+
+
+_CALLS = {
+    "allreduce_": _Call("all_reduce", 0),
+    "allreduce_coalesced_": _Call("all_reduce", 0),
+    "broadcast_": _Call("broadcast", 0),
+    "reduce_": _Call("reduce", 0),
+    "allgather_": _Call("all_gather", 1),
+    "_allgather_base_": _Call("all_gather", 1),
+    "allgather_coalesced_": _Call("all_gather", 1),
+    "allgather_into_tensor_coalesced_": _Call("all_gather", 1),
+    "reduce_scatter_": _Call("reduce_scatter", 0),
+    "_reduce_scatter_base_": _Call("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced_": _Call("reduce_scatter", 0),
+    "gather_": _Call("gather", 1),
+    "scatter_": _Call("scatter", 0),
+    "alltoall_": _Call("all_to_all", 1, sized=False),
+    "alltoall_base_": _Call("all_to_all", 1, sized=False),
+    "barrier": _Call("barrier", None),
+}
+ASIDE = "shoal aside"
+"""The name of threads that call collectives beside the main one. torch frees what holds calls up, when
+that is taken out, even if one of them is just coming to it: it waits until there are none."""
+_KEY = "BackendSelect"
+"""Where calls are held up: below autograd and all modes, above the kernels of the devices. Called by
+redispatching, those run without Python's lock, which Gloo's threads need."""
+_BYTES = 768
+_LONGEST = 300
+
+
+class Matching:
+    """Compares each collective of CPU tensors with those of the other ranks, until `stop`.
+
+    Threads beside the main one are left alone: their calls have no fixed order with its calls, nor with
+    the end of the check. A mismatch is an AgreementError on all ranks of the group, before anything is
+    sent. `current` is the collective whose check is under way, `found` whether any did not match.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.current: Collective | None = None
+        self.found = False
+        self._comparing = True
+        self._rank = rank
+        self._library: Any = torch.library.Library("c10d", "IMPL")
+        for name, call in _CALLS.items():
+            kernel = getattr(torch.ops.c10d, name).default
+            checked = functools.partial(self._checked, call, kernel)
+            self._library.impl(name, checked, _KEY, with_keyset=True)
+
+    def stop(self) -> None:
+        """Compare no more, from this call on; call it again, for what holds calls up to be taken out.
+
+        That is when no thread called ASIDE may be about to make one, on each rank for itself.
+        """
+        self._comparing = False
+        if self._library is not None and not any(t.name == ASIDE for t in threading.enumerate()):
+            self._library._destroy()
+            self._library = None
+
+    def check(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], sized: bool
+    ) -> None:
+        """Compare a collective of a group that torch's dispatcher does not see."""
+        if self._compares():
+            self._compare(group, operation, tensors, sized)
+
+    def _compares(self) -> bool:
+        main = threading.current_thread() is threading.main_thread()
+        return self._comparing and self.current is None and main
+
+    def _checked(self, call: _Call, kernel: Any, keys: Any, *arguments: Any) -> Any:
+        if self._compares() and all(tensor.device.type == "cpu" for tensor in _flat(arguments)):
+            script = next(each for each in arguments if isinstance(each, torch.ScriptObject))
+            tensors = [] if call.argument is None else _flat(arguments[call.argument])
+            group = dist.ProcessGroup.unbox(script)
+            self._compare(group, call.operation, tensors, call.sized)
+        below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+        return kernel.redispatch(keys & below, *arguments)
+
+    def _compare(
+        self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], sized: bool
+    ) -> None:
+        if group.size() == 1:
+            return
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+        shown = describe([tensor.shape for tensor in tensors], dtypes)
+        sizes = [tensor.numel() for tensor in tensors] if sized else []
+        place = str(stacks.own_line(stacks.stack(sys._getframe())))
+        mine = (
+            f"{operation} {dtypes} {sizes}"[:_LONGEST],
+            f"{operation} of {shown}" if shown else operation,
+            f"rank {self._rank} on {socket.gethostname()}",
+            place[-_LONGEST:],
+        )
+        self.current = Collective(
+            group=group.group_name, number=-1, operation=operation, tensors=shown, done=False
+        )
+        try:
+            everyone = _exchange("\n".join(mine), group)
+        finally:
+            self.current = None
+        usual, times = Counter(text.split("\n")[0] for text in everyone).most_common(1)[0]
+        if times < len(everyone):
+            self.found = True
+            raise _error([text.split("\n") for text in everyone], usual)
+
+
+def _flat(value: Any) -> list[Tensor]:
+    """The tensors in an argument, or in all of them."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _flat(each)]
+    return []
+
+
+def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
+    """The texts of all ranks of a group."""
+    data = text.encode()[:_BYTES].ljust(_BYTES)
+    # Whoever counts or records operations of tensors shall not see these.
+    with _disable_current_modes(), torch.no_grad():
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        group.allgather([everyone], [mine]).wait()
+        return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in everyone]
+
+
+def _error(everyone: Sequence[Sequence[str]], usual: str) -> AgreementError:
+    _, called, other, there = next(one for one in everyone if one[0] == usual)
+    odd = [one for one in everyone if one[0] != usual]
+    _, did, who, place = odd[0]
+    more = f", and {len(odd) - 1} more ranks differ" if len(odd) > 1 else ""
+    return AgreementError(
+        given=f"{called} at {there} ({other}), on {len(everyone) - len(odd)} of {len(everyone)} ranks",
+        found=f"{who} calls {did} at {place}{more}",
+        fix="let all ranks call the same collectives in the same order, with tensors of one size and "
+        "dtype: .to(torch.float32), and no collective under a condition that only some ranks meet",
+    )

@@ -1,0 +1,108 @@
+"""Where the threads of this process are.
+
+No source is read: the file system may be what hangs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from shoal.util.user_code import is_library
+
+_COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+"""On the stack only while torch compiles, and not while what it compiled runs."""
+_IMPORT = "<frozen importlib"
+_DEBUGGERS = ("/bdb.py", "/pydevd.py", "/pydevd_bundle/")
+_COMMUNICATION = "torch/distributed/"
+_STORAGE = "torch/distributed/checkpoint/"
+_INBOX = "shoal/strategies/rpc_pipeline/messages.py"
+"""Where the main thread waits for what comes by RPC, which other threads receive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of code and the function that it is in."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def main_stack() -> list[Line]:
+    """Where the main thread is, innermost last."""
+    return stack(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def stack(frame: FrameType | None) -> list[Line]:
+    """The calls that led to a frame, innermost last."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(Line(file=code.co_filename, number=frame.f_lineno or 0, function=code.co_name))
+        frame = frame.f_back
+    return lines[::-1]
+
+
+def traced(error: BaseException) -> list[Line]:
+    """The calls between the place where an error was raised and that of its handler, innermost last."""
+    calls = traceback.walk_tb(error.__traceback__)
+    return [
+        Line(file=frame.f_code.co_filename, number=number or 0, function=frame.f_code.co_name)
+        for frame, number in calls
+    ]
+
+
+def own_line(lines: Sequence[Line]) -> Line:
+    """The innermost line of the user's own code; of any code where none is."""
+    own = [line for line in lines if not is_library(line.file)]
+    return (own or list(lines) or [Line(file="?", number=0, function="?")])[-1]
+
+
+def busy(lines: Sequence[Line]) -> str:
+    """What a thread does that may take long: "compiles", "is in a debugger", "imports modules".
+
+    Empty for anything else. While a module of the user's own is imported, its lines are the user's,
+    and may be those that hang.
+    """
+    files = [line.file for line in lines]
+    if any(file.endswith(_COMPILERS) for file in files):
+        return "compiles"
+    if any(part in file for file in files for part in _DEBUGGERS):
+        return "is in a debugger"
+    own = max((index for index, file in enumerate(files) if not is_library(file)), default=-1)
+    if any(file.startswith(_IMPORT) for file in files[own + 1 :]):
+        return "imports modules"
+    return ""
+
+
+def communication(lines: Sequence[Line]) -> str:
+    """The function of torch.distributed that a thread has called into C from; empty if none.
+
+    What comes from there is sending, receiving or waiting; files of checkpoints aside. So is what
+    Shoal's own strategies wait in for messages.
+    """
+    last = lines[-1] if lines else None
+    if last is None:
+        return ""
+    torchs = _COMMUNICATION in last.file and _STORAGE not in last.file
+    return last.function if torchs or last.file.endswith(_INBOX) else ""
+
+
+def all_stacks() -> str:
+    """The stacks of all threads as text, the main thread's first, innermost lines last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    parts = []
+    for ident in sorted(frames, key=lambda ident: (ident != main, ident)):
+        parts.append(f"  thread {names.get(ident, ident)}\n")
+        parts += [f"    {line} in {line.function}\n" for line in stack(frames[ident])]
+    return "".join(parts)

@@ -1,0 +1,352 @@
+"""The thread of each rank that notices a wait without end, finds out who is to blame, and ends all.
+
+A rank waits without end if no process group has begun anything new for as long as a wait may last, no
+call has been answered, and it is inside a collective, or inside torch.distributed sending or receiving.
+So nothing has to be counted in the training itself, and whatever takes long without making others wait
+is no hang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from shoal.distributed import objects
+from shoal.distributed.rendezvous import listen
+from shoal.distributed.watchdog import abort, diagnosis, side_channel, stacks
+from shoal.distributed.watchdog.abort import Report
+from shoal.distributed.watchdog.diagnosis import Absent, Limits, Seen, Verdict
+from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
+from shoal.distributed.watchdog.side_channel import Peer, UnreachableError
+from shoal.telemetry import flight_recorder
+from shoal.telemetry.flight_recorder import Collective
+from shoal.util.errors import ShoalError
+from shoal.util.regular_file import write_new
+
+_INTERVAL = 0.5
+"""Seconds between two looks, at most."""
+_ANSWER_SECONDS = 2.0
+_LATER_SECONDS, _LATEST_RANK = 0.05, 20
+"""By so much each rank, up to that one, begins to judge later than the rank before it, so that of
+thousands that wait few ask all the others. Whom a lower rank has asked leaves it the judgement."""
+_LEFT_SECONDS = 2 * _ANSWER_SECONDS
+_AGAIN_SECONDS = 1.0
+_LONGEST_LOOK = _INTERVAL + _ANSWER_SECONDS + _AGAIN_SECONDS
+"""Seconds between two looks, at most, while this process runs."""
+_GONE_SECONDS = 1.0
+"""For so long a rank whose connection broke asks who is gone: sockets of one process close in turn."""
+_NEIGHBOUR_SECONDS = 5.0
+"""How long a rank waits before it asks whether the next one is still there, and then again."""
+_TOGETHER_SECONDS = 0.25
+"""All wait so long before they end, or the first to end would look like the cause."""
+_WRITE_SECONDS = 1.0
+_RECENT = 20
+_LONGEST_STACKS = 1 << 16
+
+
+class Watch:
+    """Watches over this rank's waits from a thread of its own, and answers for it.
+
+    `limit` is how many seconds a wait may last now; it begins with that of preparation. `directory`
+    gives where a report is kept, None being the directory for temporary files. `checked` gives the
+    collective that waits for a check of its own, if one does. Others reach this rank at `address`.
+    Making one is collective.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        limits: Limits,
+        address: str,
+        directory: Callable[[], Path | None],
+        checked: Callable[[], Collective | None],
+    ) -> None:
+        self.limit = limits.prepare
+        self._limits = limits
+        self._directory = directory
+        self._checked = checked
+        self._rank, self._size = group.rank(), group.size()
+        self._socket = listen(0, address)
+        mine = Peer(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            born=psutil.Process().create_time(),
+            address=address,
+            port=self._socket.getsockname()[1],
+        )
+        everyone = objects.gather((mine, secrets.token_hex(16)), group)
+        self._peers: list[Peer] = [peer for peer, _ in everyone]
+        self._token: str = everyone[0][1]
+        self._before = flight_recorder.newest()
+        self._answers = 0
+        self._left = -math.inf
+        self._decided = False
+        self._first_gone: list[int] = []
+        self._ending: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal watch", daemon=True)
+        self._thread.start()
+        abort.tell_joined()
+
+    def leave(self) -> None:
+        """Say why this rank leaves where that is because of another's death or its own choice; stop."""
+        abort.tell_left()
+        error = sys.exception()
+        if error is not None and (said := self.explain(error)):
+            error.add_note(said)
+        shown = getattr(sys, "last_value", None)  # at the end of Python, its traceback is on the screen
+        if error is None and shown is not None and (said := self.explain(shown)):
+            abort.say(said)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread and close the socket; other ranks then find that this one has left."""
+        if self._thread.is_alive():  # not in a process that was forked from this one
+            with suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join()
+        self._socket.close()
+
+    def gone(self, ranks: Sequence[int], *, unreachable: bool = False) -> set[int]:
+        """Those of the ranks whose processes have ended or have left the world; not the silent.
+
+        With `unreachable` also those from whose machines nothing comes back.
+        """
+        try:
+            asked = asyncio.run_coroutine_threadsafe(self._ask(ranks, {"alive": True}), self._loop)
+        except RuntimeError:  # this rank has left it itself
+            return set()
+        signs = (ConnectionError, UnreachableError) if unreachable else ConnectionError
+        answers = zip(ranks, asked.result(), strict=True)
+        return {rank for rank, answer in answers if isinstance(answer, signs)}
+
+    def explain(self, error: BaseException) -> str:
+        """Who has left, where an error reads as the death of another rank; empty if that isn't known.
+
+        Each that asks tells the others, since those that fail for the same reason are soon gone too.
+        """
+        here = {peer.host for peer in self._peers}
+        if not is_by_peer(error) or (abort.launched() and len(here) == 1):  # whose launcher knows more
+            return ""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        pause = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
+        until = time.monotonic() + pause + _GONE_SECONDS
+        while not self._first_gone and time.monotonic() < until:
+            time.sleep(pause)
+            pause = _LATER_SECONDS
+            self._first_gone = self._first_gone or sorted(self.gone(others))
+        if not self._first_gone:
+            return ""
+        with suppress(RuntimeError):  # this rank has left it itself
+            told = self._ask(others, {"gone": self._first_gone})
+            asyncio.run_coroutine_threadsafe(told, self._loop).result()
+        absent = [self._understand(rank, ConnectionError()) for rank in self._first_gone]
+        place = stacks.own_line(stacks.traced(error))
+        calls = flight_recorder.collectives(self._before)
+        waited = f"{calls[-1]} at {place}" if calls else str(place)
+        left = [one for one in absent if isinstance(one, Absent)]
+        return diagnosis.told_to_have_left(left, self._size, self._rank, waited)
+
+    def answered(self) -> None:
+        """Another rank has answered this one, outside of all process groups; from any thread."""
+        self._answers += 1  # one may be lost among threads: that it has changed is enough
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._watch())
+
+    async def _watch(self) -> None:
+        door = side_channel.Door(self._token, self._reply)
+        server = await asyncio.start_server(door.answer, sock=self._socket, limit=side_channel.LONGEST)
+        async with server:
+            try:
+                await self._look_on()
+            finally:
+                door.close()  # closing a server waits for its connections
+
+    async def _look_on(self) -> None:
+        later = _LATER_SECONDS * min(self._rank, _LATEST_RANK)
+        counts, waited, asked, looked = self._counts(), 0.0, 0.0, time.monotonic()
+        while not await _within(self._stopped.wait(), min(_INTERVAL, self.limit / 10)):
+            # Time in which this process was stopped, or its machine asleep, is nobody's fault.
+            passed = min(time.monotonic() - looked, _LONGEST_LOOK, self.limit / 2)
+            looked = time.monotonic()
+            now = self._counts()
+            waited, counts = waited + passed if now == counts else 0.0, now
+            asked = min(asked, waited)
+            if waited >= self.limit + later and self._waits(stacks.main_stack()) is not None:
+                await self._judge(waited)
+                await _within(self._stopped.wait(), _AGAIN_SECONDS)
+            elif waited >= asked + _NEIGHBOUR_SECONDS:
+                asked = waited
+                if await self._neighbour_is_gone():
+                    await self._judge(waited)
+
+    async def _neighbour_is_gone(self) -> bool:
+        """Whether this rank waits, and the next one of the group in which it does has left its world.
+
+        Each member asks one, so that a group of thousands finds those that left without a flood.
+        """
+        waits = self._waits(stacks.main_stack())
+        members = [] if waits is None else flight_recorder.groups().get(waits.group, [])
+        if self._rank not in members or len(members) == 1:
+            return False
+        following = members[(members.index(self._rank) + 1) % len(members)]
+        (answer,) = await self._ask([following], {"alive": True})
+        return isinstance(answer, ConnectionError)
+
+    def _counts(self) -> tuple[int, ...]:
+        return (self._answers, *flight_recorder.counts())
+
+    async def _judge(self, seconds: float) -> None:
+        """Ask all ranks, decide, and end all if that is to be believed; the lowest judge goes on."""
+        if time.monotonic() < self._left + _LEFT_SECONDS:
+            return
+        answers = await self._ask(range(self._size), {"judge": self._rank})
+        found = [self._understand(rank, answer) for rank, answer in enumerate(answers)]
+        decided = diagnosis.decide(found, seconds=seconds)
+        if decided is None:  # what this rank waited for has come while the others were asked
+            return
+        if seconds < decided.due(self._limits, self.limit):
+            return
+        report = self._put_into_words(decided, found)
+        self._decided = True
+        there = [one.rank for one in found if isinstance(one, Seen) and one.rank != self._rank]
+        silent = [one.rank for one in found if isinstance(one, Absent) and not one.ended]
+        ends = await self._ask(there, {"judge": self._rank, "end": asdict(report), "silent": silent})
+        if self._ending is not None or {"refused": True} in ends:
+            self._decided = False
+            return
+        if not abort.tell_launcher(report):
+            abort.tell_people(report)
+        await self._end(silent)
+
+    async def _ask(
+        self, ranks: Sequence[int], question: dict[str, Any]
+    ) -> list[dict[str, Any] | OSError]:
+        """What each of the ranks answers, or why it does not."""
+
+        async def ask(rank: int) -> dict[str, Any] | OSError:
+            asked = side_channel.ask(self._peers[rank], self._token, question)
+            try:
+                return await asyncio.wait_for(asked, _ANSWER_SECONDS)
+            except OSError as error:  # of which TimeoutError is one
+                return error
+            except ValueError as error:  # cut off in the middle
+                return ConnectionResetError(str(error))
+
+        return await asyncio.gather(*map(ask, ranks))
+
+    def _understand(self, rank: int, answer: dict[str, Any] | OSError) -> Seen | Absent:
+        if isinstance(answer, dict):
+            return diagnosis.from_plain(answer)
+        peer = self._peers[rank]
+        ended = isinstance(answer, ConnectionError)
+        cut = isinstance(answer, UnreachableError)
+        return Absent(rank=rank, host=peer.host, pid=peer.pid, ended=ended, cut=cut)
+
+    def _reply(self, question: dict[str, Any]) -> dict[str, Any]:
+        if "alive" in question:
+            return {}
+        if "gone" in question:
+            self._first_gone = self._first_gone or question["gone"]
+            return {}
+        lower = question["judge"] < self._rank
+        if "end" not in question:
+            self._left = time.monotonic() if lower else self._left
+            return diagnosis.to_plain(self._see())
+        if self._decided and not lower:
+            return {"refused": True}
+        abort.tell_launcher(Report(**question["end"]))
+        self._ending = asyncio.create_task(self._end(question["silent"]))
+        return {}
+
+    async def _end(self, silent: Sequence[int]) -> None:
+        await asyncio.sleep(_TOGETHER_SECONDS)
+        host = self._peers[self._rank].host
+        here = [peer for rank in silent if (peer := self._peers[rank]).host == host]
+        # `shoal run` ends what is left by itself, and would take one that is killed for the cause.
+        abort.exit_process([] if abort.launched() else [(peer.pid, peer.born) for peer in here])
+
+    def _see(self) -> Seen:
+        lines = stacks.main_stack()
+        own = stacks.own_line(lines)
+        return Seen(
+            rank=self._rank,
+            host=self._peers[self._rank].host,
+            place=str(own),
+            function=own.function,
+            waits=self._waits(lines),
+            busy=stacks.busy(lines),
+            limit=self.limit,
+            recent=tuple(flight_recorder.collectives(self._before)[-_RECENT:]),
+            groups=flight_recorder.groups(),
+            stacks=stacks.all_stacks()[:_LONGEST_STACKS],
+        )
+
+    def _waits(self, lines: Sequence[stacks.Line]) -> Collective | None:
+        """What this rank waits in. Threads beside the main one wait for themselves."""
+        main = threading.main_thread()
+        aside = {str(thread.ident) for thread in threading.enumerate() if thread is not main}
+        recorded = self._checked() or flight_recorder.outstanding(self._before, aside)
+        called = stacks.communication(lines)
+        if recorded is not None or not called:
+            return recorded
+        return Collective(group="", number=0, operation=called, tensors="", done=False)
+
+    def _put_into_words(self, decided: Verdict, found: Sequence[Seen | Absent]) -> Report:
+        kept = self._keep(f"{decided.line}\n\n{diagnosis.details(found)}")
+        name = "timeout" if self.limit == self._limits.step else "prepare_timeout"
+        longer = f"shoal.init({name}=…)"
+        if name == "timeout":
+            longer = f"`with world.preparing():` around it on all ranks, or {longer}"
+        given = f"a wait of more than {self.limit:g} s, the {name} of shoal.init"
+        fix = f"if one rank may take so long: {longer}"
+        if decided.patience == -math.inf:
+            given = "a wait for a rank that has left"
+            fix = f"without an error of that rank: {SAME_STEPS}"
+        error = ShoalError(
+            given=given, found=decided.line, fix=f"see {kept}, the stacks of all ranks; {fix}"
+        )
+        return Report(
+            rank=decided.rank,
+            size=self._size,
+            where=decided.where,
+            text=f"{diagnosis.table(found)}{str(error).lstrip()}",
+            when=time.monotonic(),
+        )
+
+    def _keep(self, text: str) -> Path:
+        """Where the details are kept; writing them must not wait for a disk that hangs too."""
+        # In the directory for temporary files, another user could create a file at a guessable name.
+        unique = f"{os.getpid()}-{secrets.token_hex(8)}"
+        name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{unique}.txt"
+        path = (self._directory() or Path(tempfile.gettempdir())) / name
+        abort.within(_WRITE_SECONDS, lambda: write_new(path, text, private=True))
+        return path
+
+
+async def _within(what: Awaitable[object], seconds: float) -> bool:
+    """Whether `what` comes true within so many seconds."""
+    try:
+        await asyncio.wait_for(what, seconds)
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,500 @@
+"""Placement and layout brought to life: process group, device, mesh, agreement between ranks."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import random
+import socket
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal.distributed import env_vars, mpi, objects
+from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
+from shoal.distributed.layout import AXES, Layout
+from shoal.distributed.membership import Survivors
+from shoal.distributed.rank_zero_first import Sections
+from shoal.distributed.seeds import derive_seed
+from shoal.distributed.watchdog.abort import may_die_alone
+from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, Limits
+from shoal.distributed.watchdog.mismatch import Matching
+from shoal.distributed.watchdog.watchdog import Watch
+from shoal.telemetry.flight_recorder import Recording
+from shoal.telemetry.step_timer import timeline_of
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.differences import spans
+from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
+
+LET_GO_SECONDS = 0.05
+"""How long a rank that has left its group lets the group's threads finish."""
+MARGIN_SECONDS = 60.0
+"""How much later than the watch torch itself gives up: by then every rank has been asked."""
+CHECKED_STEPS = 3
+"""For so many steps ranks compare each collective before they begin it."""
+
+
+class Service(Protocol):
+    """What a world has once for all that use it, such as torch's RPC."""
+
+    def close(self) -> None:
+        """Leave other ranks."""
+        ...
+
+
+S = TypeVar("S", bound=Service)
+P = TypeVar("P")
+
+
+def init(
+    *,
+    layout: str | Layout = LAYOUT,
+    backend: str | None = None,
+    device: str | torch.device | None = None,
+    devices_per_rank: int = 1,
+    seed: int = 0,
+    timeout: float = TIMEOUT,
+    prepare_timeout: float = PREPARE_TIMEOUT,
+    deterministic: bool = False,
+) -> World:
+    """Join the processes that a launcher started, or make a world of one.
+
+    `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
+    CPU unless given; "mpi" under MPI's launchers), `device` where this rank computes (by local rank
+    unless given): the first of `devices_per_rank` neighbours, `World.devices`, for a model that is
+    placed on several. `seed` is the root of every random stream. `timeout` is how long a rank may wait
+    for others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
+    `prepare_timeout` holds. Then the rank that did not arrive is named, and all ranks end.
+    `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that
+    nothing is left behind.
+
+    With several ranks, torch gets as many threads as this rank has cores for itself, unless
+    OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
+    stderr. Call `torch.set_num_threads` afterwards for another number.
+
+    `World.choices` has what was decided and why; `shoal info` prints it.
+
+    Raises LaunchError for an environment that contradicts itself or a group that can't form,
+    LayoutError for a layout that does not fit.
+    """
+    joined = join(
+        layout=layout,
+        backend=backend,
+        device=device,
+        devices_per_rank=devices_per_rank,
+        timeout=timeout,
+        prepare_timeout=prepare_timeout,
+    )
+    if joined.told:
+        with contextlib.suppress(OSError):  # as in `say`
+            print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
+    if folder := env_vars.failures():
+        from shoal.distributed.failure_reports import (
+            report_into,  # jobs of `shoal submit` alone need it
+        )
+
+        report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
+    limits = Limits(step=timeout, prepare=prepare_timeout)
+    return World(joined, seed, limits, deterministic=deterministic)
+
+
+class World:
+    """The processes of a run as this one sees them. A world of one has every method too."""
+
+    def __init__(
+        self,
+        joined: Joined,
+        seed: int,
+        limits: Limits,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        placement, layout = joined.placement, joined.layout
+        self.placement = placement
+        self.layout = layout
+        self.device = joined.device
+        self.devices = joined.devices
+        self.group = joined.group
+        self.seed = seed
+        self.limits = limits
+        self.rank = placement.rank
+        self.size = placement.size
+        self._host, self._variables = joined.host, joined.variables
+        self.data_rank = layout.data_rank(placement.rank)
+        self.data_size = layout.data_size
+        self.timeline = timeline_of(self.device)
+        self._mesh: DeviceMesh | None = None
+        self._data_group: dist.ProcessGroup | None = None
+        self.compared = False
+        self.recorder: Callable[[Mapping[str, Any]], None] | None = None
+        self.directory: Path | None = None
+        """Where a report of a hang is kept: that of the Run which is open."""
+        self._services: dict[Callable[[World], Service], Service] = {}
+        self._provided: dict[type, object] = {}
+        self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._steps = self._preparing = 0
+        self._closed = False
+        self._deterministic_mode = torch.get_deterministic_debug_mode()
+        if deterministic:
+            env_vars.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+            torch.use_deterministic_algorithms(True)
+        self._deterministic = deterministic
+        mode = Choice(
+            what="deterministic",
+            value=deterministic,
+            reason=GIVEN if deterministic else "the default: deterministic algorithms are slower",
+        )
+        self.choices = (*joined.choices, mode)
+        self.reseed("weights", by_rank=False)
+        self._matching: Matching | None = None
+        self._watch: Watch | None = None
+        self.survivors: Survivors | None = None
+        if self.group is not None:
+            self._matching = Matching(self.rank)
+            if isinstance(self.group, Recording):
+                self.group.compare(self._matching.check)
+            self._watch = self._watched(self.group, self._matching)
+            self._let_torch_wait()
+        atexit.register(self.close)
+
+    def _watched(self, group: dist.ProcessGroup, matching: Matching) -> Watch:
+        return Watch(
+            group,
+            limits=self.limits,
+            address=self._host,
+            directory=lambda: self.directory,
+            checked=lambda: matching.current,
+        )
+
+    @property
+    def first(self) -> bool:
+        """True on global rank 0, and on no other, however many ranks believe to be local rank 0."""
+        return self.rank == 0
+
+    @property
+    def _alone(self) -> bool:
+        """Whether this is a world of one. LaunchError where it was one of several and is closed."""
+        if self.group is None and self.size > 1:
+            raise LaunchError(
+                given=f"a World of {self.size} ranks after its `with` block, or after close()",
+                found=f"rank {self.rank} has left the group and would go on with its own share only",
+                fix="evaluate and save inside `with shoal.init() as world:`",
+            )
+        return self.group is None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """torch's device mesh over all axes of the layout, outermost first. Collective, once."""
+        if self.group is None:
+            raise LayoutError(
+                given="world.mesh in a world of one process",
+                found="torch's device mesh needs a process group, which one process has not",
+                fix="shoal run -n 1 is a world of one too; ask world.size before world.mesh",
+            )
+        if self._mesh is None:
+            degrees = tuple(self.layout.degree(axis) for axis in AXES)
+            self._mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
+        return self._mesh
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that have different samples, in the order of their data ranks."""
+        if self.group is None or self.data_size == self.size:
+            return self.group
+        if self._data_group is None:
+            axes = self.mesh["replicate", "shard"]
+            self._data_group = axes._flatten("data").get_group()
+        return self._data_group
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce `tensor` over all ranks in place ("sum", "max" or "min") and return it."""
+        operations = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        if op not in operations:
+            raise AgreementError(
+                given=f"world.all_reduce(…, op={op!r})",
+                found=f"the operations are {', '.join(operations)}",
+                fix="op='sum', divided by world.size for a mean",
+            )
+        if not self._alone:
+            self.meet()
+            dist.all_reduce(tensor, operations[op], group=self.group)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everyone's value, in rank order, on every rank.
+
+        A value is None, a number, text, bytes, a path, a list, tuple, set, dict, tensor or NumPy array,
+        or a dataclass, named tuple or enum of these. Nothing is pickled. Tensors arrive on the CPU,
+        without gradients. Raises AgreementError, on all ranks, for any other value.
+        """
+        if self._alone or self.group is None:
+            return [value]
+        self.meet()
+        return objects.gather(value, self.group)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of rank `source` on every rank; see `gather` for what can be sent."""
+        if self._alone or self.group is None:
+            return value
+        self.meet()
+        return objects.broadcast(value, self.group, source)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if not self._alone:
+            self.all_reduce(torch.zeros((), device=self.device))
+
+    def agree(self, value: Any, what: str) -> Any:
+        """Return `value` if every rank has the same; raise AgreementError naming the odd ones."""
+        values = self.gather(value)
+        usual = values[0]
+        if any(other != usual for other in values):  # rank 0 may be the odd one
+            usual = max(values, key=lambda one: sum(other == one for other in values))
+            odd = [rank for rank, other in enumerate(values) if other != usual]
+            raise AgreementError(
+                given=f"{what}: {usual!r} on {self.size - len(odd)} of {self.size} ranks",
+                found=f"{values[odd[0]]!r} on rank {odd[0]}"
+                + (f", and {len(odd) - 1} more ranks differ" if len(odd) > 1 else ""),
+                fix=f"make {what} the same on every rank",
+            )
+        return value
+
+    @contextlib.contextmanager
+    def first_rank_first(self) -> Iterator[bool]:
+        """Rank 0 runs the body alone, then the others do: to download or prepare something once.
+
+            with world.first_rank_first():
+                data = prepare("cache/")
+
+        The wait has no time limit, since it polls a key and starts no collective. If rank 0 fails,
+        the others raise within a second instead of waiting.
+        """
+        if self._alone:
+            yield True
+            return
+        with self.service(Sections).next() as first:
+            yield first
+
+    def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
+        """The keys under `prefix` in the store that several ranks share."""
+        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
+    def survive(self, *, essential: bool = False) -> None:
+        """From now on ranks that have ended are left out of what this world does together. Collective.
+
+        For strategies whose steps need no other rank. The ranks are renumbered when they meet next,
+        and `shoal run` lets the others go on where one is killed that is not `essential`.
+        """
+        if self._watch is None or self.survivors is not None:
+            return
+        if self._matching is not None:
+            self._matching.stop()  # it waits for all ranks
+        store = self.store("shoal/survivors")
+        self.survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
+        self.meet()
+        if not essential:
+            may_die_alone()
+
+    def answered(self) -> None:
+        """Another rank has answered a call of this one, which so does not wait without end."""
+        if self._watch is not None:
+            self._watch.answered()
+
+    def meet(self) -> None:
+        """Where ranks may die, wait for those that live, the world from here on. Collective."""
+        if self.survivors is None or self._watch is None:
+            return
+        lost = self.survivors.meet(self._watch.limit)
+        if not lost:
+            return
+        members = self.survivors.members
+        self.group = dist.new_group(members, use_local_synchronization=True)
+        self.rank = self.data_rank = members.index(self.survivors.rank)
+        self.size = self.data_size = len(members)
+        self.layout = Layout.parse(LAYOUT).resolve(self.size)
+        self._mesh = self._data_group = None
+        self._let_torch_wait()
+        self.say(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
+
+    def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
+        """A generator of its own for `purpose`; see `seed_for`."""
+        generator = torch.Generator(self.device)
+        return generator.manual_seed(self.seed_for(purpose, by_rank=by_rank))
+
+    def seed_for(self, purpose: str, *, by_rank: bool = True) -> int:
+        """A 63-bit seed derived from (seed, purpose) and, with `by_rank`, the data rank.
+
+        Ranks that hold parts of one model, and so the same samples, draw alike.
+        """
+        return derive_seed(self.seed, purpose, self.data_rank if by_rank else 0)
+
+    def reseed(self, purpose: str, *, by_rank: bool = True) -> None:
+        """Set the global generators of Python, NumPy and torch to the stream of `purpose`.
+
+        `init` calls it with "weights", the same on all ranks; `parallelize` with "noise", by rank.
+        """
+        seed = self.seed_for(purpose, by_rank=by_rank)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def say(self, *parts: object) -> None:
+        """Print `parts` once, as `print` does: on rank 0. A log on a full disk ends no training."""
+        if self.first:
+            with contextlib.suppress(OSError):
+                print(*parts, flush=True)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the present step with the Run that is open: losses, rates, scores.
+
+            world.log({"rate": optimizer.param_groups[0]["lr"]})
+
+        They become events, and curves in the Run's trackers; those of rank 0 are shown.
+        Raises LaunchError where no Run is open.
+        """
+        if self.recorder is None:
+            raise LaunchError(
+                given="world.log(…)",
+                found="no Run is open that could record it",
+                fix="with shoal.Run('runs/a', step, loader) as run: …, and world.log inside",
+            )
+        self.recorder(values)
+
+    def stepping(self) -> None:
+        """A step begins: from the first one on, a wait has the time limit of steps."""
+        if self._watch is None or self._matching is None:
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._set_limit(self._watch)
+            self._let_torch_wait()
+        elif self._steps > CHECKED_STEPS and not self._matching.found:
+            self._matching.stop()
+
+    @property
+    def steps_begun(self) -> int:
+        """How many steps a world of several ranks has begun; the same on ranks that step together."""
+        return self._steps
+
+    def _set_limit(self, watch: Watch) -> None:
+        preparing = self._preparing or not self._steps
+        watch.limit = self.limits.prepare if preparing else self.limits.step
+
+    def _let_torch_wait(self) -> None:
+        """Give all process groups a limit of torch's own that is not reached before the watch's."""
+        watched = max(self.limits.step, self.limits.prepare, BUSY_SECONDS)
+        longest = timedelta(seconds=watched + MARGIN_SECONDS)
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if isinstance(group, Recording):
+                group.allow(longest.total_seconds())
+            else:
+                dist.distributed_c10d._set_pg_timeout(longest, group)
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Let one rank take its time while the others wait for it: `prepare_timeout` holds inside.
+
+            with world.preparing():
+                if world.first:
+                    build_index("cache/")
+                world.barrier()
+
+        All ranks enter it. See `first_rank_first` where the others need no collective.
+        """
+        if self._watch is None:
+            yield
+            return
+        self._preparing += 1
+        self._set_limit(self._watch)
+        try:
+            yield
+        finally:
+            self._preparing -= 1
+            self._set_limit(self._watch)
+
+    def before_closing(self, method: Callable[[], None]) -> None:
+        """Call this method of an object, if that is still alive, before the group is left."""
+        self._before_closing.append(weakref.WeakMethod(method))
+
+    def service(self, kind: Callable[[World], S]) -> S:
+        """The one object of this kind that the world has, made when first asked for. Collective, once.
+
+        It is closed before the group is left.
+        """
+        if kind not in self._services:
+            self._services[kind] = kind(self)
+        return cast(S, self._services[kind])
+
+    def provide(self, kind: type[P], implementation: P) -> None:
+        """Let `provided(kind)` return `implementation`, so that its users need not import it."""
+        self._provided[kind] = implementation
+
+    def provided(self, kind: type[P]) -> P | None:
+        """Return the implementation of `kind` that was provided last, or None."""
+        return cast("P | None", self._provided.get(kind))
+
+    def close(self) -> None:
+        """Leave the group and restore what `init` changed; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as leaving:
+            leaving.callback(self._leave)
+            for service in self._services.values():
+                leaving.callback(service.close)
+            for reference in self._before_closing:
+                if (method := reference()) is not None:
+                    method()
+
+    def _leave(self) -> None:
+        atexit.unregister(self.close)
+        self._mesh = self._data_group = None
+        if self._deterministic:
+            torch.set_deterministic_debug_mode(self._deterministic_mode)
+        if self._watch is not None and self._matching is not None:
+            self._watch.leave()
+            self._matching.stop()
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+            # A model that lives on keeps Gloo's threads. One of them may still have to let go of
+            # the last collective's tensors, for which it needs the interpreter: it would abort the
+            # process if that had begun to end.
+            time.sleep(LET_GO_SECONDS)
+        env_vars.write_variables(dict.fromkeys(self._variables))
+        self.group = None
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, ShoalError) and error.where is None:
+            error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
+        over_mpi = isinstance(self.group, Recording)
+        self.close()
+        if over_mpi and type(error) is SystemExit:  # and not one with which all ranks stop
+            mpi.leaving(error.code)
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, {self.layout}, {self.device})"
+
+
+def _line(trace: TracebackType | None) -> str:
+    """Where in the user's own file the error came from: the outermost frame of the `with` block."""
+    frames = traceback.extract_tb(trace)
+    return f", {frames[0].filename}:{frames[0].lineno}" if frames else ""

@@ -1,0 +1,1 @@
+"""The checks of `shoal doctor`, one module each: `look` measures, `judge` decides."""

@@ -1,0 +1,161 @@
+"""The GPUs of each host by NVML: driver, health, what else uses them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypedDict
+
+from shoal.distributed import env_vars
+from shoal.doctor.findings import Finding, Seen, by_host, failure, grouped, ok, warning, where
+from shoal.util.tables import size
+
+DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
+_INSTALL = "pip install 'shoal[gpu]'"
+_BUSY = 0.1
+_MARGIN = 5
+
+# NVML's reasons for lower clocks that are no rest: nvmlClocksEventReasons in its reference.
+_REASONS = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+
+
+class Gpu(TypedDict):
+    """One GPU, as NVML numbers it; what its driver does not say is 0. Bytes, degrees Celsius."""
+
+    index: int
+    name: str
+    total: int
+    used: int
+    temperature: int
+    slowdown: int
+    reasons: int
+    uncorrected: int
+    pending: bool
+    unrepaired: bool
+
+
+class Gpus(TypedDict):
+    """All GPUs of a host, or in `lacking` why they are not known; empty where there are none."""
+
+    driver: str
+    lacking: str
+    gpus: list[Gpu]
+    visible: dict[str, str]
+
+
+def present() -> bool:
+    """Whether this machine has GPUs of NVIDIA or AMD, and they are not hidden from this process."""
+    return (DEVICE.exists() or AMD.exists()) and "" not in env_vars.visible_devices().values()
+
+
+def look() -> Gpus:
+    """Ask NVML, which comes with NVIDIA's driver, through nvidia-ml-py."""
+    found = Gpus(driver="", lacking="", gpus=[], visible=env_vars.visible_devices())
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        found["lacking"] = "nvidia-ml-py is not installed" if DEVICE.exists() else ""
+        return found
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        found["lacking"] = str(error) if DEVICE.exists() else ""
+        return found
+    try:
+        found["driver"] = str(nvml.nvmlSystemGetDriverVersion())
+        count = nvml.nvmlDeviceGetCount()
+        found["gpus"] = [_gpu(nvml, index) for index in range(count)]
+    finally:
+        nvml.nvmlShutdown()
+    return found
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def ask(question: Callable[[], Any], otherwise: Any) -> Any:
+        # What this kind of GPU or driver does not know is no reason to lose the rest.
+        with suppress(nvml.NVMLError, AttributeError):
+            return question()
+        return otherwise
+
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    remapped = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle), (0, 0, 0, 0))
+    return Gpu(
+        index=index,
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        total=memory.total,
+        used=memory.used,
+        temperature=ask(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU), 0),
+        slowdown=ask(
+            lambda: nvml.nvmlDeviceGetTemperatureThreshold(
+                handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+            ),
+            0,
+        ),
+        reasons=ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle), 0),
+        uncorrected=ask(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            ),
+            0,
+        ),
+        pending=bool(remapped[2]),
+        unrepaired=bool(remapped[3]),
+    )
+
+
+def judge(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
+    """Drivers that differ, GPUs that are broken, hot, slowed down or in use."""
+    lacking = [one for one in ranks if one.facts["lacking"]]
+    if lacking:
+        why = lacking[0].facts["lacking"]
+        fix = _INSTALL if "not installed" in why else "nvidia-smi; ask the administrators"
+        yield warning("GPU health", f"unknown on {where(lacking)}: {why}", fix)
+    drivers = grouped((one for one in ranks if one.facts["driver"]), lambda one: one.facts["driver"])
+    if len(drivers) > 1:
+        text = "; ".join(f"{driver} on {where(members)}" for driver, members in drivers.items())
+        yield warning("GPU driver", text, "ask the administrators for the same driver on all hosts")
+    elif drivers:
+        yield ok("GPU driver", next(iter(drivers)))
+    yield from by_host([one for one in ranks if one.facts["gpus"]], _judge_host)
+
+
+def _judge_host(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
+    gpus = ranks[0].facts["gpus"]
+    problems = [problem for gpu in gpus for problem in _problems(gpu)]
+    yield from problems
+    if not problems:
+        names = (
+            ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+            if (names := [gpu["name"] for gpu in gpus])
+            else ""
+        )
+        yield ok("GPU health", f"{names}: no ECC error, no slowdown, free")
+
+
+def _problems(gpu: Gpu) -> Iterator[Finding]:
+    name = f"GPU {gpu['index']}"
+    report = "exclude the host (sbatch --exclude=HOST) and report it to the administrators"
+    if gpu["uncorrected"] or gpu["unrepaired"]:
+        found = f"{gpu['uncorrected']} uncorrected ECC errors since the driver was loaded"
+        yield failure(name, found + ", rows beyond repair" * gpu["unrepaired"], report)
+    if gpu["pending"]:
+        yield warning(name, "a row of its memory waits to be remapped", f"nvidia-smi -r; else {report}")
+    slowed = [text for bit, text in _REASONS.items() if gpu["reasons"] & bit]
+    if slowed:
+        hot = f" at {gpu['temperature']} °C" if gpu["temperature"] else ""
+        yield warning(name, f"{', '.join(slowed)}{hot}", f"nvidia-smi -q -d PERFORMANCE; {report}")
+    elif 0 < gpu["slowdown"] <= gpu["temperature"] + _MARGIN:
+        found = f"{gpu['temperature']} °C; it slows down at {gpu['slowdown']} °C"
+        yield warning(name, found, report)
+    if gpu["used"] > _BUSY * gpu["total"]:
+        found = f"{size(gpu['used'])} of its {size(gpu['total'])} are in use before training"
+        yield warning(name, found, "nvidia-smi says whose; ask for GPUs of your own (--exclusive)")

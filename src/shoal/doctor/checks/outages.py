@@ -1,0 +1,97 @@
+"""Links between machines that stopped carrying packets while the doctor ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shoal.distributed.interfaces import interfaces
+from shoal.distributed.outages import Calls, Outage
+from shoal.distributed.rendezvous import answering, listen
+from shoal.doctor.findings import Finding, Seen, failure, ok
+
+if TYPE_CHECKING:
+    from shoal.distributed.world import World
+
+MOST_MACHINES = 64
+"""Of more machines each calls that of rank 0 alone: pairs grow as their square."""
+
+WHAT = "connection"
+
+
+class Links:
+    """The calls of this rank to the other machines of a world while a block lasts; collective.
+
+    The first rank of each machine makes them. Each rank answers those that come to it.
+    """
+
+    def __init__(self, world: World, hosts: Sequence[str]) -> None:
+        self._world, self._hosts = world, hosts
+        self._calls: Calls | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Links:
+        if len(set(self._hosts)) == 1:
+            return self
+        address = _address(self._world)
+        server = self._stack.enter_context(listen(0, address))
+        self._stack.enter_context(answering(server, b"\n"))
+        # Rank 0 may leave a world that hangs: the others' calls end with their processes.
+        everyone = self._world.gather((address, server.getsockname()[1]))
+        calls = called(self._hosts, everyone, self._world.rank)
+        self._calls = self._stack.enter_context(Calls(calls))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def look(self) -> list[dict[str, Any]]:
+        """The outages that this rank has seen so far."""
+        found = [] if self._calls is None else self._calls.outages()
+        return [asdict(one) for one in found if one.answered]
+
+
+def called(
+    hosts: Sequence[str], everyone: Sequence[tuple[str, int]], rank: int
+) -> Mapping[str, tuple[str, int]]:
+    """The machines that a rank calls: each by the address and the port of its first rank."""
+    firsts = {host: hosts.index(host) for host in hosts}
+    if firsts[hosts[rank]] != rank:
+        return {}
+    to = {host: everyone[first] for host, first in firsts.items() if host != hosts[rank]}
+    few = len(firsts) <= MOST_MACHINES
+    return {host: at for host, at in to.items() if few or firsts[host] == 0}
+
+
+def _address(world: World) -> str:
+    """This machine's address in the interface that `shoal.init` has chosen.
+
+    It chooses none where all ranks share one machine, whatever their host names are.
+    """
+    chosen = {choice.what: str(choice.value) for choice in world.choices}
+    own = {one.name: one.addresses for one in interfaces()}
+    return next(iter(own.get(chosen.get("interface", ""), ())), "127.0.0.1")
+
+
+def judge(ranks: Sequence[Seen[list[dict[str, Any]]]]) -> Iterator[Finding]:
+    """A line for each pair of machines between which packets were lost, with the longest outage."""
+    worst: dict[frozenset[str], tuple[str, Outage]] = {}
+    for one in ranks:
+        for outage in (Outage(**each) for each in one.facts):
+            pair = frozenset((one.host, outage.host))
+            # One that still lasts counts more than any that is over.
+            known = worst.get(pair)
+            if known is None or (known[1].over, -known[1].seconds) > (outage.over, -outage.seconds):
+                worst[pair] = (one.host, outage)
+    for here, outage in worst.values():
+        there = outage.host
+        interface = outage.interface or "the interface"
+        fix = f"look at the cable and the switch port of {interface} on {here} and {there} "
+        fix += f"(ping {outage.address}; ip -s link show), or leave one out (sbatch --exclude={there})"
+        dead = "could not reach" if outage.over else "can't reach"
+        again = "; then it came back" if outage.over else ", and it is still dead"
+        yield failure(WHAT, f"{here} {dead} {there}: {outage}{again}", fix)
+    if not worst and len({one.host for one in ranks}) > 1:
+        yield ok(WHAT, "each machine answered all the time")

@@ -1,0 +1,129 @@
+"""Whether all ranks see one run directory: what rank 0 writes, and the lock that it holds."""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+from shoal.doctor.checks.filesystem import existing
+from shoal.doctor.findings import Finding, Seen, failure, ok, warning, where
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+_POLL_SECONDS = 0.005
+_LATE = 1.0
+_TEXT = "seen"
+
+
+class View(TypedDict):
+    """What another rank saw of rank 0's file: after how many seconds (-1: never), and of its lock."""
+
+    seconds: float
+    locked: bool
+
+
+def look(directory: Path, store: Store, *, rank: int, size: int, limit: float) -> View:
+    """All ranks look for a file before rank 0 writes it, and until they see it; collective.
+
+    What was asked for in vain is what file systems of several machines remember: so it goes with a
+    checkpoint that one rank completes and all open.
+    """
+    if rank == 0:
+        try:
+            _show(existing(directory), store, size, limit)
+        except OSError:
+            store.set("folder", "")
+            raise
+        return View(seconds=0.0, locked=True)
+    store.wait(["folder"], timedelta(seconds=limit))
+    folder = Path(store.get("folder").decode())
+    if folder == Path():
+        raise OSError("rank 0 could not write")
+    (folder / _TEXT).exists()
+    store.set(f"looked/{rank}", "")
+    store.wait(["written"], timedelta(seconds=limit))
+    seconds = _await(folder / _TEXT, limit)
+    view = View(seconds=seconds, locked=seconds >= 0 and _is_locked(folder / "lock"))
+    store.set(f"done/{rank}", "")
+    return view
+
+
+def _show(directory: Path, store: Store, size: int, limit: float) -> None:
+    others = range(1, size)
+    with _folder(directory) as folder, (folder / "lock").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        store.set("folder", str(folder))
+        store.wait([f"looked/{rank}" for rank in others], timedelta(seconds=limit))
+        (folder / _TEXT).write_text(_TEXT)
+        store.set("written", "")
+        store.wait([f"done/{rank}" for rank in others], timedelta(seconds=limit))
+
+
+@contextmanager
+def _folder(directory: Path) -> Iterator[Path]:
+    folder = directory / f".shoal-doctor-{secrets.token_hex(8)}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await(path: Path, limit: float) -> float:
+    """Seconds until the file is there with its text; -1 if it does not come in half the time."""
+    begun = time.perf_counter()
+    while (taken := time.perf_counter() - begun) < limit / 2:
+        try:
+            if path.read_text() == _TEXT:
+                return taken
+        except OSError:
+            pass
+        time.sleep(_POLL_SECONDS)
+    return -1.0
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("r+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return True
+    return False
+
+
+def judge(ranks: Sequence[Seen[View]]) -> Iterator[Finding]:
+    """Ranks that don't see what rank 0 writes, or see it late, or past its lock."""
+    blind = [one for one in ranks if one.facts["seconds"] < 0]
+    late = [one for one in ranks if one.facts["seconds"] > _LATE]
+    if blind:
+        yield failure(
+            "shared",
+            f"{where(blind)} did not see what rank 0 ({ranks[0].host}) wrote",
+            "give --run a directory of a file system that all hosts share (df DIR on each)",
+        )
+    elif late:
+        worst = max(late, key=lambda one: one.facts["seconds"])
+        yield warning(
+            "shared",
+            f"{where(late)} saw what rank 0 wrote after up to {worst.facts['seconds']:.1f} s",
+            "another file system for runs; NFS: mount with lookupcache=positive or actimeo=1",
+        )
+    else:
+        slowest = max(one.facts["seconds"] for one in ranks)
+        yield ok("shared", f"all ranks saw what rank 0 wrote within {max(1, round(1000 * slowest))} ms")
+    unlocked = [one for one in ranks if one.facts["seconds"] >= 0 and not one.facts["locked"]]
+    if unlocked:
+        yield warning(
+            "lock",
+            f"{where(unlocked)} could take a lock that rank 0 ({ranks[0].host}) held: "
+            "two runs in one directory don't notice each other",
+            "mount it with locks (Lustre: -o flock), or take care of it yourself",
+        )

@@ -1,0 +1,119 @@
+"""The same Python, torch, packages and source on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+
+from shoal.doctor.findings import Finding, Seen, failure, ok, where
+from shoal.util.differences import Difference, differences
+from shoal.util.packages import packages
+
+CORE = ("torch", "numpy", "shoal")
+"""The packages that each have a line of their own."""
+
+MOST_SOURCES = 2000
+_NAMED = 5
+
+
+class Software(TypedDict):
+    """Versions and digests, by name."""
+
+    python: str
+    packages: dict[str, str]
+
+
+class Sources(TypedDict):
+    """The digest of each Python file in a folder and below, by its name in there."""
+
+    folder: str
+    files: dict[str, str]
+
+
+def look() -> Software:
+    """What is installed for the Python that runs here."""
+    return Software(python=platform.python_version(), packages=packages())
+
+
+def look_at_sources(folder: Path) -> Sources:
+    """Digests of the Python files in `folder` and below, without environments and hidden folders."""
+    if not folder.is_dir():
+        raise NotADirectoryError(folder)
+    files: dict[str, str] = {}
+    for path in _sources(folder.absolute()):
+        if len(files) == MOST_SOURCES:
+            break
+        files[str(path.relative_to(folder.absolute()))] = _digest(path)
+    return Sources(folder=str(folder.absolute()), files=files)
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for here, folders, names in os.walk(folder):
+        own = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]
+        # Sorted, so that all ranks come to the same ones where there are too many.
+        folders[:] = sorted(name for name in own if not (Path(here) / name / "pyvenv.cfg").exists())
+        yield from (Path(here) / name for name in sorted(names) if name.endswith(".py"))
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        return str(error)
+
+
+def judge(ranks: Sequence[Seen[Software]]) -> Iterator[Finding]:
+    """A line for Python, one for each package that trains, one for all others."""
+    found = ranks[0].facts
+    by_name = [{"Python": one.facts["python"], **_core(one.facts["packages"])} for one in ranks]
+    differing = {one.name: one for one in differences(by_name)}
+    fix = "start all ranks in the same environment (which python; pip list)"
+    for name in by_name[0] | {"torch": ""}:
+        if name in differing:
+            yield failure(name, _odd(differing[name], ranks), fix)
+        elif name in by_name[0]:
+            yield ok(name, by_name[0][name] + _on_all(ranks))
+        else:
+            yield failure(name, "not installed", "pip install torch, or load the module that has it")
+    others = list(differences([one.facts["packages"] for one in ranks]))
+    others = [one for one in others if one.name not in CORE]
+    if others:
+        named = "; ".join(f"{one.name} {_odd(one, ranks)}" for one in others[:_NAMED])
+        more = f"; and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        yield failure("packages", named + more, fix)
+    else:
+        yield ok("packages", f"{len(found['packages'])} installed" + _on_all(ranks))
+
+
+def _core(found: Mapping[str, str]) -> dict[str, str]:
+    return {name: found[name] for name in CORE if name in found}
+
+
+def judge_sources(ranks: Sequence[Seen[Sources]]) -> Iterator[Finding]:
+    """One line for the user's own source."""
+    folder, files = ranks[0].facts["folder"], ranks[0].facts["files"]
+    others = list(differences([one.facts["files"] for one in ranks]))
+    if others:
+        named = "; ".join(f"{one.name} {_odd(one, ranks)}" for one in others[:_NAMED])
+        more = f"; and {len(others) - _NAMED} more files" if len(others) > _NAMED else ""
+        fix = "start all ranks on the same files: a shared directory, or the same commit (git status)"
+        yield failure("source", f"in {folder}: {named}{more}", fix)
+    else:
+        most = f", the first {MOST_SOURCES:,}" if len(files) == MOST_SOURCES else ""
+        yield ok("source", f"{len(files):,} Python files{most} in {folder}" + _on_all(ranks))
+
+
+def _odd(one: Difference, ranks: Sequence[Seen[Software]] | Sequence[Seen[Sources]]) -> str:
+    others = (
+        f"{value} on {where([ranks[index] for index in indices])}"
+        for value, indices in one.others.items()
+    )
+    return f"{one.usual} on {one.times} of {len(ranks)} ranks, {', '.join(others)}"
+
+
+def _on_all(ranks: Sequence[object]) -> str:
+    return f", the same on all {len(ranks)} ranks" if len(ranks) > 1 else ""

@@ -1,0 +1,45 @@
+"""What is here, what was chosen and why: `shoal info`, alone or in every rank of a launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shoal.distributed import env_vars
+from shoal.distributed.world import init
+from shoal.doctor.info import display
+from shoal.doctor.info.machine import describe
+from shoal.doctor.info.ranks import gather
+from shoal.util.errors import ShoalError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+JOIN_SECONDS = 60.0
+"""How long the ranks of a launch wait for each other: nobody prepares data here."""
+
+
+def show(console: Console) -> None:
+    """Join the world that a launcher started and print, on rank 0, what it is and why.
+
+    Where the environment contradicts itself or the world can't form, what could be found is printed
+    and the ShoalError raised.
+    """
+    try:
+        placement = env_vars.placement()
+    except ShoalError:
+        display.machine(console, describe())
+        display.launchers(console, env_vars.launcher_variables())
+        raise
+    try:
+        with init(prepare_timeout=JOIN_SECONDS) as world:
+            ranks, choices = gather(world), world.choices
+    except ShoalError:
+        if placement.rank == 0:
+            display.machine(console, describe())
+            display.choices(console, placement.choices)
+        raise
+    if placement.rank == 0:
+        display.machine(console, describe())
+        display.choices(console, choices)
+        if len(ranks) > 1:
+            display.ranks(console, ranks)

@@ -1,0 +1,63 @@
+"""What `shoal info` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+from shoal.doctor.info.machine import Machine
+from shoal.doctor.info.ranks import Rank, differences, rows
+from shoal.util.decision import Choice
+from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
+
+_NARROW = 14
+
+
+def machine(console: Console, found: Machine) -> None:
+    """What this machine has."""
+    print_pairs(console, "Versions", found.versions)
+    print_pairs(console, "Hardware, as this process may use it", found.hardware)
+    print_pairs(console, "Optional packages", found.packages)
+    print_pairs(
+        console, "Launchers on PATH", found.programs or [("none", "shoal run -n N SCRIPT needs none")]
+    )
+
+
+def launchers(console: Console, variables: Mapping[str, str]) -> None:
+    """The launchers that are asked, in order, each with what was found of its variables."""
+    print_pairs(
+        console,
+        "Launchers, as they are asked, and their variables here",
+        [(name, found or "none") for name, found in variables.items()],
+    )
+
+
+def choices(console: Console, made: Sequence[Choice[object]]) -> None:
+    """What was chosen, why, and what was not."""
+    table = make_table("what", "chosen", "why, and why not")
+    table.columns[1].max_width = max(_NARROW, console.width // 4)
+    for choice in made:
+        whys = [choice.reason, *(f"not {name}: {why}" for name, why in choice.rejected.items())]
+        for index, why in enumerate(whys):
+            first = (choice.what, _spelled(choice.value)) if index == 0 else ("", "")
+            add_row(table, *first, why)
+    print_table(console, "What was chosen, and why (on rank 0)", table)
+
+
+def ranks(console: Console, found: Sequence[Rank]) -> None:
+    """All ranks, and where they differ."""
+    table = make_table("rank", "host", "local", "cores", "threads", "device")
+    for row in rows(found):
+        add_row(table, *row)
+    print_table(console, f"{len(found)} ranks", table)
+    lines = list(differences(found)) or ["Shoal, Python and torch are the same on all."]
+    print_line(console, *lines)
+
+
+def _spelled(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_spelled, value)) or "unknown"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,139 @@
+"""What this machine has: versions, cores, memory, GPUs, optional packages, launchers."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+
+import psutil
+import torch
+
+from shoal.distributed import env_vars
+from shoal.doctor.cgroups import own_limits
+
+EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
+"""Those extras of Shoal that add something to a script; the others serve its own development."""
+
+PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
+
+_VERSION_SECONDS = 2.0
+_GIB = 2**30
+
+Rows = list[tuple[str, str]]
+"""Lines of two columns: what, and what was found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was found, as lines for people."""
+
+    versions: Rows
+    hardware: Rows
+    packages: Rows
+    programs: Rows
+
+
+def describe() -> Machine:
+    """Look at this machine; a fraction of a second."""
+    return Machine(
+        versions=[*versions().items(), ("system", platform.platform()), ("host", socket.gethostname())],
+        hardware=_hardware(),
+        packages=list(packages()),
+        programs=[(name, whose) for name in PROGRAMS if (whose := _whose(name))],
+    )
+
+
+def versions() -> dict[str, str]:
+    """Shoal, Python and torch with what it is built for: what should be the same on all ranks."""
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
+    if torch.version.hip:
+        built = f"ROCm {torch.version.hip}"
+    return {
+        "Shoal": _installed("shoal") or "not installed",
+        "Python": platform.python_version(),
+        "torch": f"{torch.__version__}, built for {built}",
+    }
+
+
+def _hardware() -> Rows:
+    cores, total = len(os.sched_getaffinity(0)), psutil.cpu_count() or 1
+    memory = psutil.virtual_memory()
+    quota, ceiling = own_limits()
+    rows = [
+        ("cores", f"{cores} in the affinity of {total}"),
+        ("memory", f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB"),
+    ]
+    if quota is not None:
+        rows.append(("limit of CPU", f"{quota:g} core(s), by the cgroup"))
+    if ceiling is not None and ceiling < memory.total:
+        rows.append(("limit of memory", f"{ceiling / _GIB:.1f} GiB, by the cgroup"))
+    rows += [(f"GPU {index}", gpu(index)) for index in range(torch.cuda.device_count())]
+    if not torch.cuda.device_count():
+        rows.append(("GPUs", "none that torch sees"))
+    return rows + list(env_vars.visible_devices().items())
+
+
+def gpu(index: int) -> str:
+    """The name and the memory of a visible GPU."""
+    found = torch.cuda.get_device_properties(index)
+    return f"{found.name}, {found.total_memory / _GIB:.1f} GiB"
+
+
+def packages(requirements: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Each optional package with its version, or with what to type to get it.
+
+    `requirements` are those of Shoal as its metadata spell them, unless given its own.
+    """
+    if requirements is None:
+        requirements = []
+        with suppress(metadata.PackageNotFoundError):
+            requirements = metadata.requires("shoal") or []
+    for text in requirements:
+        wanted, _, marker = (part.strip() for part in text.partition(";"))
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
+        if extra is None or extra[1] not in EXTRAS:
+            continue
+        name = re.split(r"[^\w.-]", wanted)[0]
+        yield name, _installed(name) or f"not installed: pip install '{wanted}'"
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _whose(program: str) -> str:
+    """Where a launcher is on PATH and whose it is; empty if there is none."""
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    if program == "torchrun":  # it would import torch to say its version
+        return path
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return f"{path}, which does not say its version"
+    return f"{path}, {maker(done.stdout)}"
+
+
+def maker(said: str) -> str:
+    """Whose launcher it is, from what it says with `--version`."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines:
+        return "which does not say its version"
+    hydra = re.search(r"^\s*Version:\s*(\S+)", said, re.MULTILINE)
+    if "hydra" in lines[0].lower() and hydra:
+        return f"Hydra (MPICH) {hydra[1]}"
+    return lines[0]

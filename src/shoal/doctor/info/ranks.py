@@ -1,0 +1,90 @@
+"""What each rank of a launch is, and where ranks differ that should be alike."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from shoal.distributed.world import World
+from shoal.doctor.info.machine import gpu, versions
+from shoal.util.differences import spans
+
+MOST_ROWS = 32
+"""Up to so many ranks have a row each; more of them share one for each machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank as it sees itself."""
+
+    rank: int
+    host: str
+    local_rank: int
+    cores: int
+    threads: int
+    device: str
+    versions: Mapping[str, str]
+
+
+def gather(world: World) -> list[Rank]:
+    """All ranks, in their order, on every rank."""
+    device = str(world.device)
+    if world.device.type == "cuda":
+        device += f" ({gpu(world.device.index)})"
+    mine = Rank(
+        rank=world.rank,
+        host=socket.gethostname(),
+        local_rank=world.placement.local_rank,
+        cores=world.placement.cores,
+        threads=torch.get_num_threads(),
+        device=device,
+        versions=versions(),
+    )
+    return list(world.gather(mine))
+
+
+def rows(ranks: Sequence[Rank]) -> list[tuple[str, str, str, str, str, str]]:
+    """Rank, host, local rank, cores, threads and device: of each rank, or of each machine if many."""
+    if len(ranks) <= MOST_ROWS:
+        groups = [[one] for one in ranks]
+    else:
+        by_host = sorted(ranks, key=lambda one: one.host)
+        groups = [list(group) for _, group in groupby(by_host, lambda one: one.host)]
+        groups.sort(key=lambda group: group[0].rank)
+    return [
+        (
+            spans([one.rank for one in group]),
+            group[0].host,
+            spans([one.local_rank for one in group]),
+            _each([str(one.cores) for one in group]),
+            _each([str(one.threads) for one in group]),
+            _each([one.device for one in group]),
+        )
+        for group in groups
+    ]
+
+
+def _each(values: Sequence[str]) -> str:
+    counts = Counter(values)
+    if len(counts) == 1:
+        return values[0] if len(values) == 1 else f"{values[0]} each"
+    return ", ".join(f"{value} x{times}" if times > 1 else value for value, times in counts.items())
+
+
+def differences(ranks: Sequence[Rank]) -> Iterator[str]:
+    """A line for each version that is not the same on all ranks, with the odd ones named."""
+    for name in ranks[0].versions:
+        found = Counter(one.versions[name] for one in ranks)
+        (usual, times), *odd = found.most_common()
+        for value, _ in odd:
+            where = [one for one in ranks if one.versions[name] == value]
+            hosts = ", ".join(dict.fromkeys(one.host for one in where))
+            yield (
+                f"{name} differs: {usual} on {times} of {len(ranks)} ranks, "
+                f"{value} on rank {spans([one.rank for one in where])} ({hosts})"
+            )

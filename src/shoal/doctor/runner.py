@@ -1,0 +1,310 @@
+"""All checks in their order: of each rank alone, then of all together."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from shoal.distributed import env_vars
+from shoal.doctor.checks import clocks, dataset, filesystem, gpus, host, shared_directory, software
+from shoal.doctor.findings import Examination, Finding, Seen, State, failure, where
+from shoal.doctor.rounds import Rounds
+from shoal.doctor.time_limit import Outcome
+from shoal.util.errors import LaunchError, ShoalError
+from shoal.util.packages import packages
+
+if TYPE_CHECKING:
+    from shoal.distributed.world import World
+
+T = TypeVar("T")
+
+TRIES = 3
+"""So often is measured what seems slow."""
+
+_TOGETHER = 4
+"""So many times the limit of one check is that of measurements which take turns."""
+_INNER = 0.75
+"""The share of its limit for which a check waits for other ranks: so it can say for whom it did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be examined.
+
+    `run`, `data` and `source` are the run directory, the dataset and the folder of the user's source,
+    where these are to be looked at. No check takes longer than `limit` seconds, or four times that if
+    ranks take turns in it; `wait` is how long ranks wait for each other at first. `quick` leaves out
+    what is measured: compute and links.
+    """
+
+    run: Path | None = None
+    data: Path | None = None
+    source: Path | None = None
+    limit: float = 10.0
+    wait: float = 60.0
+    quick: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic(Generic[T]):
+    """A check: what each rank looks at, and what rank 0 makes of what all have seen.
+
+    `better` makes one measurement of two.
+    """
+
+    name: str
+    look: Callable[[], T]
+    judge: Callable[[Sequence[Seen[T]]], Iterable[Finding]]
+    better: Callable[[T, T], T] | None = None
+
+
+@dataclass(kw_only=True)
+class Doctor:
+    """The examination as it goes on: the findings so far, on rank 0."""
+
+    request: Request
+    rounds: Rounds
+    hosts: list[str]
+    began: float = field(default_factory=time.time)
+    begun: float = field(default_factory=time.perf_counter)
+    findings: list[Finding] = field(default_factory=list)
+    outcomes: list[dict[str, Outcome]] = field(default_factory=list)
+    """Of the first round, on rank 0."""
+
+    def go(self, name: str, topics: Sequence[Topic[Any]]) -> None:
+        """Let all ranks look, and judge it on rank 0."""
+        works = {topic.name: topic.look for topic in topics}
+        outcomes = self.rounds.take(name, works, self.request.limit)
+        self.outcomes = self.outcomes or outcomes
+        for topic in topics:
+            self.findings += self._judged(topic, outcomes)
+
+    def measure(self, topic: Topic[Any]) -> None:
+        """Let all ranks measure together, and again where something seems slow: what is slow stays so.
+
+        Of all tries the best counts.
+        """
+        limit = self.request.limit * _TOGETHER
+        best: list[dict[str, Outcome]] = []
+        found: list[Finding] = []
+        for number in range(TRIES):
+            name = f"{topic.name}/{number}"
+            outcomes = self.rounds.take(name, {topic.name: topic.look}, limit, together=True)
+            if topic.better is not None and best:
+                outcomes = [_best(topic, a, b) for a, b in zip(best, outcomes, strict=True)]
+            best = outcomes
+            found = list(self._judged(topic, best))
+            doubtful = self.rounds.going and any(one.state is not State.OK for one in found)
+            if not self.rounds.tell(name, doubtful):
+                break
+        self.findings += found
+
+    def crowded(self) -> list[str]:
+        """The hosts with more ranks than cores, which take turns: what is fast there is chance."""
+        found = []
+        for at in dict.fromkeys(self.hosts):
+            ranks = [one for one, name in zip(self.outcomes, self.hosts, strict=False) if name == at]
+            usable = {
+                cpu
+                for one in ranks
+                if one["cores"]["value"]
+                for cpu in one["cores"]["value"]["affinity"]
+            }
+            found += [at] if len(usable) < len(ranks) else []
+        return self.rounds.tell("crowded", found)
+
+    def written(self) -> bool:
+        """Whether rank 0 could write into the run directory, so that the others can look for it."""
+        tried = self.outcomes[0]["run directory"]["value"] if self.outcomes else None
+        return self.rounds.tell("written", tried is not None and tried["sync"] >= 0)
+
+    def _judged(self, topic: Topic[Any], outcomes: Sequence[dict[str, Outcome]]) -> Iterable[Finding]:
+        seen: list[Seen[Any]] = []
+        troubles: dict[str, list[Seen[None]]] = {}
+        for rank, found in enumerate(outcomes):
+            if topic.name not in found:
+                continue
+            at, outcome = self.hosts[rank], found[topic.name]
+            if outcome["trouble"]:
+                ranks = troubles.setdefault(outcome["trouble"], [])
+                ranks.append(Seen(rank=rank, host=at, facts=None))
+            else:
+                seen.append(Seen(rank=rank, host=at, facts=outcome["value"]))
+        for trouble, ranks in troubles.items():
+            on = f" on {where(ranks)}" if self.rounds.size > 1 else ""
+            hung = any(outcomes[one.rank][topic.name]["hung"] for one in ranks)
+            yield unchecked(topic.name, f"{on}: {trouble}", hung=hung)
+        if seen:
+            try:
+                yield from list(topic.judge(seen))
+            except Exception as error:  # whatever it is, the other lines are worth having
+                yield unchecked(topic.name, f": {type(error).__name__}: {error}", hung=False)
+
+    def result(self, cut_off: Collection[str] = ()) -> Examination:
+        """What has been found. Ranks on machines that are `cut_off` need no line of their own."""
+        missing = [Seen(rank=one, host=self.hosts[one], facts=None) for one in self.rounds.missing]
+        if ranks := [one for one in missing if one.host not in cut_off]:
+            self.findings.append(
+                failure(
+                    "ranks",
+                    f"{where(ranks)} did not come to the end of a check; what needs all was left out",
+                    "see what they have printed; ps and dmesg on their hosts; then shoal doctor again",
+                )
+            )
+        known = packages()
+        return Examination(
+            ranks=self.rounds.size,
+            hosts=tuple(dict.fromkeys(self.hosts)),
+            began=self.began,
+            seconds=time.perf_counter() - self.begun,
+            versions={name: known[name] for name in software.CORE if name in known},
+            findings=tuple(self.findings),
+        )
+
+
+def unchecked(what: str, why: str, *, hung: bool) -> Finding:
+    """A line on what could not be looked at."""
+    fix = "try the same by hand there; what fails here may fail in training"
+    if hung:
+        fix = "shoal doctor --limit SECONDS gives it longer; what hangs here may hang in training"
+    return failure(what, f"could not be checked{why}", fix)
+
+
+def _best(topic: Topic[Any], before: dict[str, Outcome], now: dict[str, Outcome]) -> dict[str, Outcome]:
+    old, new = before.get(topic.name), now.get(topic.name)
+    if topic.better is None or old is None or new is None or old["trouble"] or new["trouble"]:
+        return now
+    return {topic.name: Outcome(value=topic.better(old["value"], new["value"]), trouble="", hung=False)}
+
+
+def each_alone(request: Request, ranks: int) -> list[Topic[Any]]:
+    """What each of so many ranks looks at by itself; nothing of it imports torch."""
+    topics: list[Topic[Any]] = [
+        Topic(name="software", look=software.look, judge=software.judge),
+        Topic(name="cores", look=host.look_at_cores, judge=host.judge_cores),
+        Topic(name="memory", look=host.look_at_memory, judge=host.judge_memory),
+        Topic(name="limits", look=partial(host.look_at_limits, ranks), judge=host.judge_limits),
+        Topic(name="GPU health", look=gpus.look, judge=gpus.judge),
+    ]
+    if request.source is not None:
+        look = partial(software.look_at_sources, request.source)
+        topics.append(Topic(name="source", look=look, judge=software.judge_sources))
+    if request.data is not None:
+        topics.append(
+            Topic(name="dataset", look=partial(dataset.look, request.data), judge=dataset.judge)
+        )
+    if request.run is not None:
+        run = partial(filesystem.look, request.run)
+        topics.append(Topic(name="run directory", look=run, judge=filesystem.judge))
+    return topics
+
+
+def examine(request: Request) -> tuple[Examination | None, bool]:
+    """Look at this process alone, or at all ranks of a launch; on other ranks than 0 it is None.
+
+    Also whether something hangs still or is missing, so that this process can't leave its world in
+    order. Collective where a launcher started several. Raises ShoalError on a rank that can't join.
+    """
+    try:
+        placement = env_vars.placement()
+    except ShoalError as error:
+        return examine_alone(request, _unmet("launcher", error)), False
+    if placement.size == 1:
+        return examine_alone(request), False
+    from shoal.distributed.world import init
+
+    try:
+        world = init(prepare_timeout=max(request.wait, request.limit * (_TOGETHER + 1)))
+    except Exception as error:  # engines and drivers raise what they like
+        known = _as_known(error)
+        if placement.rank:
+            raise known from None
+        return examine_alone(request, _unmet("ranks", known)), False
+    examination, hangs = examine_together(world, request)
+    if not hangs:
+        world.close()
+    return examination, hangs
+
+
+def _as_known(error: Exception) -> ShoalError:
+    if isinstance(error, ShoalError):
+        return error
+    lines = str(error).splitlines() or [""]
+    return LaunchError(
+        given="a world of all ranks",
+        found=f"it could not form: {type(error).__name__}: {lines[0]}",
+        fix="shoal info says what was chosen; nvidia-smi, whether the GPUs answer",
+    )
+
+
+def _unmet(what: str, error: ShoalError) -> Finding:
+    return failure(what, f"{error.given}: {error.found}", error.fix)
+
+
+def examine_alone(request: Request, *before: Finding) -> Examination:
+    """Look at this process, after what was found `before`."""
+    rounds, hosts = Rounds(None, rank=0, size=1), [socket.gethostname()]
+    doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
+    doctor.go("alone", each_alone(request, 1))
+    if gpus.present() and not request.quick:
+        doctor.measure(_compute_of_all())
+    return doctor.result()
+
+
+def _compute_of_all() -> Topic[Any]:
+    """The GPUs of this machine beside each other; torch is imported where there are any."""
+    from shoal.doctor.checks import compute
+
+    return Topic(
+        name="compute",
+        look=lambda: compute.look(compute.visible()),
+        judge=compute.judge,
+        better=compute.better,
+    )
+
+
+def examine_together(world: World, request: Request) -> tuple[Examination | None, bool]:
+    """Look at all ranks of a world, once in its life; as `examine`. Collective."""
+    from shoal.doctor.checks import outages
+
+    hosts = world.gather(socket.gethostname())
+    rounds = Rounds(world.store("shoal/doctor"), rank=world.rank, size=world.size)
+    doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
+    with outages.Links(world, hosts) as watched:
+        _examine_all(world, doctor)
+        doctor.go("outages", [Topic(name=outages.WHAT, look=watched.look, judge=outages.judge)])
+        seen = watched.look()
+    rounds.end()
+    cut_off = [one["host"] for one in seen if not one["over"]]
+    return doctor.result(cut_off) if world.first else None, not rounds.going
+
+
+def _examine_all(world: World, doctor: Doctor) -> None:
+    """The checks in their order; what needs all ranks only while all are there. Collective."""
+    from shoal.doctor.checks import compute, links
+    from shoal.doctor.checks import placement as place
+
+    request, rounds, hosts = doctor.request, doctor.rounds, doctor.hosts
+    store = world.store("shoal/doctor")
+    rank, size, inner = world.rank, world.size, request.limit * _INNER
+    placed = Topic(name="place", look=partial(place.look, world), judge=place.judge)
+    doctor.go("each", [*each_alone(request, size), placed])
+    if rounds.going and len(set(hosts)) > 1:
+        asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
+        ask = partial(clocks.look, store, rank=rank, asking=asking, limit=inner)
+        doctor.go("clock", [Topic(name="clock", look=ask, judge=clocks.judge)])
+    if rounds.going and request.run is not None and doctor.written():
+        see = partial(shared_directory.look, request.run, store, rank=rank, size=size, limit=inner)
+        doctor.go("shared", [Topic(name="shared", look=see, judge=shared_directory.judge)])
+    if rounds.going and not request.quick:
+        crowded = doctor.crowded() if world.device.type == "cpu" else []
+        work = partial(compute.look, [world.device], compared=hosts[rank] not in crowded)
+        doctor.measure(Topic(name="compute", look=work, judge=compute.judge, better=compute.better))
+        measured = partial(links.look, world, links.chosen(hosts, crowded))
+        if rounds.going:
+            doctor.measure(Topic(name="links", look=measured, judge=links.judge, better=links.better))

@@ -1,0 +1,165 @@
+"""One archive to attach to a request for support: what the doctor found, and what surrounds it."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from shoal.distributed import env_vars
+from shoal.doctor import display
+from shoal.doctor.findings import Examination
+from shoal.doctor.redaction import Redactor, stand_ins
+from shoal.util.errors import LaunchError
+from shoal.util.packages import packages
+from shoal.util.tables import size
+
+PREFIXES = (
+    "SLURM_", "PBS_", "PALS_", "LSB_", "FLUX_", "PMI_", "PMIX_", "OMPI_", "I_MPI_", "MPICH_", "HYDRA_",
+    "UCX_", "FI_", "GLOO_", "NCCL_", "RCCL_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_",
+    "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GOMP_", "PYTHON", "SHOAL_",
+    "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_",
+)  # fmt: skip
+"""The environment variables that are told begin so; all others are nobody's business."""
+
+LINES, TAIL = 200, 1 << 16
+_MOST_LOGS, _MOST_STARTS = 20, 64
+_LOGS = ("*.log", "*.out", "*.err", "log*.txt", "hang-*.txt")
+_FOLDERS = (".", "logs", "jobs/*", "jobs/*/logs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What goes into an archive: texts by their names in it, redacted."""
+
+    texts: Mapping[str, str]
+
+    def write(self, path: Path) -> list[str]:
+        """Write it to a new file that only its owner can read; a line for each text in it.
+
+        Raises LaunchError where that file exists or can't be written.
+        """
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    self._fill(file)
+            except OSError:
+                path.unlink(missing_ok=True)  # half of it is of no use, and would be in the way
+                raise
+        except OSError as error:
+            raise LaunchError(
+                given=f"--bundle {path}",
+                found=error.strerror or str(error),
+                fix="name a file that does not exist yet, in a directory that can be written",
+            ) from None
+        return [f"{name} ({size(len(text.encode()))})" for name, text in self.texts.items()]
+
+    def _fill(self, file: IO[bytes]) -> None:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in self.texts.items():
+                archive.writestr(name, text)
+
+
+def collect(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
+    """What belongs into a request for support.
+
+    `described` is what `shoal info` says. Of a run directory the beginning of each attempt and the
+    ends of log files are taken; no data, no checkpoint, no variable but those of PREFIXES. Secrets are
+    masked; with `anonymous`, names of hosts, their addresses, the user and the home are replaced.
+    """
+    names: dict[str, str] = {}
+    if anonymous:
+        names = stand_ins(
+            hosts=[*found.hosts, os.uname().nodename],
+            addresses=_addresses(),
+            user=_user(),
+            home=str(Path.home()),
+        )
+    redactor = Redactor(env_vars.secrets(), names)
+    variables: dict[str, str] = redactor.tree(env_vars.beginning_with(PREFIXES))
+    if anonymous:
+        # Lists of hosts in short (node[01-99]) hold names that nobody here knows.
+        variables = {name: _without_hosts(name, value) for name, value in variables.items()}
+    # What is folded into columns could hide a secret: text is redacted before.
+    lines = [
+        replace(one, found=redactor.text(one.found), fix=redactor.text(one.fix))
+        for one in found.findings
+    ]
+    told = replace(found, findings=tuple(lines), hosts=tuple(map(redactor.text, found.hosts)))
+    texts = {
+        "report.txt": display.text(told),
+        "report.json": json.dumps(told.plain(), indent=1, ensure_ascii=False),
+        "info.txt": redactor.text(described),
+        "packages.txt": "".join(f"{name}=={version}\n" for name, version in sorted(packages().items())),
+        "environment.txt": "".join(f"{name}={value}\n" for name, value in sorted(variables.items())),
+    }
+    if run is not None:
+        starts = [redactor.tree(one) for one in _starts(run)]
+        texts["run/starts.jsonl"] = "".join(f"{json.dumps(one)}\n" for one in starts)
+        for name, text in _logs(run):
+            texts[redactor.text(f"run/{name}")] = redactor.text(text)
+    return Bundle(texts=texts)
+
+
+def _without_hosts(name: str, value: str) -> str:
+    return "***" if any(word in name for word in ("NODELIST", "HOST", "NODENAME")) else value
+
+
+def _addresses() -> list[str]:
+    return [
+        one.address
+        for known in psutil.net_if_addrs().values()
+        for one in known
+        if one.address not in ("127.0.0.1", "::1") and not one.address.startswith("00:00:00:00")
+    ]
+
+
+def _user() -> str:
+    with suppress(KeyError, OSError):  # a number without a name, as in containers
+        return getpass.getuser()
+    return ""
+
+
+def _starts(run: Path) -> Iterator[dict[str, Any]]:
+    """The beginning of each attempt on each rank, with its configuration."""
+    for path in sorted((run / "events").glob("rank-*.jsonl"))[:_MOST_STARTS]:
+        with suppress(OSError), path.open("rb") as lines:
+            for line in lines:
+                if b'"start"' not in line:  # there may be a million of other lines
+                    continue
+                with suppress(ValueError, RecursionError):
+                    event = json.loads(line)
+                    if isinstance(event, dict) and event.get("event") == "start":
+                        yield event
+
+
+def _logs(run: Path) -> Iterator[tuple[str, str]]:
+    """The last lines of the newest log files."""
+    logs = {
+        path
+        for folder in _FOLDERS
+        for pattern in _LOGS
+        for path in run.glob(f"{folder}/{pattern}")
+        if path.is_file() and not path.is_symlink()
+    }
+    for path in sorted(logs, key=lambda one: one.stat().st_mtime, reverse=True)[:_MOST_LOGS]:
+        with suppress(OSError):
+            yield str(path.relative_to(run)), _tail(path)
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - TAIL)
+        file.seek(start)
+        lines = file.read(TAIL).decode(errors="replace").splitlines(keepends=True)
+    # Half a line could be half a secret, which nobody knows for one.
+    return "".join(lines[1 if start else 0 :][-LINES:])

@@ -1,0 +1,100 @@
+"""How an attempt of several nodes ends: decided once, by the first node that knows, for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from shoal.distributed.failure import Failure, preempted, reason
+
+SETTLE = 0.3
+"""Seconds for which a rank's own error waits for a better explanation from another node."""
+
+Kind = Literal["failed", "preempted", "left", "joined", "done", "ended"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Why an attempt is over, for all of its nodes.
+
+    failed: a rank of `nodes` failed, and counts as a restart. preempted: ranks left to be started
+    again, which counts apart. left, joined: `nodes` did, and all
+    start again without or with them. done: all ranks ended well. ended: `nodes`, without whom there
+    is no meeting, was told to end. `code` is the exit code, if it comes to that. `saving` says that
+    all ranks are there still, and can save.
+    """
+
+    kind: Kind
+    nodes: tuple[str, ...] = ()
+    text: str = ""
+    code: int = 0
+    saving: bool = False
+
+    def render(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def parse(text: str | bytes) -> Verdict:
+        """Read what `render` wrote."""
+        values = json.loads(text)
+        return Verdict(**{**values, "nodes": tuple(values["nodes"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one node sees of an attempt.
+
+    `nodes` are those of the attempt, `present` those alive, by identity; `labels` how people call
+    them. `failure` is this node's own, if any, seen `since` seconds ago; `told` says that its launcher
+    had passed the announcement of an end on to its ranks. `done` counts the nodes
+    whose ranks have all ended well.
+    """
+
+    me: str
+    nodes: Sequence[str]
+    present: Collection[str]
+    waiting: Collection[str]
+    labels: dict[str, str]
+    done: int = 0
+    failure: Failure | None = None
+    since: float = 0.0
+    told: bool = False
+
+
+def judge(seen: Seen, *, patience: float) -> Verdict | None:
+    """What a node takes the end of its attempt to be; None while it goes on.
+
+    A rank that was killed, here, needs no further explanation. An error of a rank is held back for
+    a moment, and one that reads as the death of a peer for `patience` seconds, in which a node that
+    died is missed.
+    """
+    failure = seen.failure
+    if failure is not None and failure.killed:
+        return _failed(seen, failure)
+    lost = [node for node in seen.nodes if node not in seen.present]
+    if lost:
+        return Verdict(kind="left", nodes=tuple(seen.labels.get(node, node) for node in lost))
+    if failure is not None:
+        settle = patience if failure.doubtful else SETTLE
+        return _failed(seen, failure) if seen.since >= settle else None
+    if seen.done == len(seen.nodes):
+        return Verdict(kind="done")
+    if seen.waiting and not seen.done:
+        joined = tuple(seen.labels.get(node, node) for node in seen.waiting)
+        return Verdict(kind="joined", nodes=joined, saving=True)
+    return None
+
+
+def _failed(seen: Seen, failure: Failure) -> Verdict:
+    me = (seen.labels.get(seen.me, seen.me),)
+    if preempted([failure]) and seen.told:
+        return Verdict(kind="ended", nodes=me, code=failure.code, saving=True)
+    return Verdict(
+        kind="preempted" if preempted([failure]) else "failed",
+        nodes=me,
+        text=f"rank {failure.rank} on {failure.where}: {reason(failure)}",
+        code=failure.code,
+    )

@@ -1,0 +1,210 @@
+"""Torch elastic as a library: its agent and restarts, over processes that have torch loaded.
+
+Elastic's own local agent hard-codes half a minute of waiting for ranks that are stuck, and leaves
+files behind. This one fills in the four methods that elastic leaves open to agents. It runs in a
+process of its own, so that torch is imported once for all and never by the launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events.api import Event, EventSource
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from shoal.distributed.cluster_env import RUN_ID
+from shoal.distributed.env_vars import worker_variables
+
+_ADDRESS = "127.0.0.1"
+
+
+LONGEST = 300.0
+"""How many seconds a store waits for a value, as torch's own do."""
+
+
+def serve(server: socket.socket, host: str, timeout: float) -> TCPStore:
+    """A store that listens on `server` alone; torch's own would listen on all interfaces."""
+    return TCPStore(
+        host,
+        server.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+        use_libuv=False,  # which can't be given a socket
+    )
+
+
+class LocalRendezvous(RendezvousHandler):
+    """The meeting of one machine with itself: a new store for each attempt.
+
+    Elastic reuses one store. Gloo then reads the addresses that ranks of the dead attempt left
+    there, and no restart succeeds.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._server: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect to the store in the launcher, so no rank's death takes it away."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name this rendezvous."""
+        return "local"
+
+    def get_run_id(self) -> str:
+        """Name this run."""
+        return RUN_ID
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the next attempt's store."""
+        # First close the last one's, which holds the port.
+        self._server = None
+        self._server = serve(socket.create_server((_ADDRESS, self._port)), _ADDRESS, LONGEST)
+        meeting = RendezvousStoreInfo(_ADDRESS, self._server.port)
+        return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=meeting)
+
+    def is_closed(self) -> bool:
+        """Nobody else can close it."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else needs to know."""
+
+    def num_nodes_waiting(self) -> int:
+        """No other machine can join."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Close the store."""
+        self._server = None
+        return True
+
+
+class Agent(SimpleElasticAgent):
+    """Elastic's agent, which decides; the launcher at the other end of `orders` acts.
+
+    The launcher stops what is left of an attempt before it says that it failed, so that nothing is
+    left to stop here.
+    """
+
+    def __init__(self, spec: WorkerSpec, orders: Connection) -> None:
+        super().__init__(spec)
+        self._orders = orders
+        self._preemptions = 0
+
+    @staticmethod
+    def order(orders: Connection, order: str, value: object) -> Any:
+        """Send an order; the answer."""
+        orders.send_bytes(json.dumps([order, value]).encode())
+        return json.loads(orders.recv_bytes())
+
+    def ask(self, order: str, value: object) -> Any:
+        """Have the launcher do something; its answer."""
+        return self.order(self._orders, order, value)
+
+    @property
+    def attempt_number(self) -> int:
+        """How often ranks have been started before."""
+        failures = int(self._worker_group.spec.max_restarts) - self._remaining_restarts
+        return failures + self._preemptions
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        variables = [
+            worker_variables(
+                rank=worker.global_rank,
+                size=worker.world_size,
+                local_rank=worker.local_rank,
+                local_size=spec.local_world_size,
+                node=cast(int, worker_group.group_rank),
+                nodes=cast(int, worker_group.group_world_size),
+                run_id=spec.rdzv_handler.get_run_id(),
+                address=cast(str, worker_group.master_addr),
+                port=cast(int, worker_group.master_port),
+                attempt=self.attempt_number,
+                restarts=spec.max_restarts,
+            )
+            for worker in worker_group.workers
+        ]
+        return dict(enumerate(self.ask("start", variables)))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        ended = self.ask("watch", None)
+        if ended == "preempted":
+            # The launcher counts these; elastic is about to take one from those of failures.
+            self._preemptions += 1
+            self._remaining_restarts += 1
+        if ended != "over":
+            return RunResult(state=WorkerState.FAILED)
+        values = {worker.global_rank: None for worker in worker_group.workers}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        pass
+
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: int = 0,
+        is_restart: bool = False,
+    ) -> None:
+        # The options are elastic's, which differ from version to version.
+        pass
+
+    def _construct_event(self, state: str, source: EventSource, *_: object, **__: object) -> Event:
+        # Elastic's own looks up this host's full name for each event, which takes seconds where
+        # the domain name service stalls, for a log that is switched off.
+        return Event(state, source)
+
+
+def supervise(orders: Connection, *, processes: int, restarts: int, port: int) -> None:
+    """Order attempts until one succeeds or the restarts are used up."""
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=processes,
+        rdzv_handler=LocalRendezvous(port),
+        entrypoint="script",
+        max_restarts=restarts,
+        monitor_interval=0.001,  # the launcher itself waits, without polling
+    )
+    with quiet():
+        Agent(spec, orders).run()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep elastic's own messages from the screen: everything it knows is in the report."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    handler = logging.NullHandler()
+    propagate = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)

@@ -1,0 +1,59 @@
+"""The launcher process behind `shoal.launch`: does for a call what `shoal run` does for a script.
+
+It is a process of its own, so that what the caller has open, imported or running does not matter,
+and so that a notebook may launch any number of times. Its stdin brings the call, and breaks when
+the caller dies; another pipe takes back what the ranks returned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from typing import IO
+
+from shoal.distributed.failure import encode
+from shoal.launcher.entry_point import Call
+from shoal.launcher.local import run_job
+from shoal.launcher.signals import signal_when_broken
+from shoal.util import pickling
+from shoal.util.errors import LaunchError
+
+
+def main() -> None:
+    """Be the launcher; `sys.argv[1]` is the file descriptor for the answer."""
+    # Ranks and the fork server shall not hold the caller's pipe.
+    pipe = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    # Whoever is gone, or does not listen after Ctrl-C, needs no answer.
+    gone = suppress(EOFError, BrokenPipeError)
+    with gone, open(pipe, "rb") as caller, open(int(sys.argv[1]), "wb") as answer:
+        order = json.loads(pickling.read(caller))
+        pickled = pickling.read(caller)
+        signal_when_broken(pipe, signal.SIGTERM, to=os.getpid())
+        sys.argv = order["argv"]
+        call = Call(
+            name=order["name"], pickled=pickled, cells=order["cells"], safe_path=order["safe_path"]
+        )
+        sys.exit(_answer(answer, call, order["processes"], order["restarts"]))
+
+
+def _answer(answer: IO[bytes], call: Call, processes: int, restarts: int) -> int:
+    try:
+        end = run_job(call, processes=processes, restarts=restarts)
+    except LaunchError as error:
+        pickling.write(answer, pickling.REFUSED)
+        pickling.write(answer, json.dumps([error.given, error.found, error.fix]).encode())
+        return 2
+    if end.failure is not None:
+        pickling.write(answer, pickling.FAILED)
+        pickling.write(answer, encode(end.failure))
+    elif end.code == 0:
+        pickling.write(answer, pickling.RETURNED)
+        for value in end.values:
+            pickling.write(answer, value)
+    return end.code

@@ -1,0 +1,195 @@
+"""N processes on this machine: of a script, which is `shoal run`, or of another job."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from shoal.distributed.env_vars import placement, set_variables, worker_threads
+from shoal.launcher.entry_point import Job, Script
+from shoal.launcher.launcher import End, Launcher
+from shoal.launcher.logs import Logs
+from shoal.launcher.nodes import SILENCE, WAIT, Nodes, choose_nodes, describe_script
+from shoal.launcher.signals import Interrupted, Interrupts
+from shoal.util.errors import LaunchError
+
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Of temporary files, in bytes: Linux cuts the path of a socket at 107."""
+
+
+def run(
+    script: str,
+    args: Sequence[str] = (),
+    *,
+    processes: int,
+    restarts: int = 0,
+    preemptions: int = 0,
+    port: int | None = None,
+    grace: float | None = None,
+    logs: str | None = None,
+    nodes: str | None = None,
+    rendezvous: str | None = None,
+    wait: float = WAIT,
+    silence: float = SILENCE,
+) -> int:
+    """Run `script` in `processes` processes and return the exit code of the whole.
+
+    The processes find each other by torchrun's variables. When one fails the others are stopped,
+    and the first failure is reported on stderr; up to `restarts` times all are started again, and up
+    to `preemptions` times when they have left with code REQUEUE although the launcher itself was not
+    told to end. `port` is where they meet (default: a free one). `grace` is how many seconds ranks
+    have between the signal that ends them and SIGKILL (default: SAVING_GRACE where a Run is open,
+    else GRACE); after a failure never more than GRACE. With `logs`, a directory, what rank R
+    writes is appended to `rank-R.log` there, and only rank 0's is shown. With `nodes`, `"2"` or
+    `"2:4"`, these are the processes of one of so many machines, on each of which the same is called;
+    they meet at `rendezvous` (`HOST:PORT`; default: as the scheduler says). A node waits `wait`
+    seconds for others, and has left when it gives no sign of life for `silence` seconds. The code is
+    0, that of the first rank that failed, REQUEUE where ranks left with it, or 128 + n for a rank or
+    launcher ended by signal n. Whatever ranks leave running is ended too. Call it once per process,
+    in the main thread.
+    Raises LaunchError before anything is started where the arguments can't work.
+    """
+    _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
+    _check_nodes(nodes, rendezvous, port)
+    job = Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path)
+    several = None
+    if nodes is not None:
+        common = describe_script(
+            script, job.name, nodes=nodes, restarts=restarts, preemptions=preemptions
+        )
+        several = choose_nodes(nodes, rendezvous, placement(), common, wait=wait, silence=silence)
+    files = None
+    if logs is not None:
+        files = Logs(logs, processes, host=socket.gethostname() if several else "")
+    return run_job(
+        job,
+        processes=processes,
+        restarts=restarts,
+        preemptions=preemptions,
+        port=port,
+        grace=grace,
+        logs=files,
+        nodes=several,
+    ).code
+
+
+def run_job(
+    job: Job,
+    *,
+    processes: int,
+    restarts: int = 0,
+    preemptions: int = 0,
+    port: int | None = None,
+    grace: float | None = None,
+    logs: Logs | None = None,
+    nodes: Nodes | None = None,
+) -> End:
+    """Do what `run` does for a script, for any job."""
+    check_folder()
+    _open_standard_files()
+    interrupts = Interrupts()
+    launcher = Launcher(
+        job,
+        processes=processes,
+        restarts=restarts,
+        preemptions=preemptions,
+        port=port or 0,
+        grace=grace,
+        logs=logs,
+        undisturbed=interrupts.held,
+        nodes=nodes,
+    )
+    # The threads' variable must be there when the fork server loads torch.
+    variables = set_variables(worker_threads(processes))
+    try:
+        with interrupts.handled(launcher.forward), variables, logs or nullcontext():
+            return launcher.run()
+    except Interrupted as interrupted:
+        return End(code=128 + interrupted.signum)
+
+
+def _open_standard_files() -> None:
+    """Open stdin, stdout and stderr that are closed (`>&-`) as /dev/null, for the ranks too.
+
+    What is opened next would otherwise be taken for them.
+    """
+    file = os.open(os.devnull, os.O_RDWR)
+    while file <= 2:
+        os.set_inheritable(file, True)
+        file = os.open(os.devnull, os.O_RDWR)
+    os.close(file)
+
+
+def _check(script: str, *, processes: int, restarts: int, preemptions: int, port: int | None) -> None:
+    if processes < 1:
+        raise LaunchError(
+            given=f"-n {processes}",
+            found="a run has at least one process",
+            fix=f"shoal run -n 1 {script}",
+        )
+    for name, value in (("restarts", restarts), ("preemptions", preemptions)):
+        if value < 0:
+            raise LaunchError(
+                given=f"--{name} {value}",
+                found=f"the number of {name} is 0 (none) or more",
+                fix=f"shoal run -n {processes} --{name} 0 {script}",
+            )
+    if not os.path.isfile(script):
+        is_directory = os.path.isdir(script)
+        raise LaunchError(
+            given=script,
+            found=f"{os.path.abspath(script)} is a directory"
+            if is_directory
+            else f"there is no file {os.path.abspath(script)}",
+            fix=f"give the path of a Python file: shoal run -n {processes} script.py",
+        )
+    if port is not None:
+        _check_port(port)
+
+
+def _check_nodes(nodes: str | None, rendezvous: str | None, port: int | None) -> None:
+    if nodes is None and rendezvous is not None:
+        raise LaunchError(
+            given=f"--rendezvous {rendezvous}",
+            found="not how many nodes meet there",
+            fix=f"for example --nodes 2 --rendezvous {rendezvous}",
+        )
+    if nodes is not None and port is not None:
+        raise LaunchError(
+            given=f"--nodes {nodes}, --port {port}",
+            found="--port is where the processes of one machine meet",
+            fix="say where the nodes meet: --rendezvous HOST:PORT",
+        )
+
+
+def check_folder() -> None:
+    """Raise LaunchError where the name of the directory for temporary files is too long."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_FOLDER:
+        raise LaunchError(
+            given=f"a directory for temporary files with a long name, {folder}",
+            found=f"{len(os.fsencode(folder))} bytes; the sockets that processes are started through "
+            f"leave {LONGEST_FOLDER}",
+            fix="TMPDIR=/tmp shoal run …",
+        )
+
+
+def _check_port(port: int) -> None:
+    fix = "leave --port out (a free one is found), or give another"
+    if not 1 <= port <= 65535:
+        raise LaunchError(given=f"--port {port}", found="ports are 1 to 65535", fix=fix)
+    with socket.socket() as probe:
+        # As the store's server does, so that ports in TIME_WAIT count as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            busy = error.errno == errno.EADDRINUSE
+            found = f"port {port} is in use" if busy else f"port {port}: {error.strerror}"
+            raise LaunchError(given=f"--port {port}", found=found, fix=fix) from None

@@ -1,0 +1,100 @@
+"""Log files: what each rank and its children write, in a file of its own; rank 0's is shown too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+from shoal.util.errors import LaunchError
+
+# How long a line of rank 0 may be on its way to the screen.
+_SECONDS = 0.05
+_PIECE = 1 << 16
+
+
+class Logs:
+    """The files `rank-R.log` in `folder`, one for each of `processes`, made if they are not there.
+
+    With a `host`, one of several whose ranks change with each attempt, they are `HOST-N.log`. Ranks
+    append to them by themselves. As a context manager it shows on stdout what comes into the first.
+    Raises LaunchError where the files can't be written.
+    """
+
+    def __init__(self, folder: str, processes: int, host: str = "") -> None:
+        path = Path(folder).absolute()
+        self.files = [str(path / f"{host or 'rank'}-{rank}.log") for rank in range(processes)]
+        self._shown = 0
+        self._turn = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for file in self.files:
+                _append(file, "")
+        except OSError as error:
+            raise LaunchError(
+                given=f"--logs {folder}",
+                found=f"{error.filename}: {error.strerror}",
+                fix="give a directory that can be written, as in `--logs logs`",
+            ) from None
+
+    def begin(self, attempt: int, attempts: int, command: str) -> None:
+        """Head what an attempt, counted from 1, is about to write."""
+        now = datetime.now().astimezone().isoformat(" ", "seconds")
+        head = f"{now} on {socket.gethostname()}, attempt {attempt} of {attempts}: {command}"
+        for rank in range(len(self.files)):
+            self.append(rank, f"=== {head} ===\n")
+
+    def append(self, rank: int, text: str) -> None:
+        """Add a line of the launcher's, which is not shown; what came before it is, first."""
+        with self._turn:
+            self._show()
+            # A disk that is full must not end a run whose output is lost anyway.
+            with suppress(OSError):
+                _append(self.files[rank], text)
+                if rank == 0:
+                    self._shown = os.path.getsize(self.files[0])
+
+    def __enter__(self) -> None:
+        self._shown = os.path.getsize(self.files[0])
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        over = False
+        while not over:
+            # Once more after the end, for what came last.
+            over = self._over.wait(_SECONDS)
+            with self._turn:
+                self._show()
+
+    def _show(self) -> None:
+        if sys.stdout is None:  # started without one
+            return
+        for piece in _from(self.files[0], self._shown):
+            self._shown += len(piece)
+            # Nobody may be reading any more.
+            with suppress(OSError):
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+
+
+def _append(file: str, text: str) -> None:
+    with open(file, "a", encoding="utf-8", errors="backslashreplace") as stream:
+        stream.write(text)
+
+
+def _from(file: str, start: int) -> Iterator[bytes]:
+    with suppress(FileNotFoundError), open(file, "rb") as stream:
+        stream.seek(start)
+        while piece := stream.read(_PIECE):
+            yield piece

@@ -1,0 +1,268 @@
+"""Elastic's agent on one of several nodes: watches its ranks, its peers and who comes and goes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from shoal.distributed.failure import Failure
+from shoal.launcher.attempt_outcome import Kind, Seen, Verdict, judge
+from shoal.launcher.elastic_agent import Agent, quiet
+from shoal.launcher.multi_node_rendezvous import BEAT, Attempt, ClosedError, NodesRendezvous
+from shoal.launcher.nodes import Nodes
+from shoal.util.errors import LaunchError
+
+_LOOK = 0.1
+"""Seconds from one look at ranks and peers to the next."""
+
+
+class Leaving(BaseException):
+    """This node was told to end; with which exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class NodesAgent(Agent):
+    """Elastic's agent, with an end of each attempt that all nodes agree on."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        orders: Connection,
+        rendezvous: NodesRendezvous,
+        nodes: Nodes,
+        *,
+        label: str,
+        preemptions: int,
+    ) -> None:
+        super().__init__(spec, orders)
+        self._rendezvous_handler = rendezvous
+        self._nodes = nodes
+        self._label = label
+        self._budgets: dict[Kind, int] = {"failed": spec.max_restarts, "preempted": preemptions}
+        self._begin()
+        self.verdict: Verdict | None = None
+
+    def _begin(self) -> None:
+        self._failure: Failure | None = None
+        self._seen_at = 0.0
+        self._finished = self._told = False
+        self._counts = {kind: self._rendezvous_handler.count(kind) for kind in self._budgets}
+
+    def ask(self, order: str, value: object) -> Any:
+        """Have the launcher do something; its answer. Raises Leaving where it was told to end."""
+        answer = super().ask(order, value)
+        if isinstance(answer, dict) and "leaving" in answer:
+            raise Leaving(answer["leaving"])
+        return answer
+
+    @property
+    def _attempt(self) -> Attempt:
+        if self._rendezvous_handler.attempt is None:
+            raise RuntimeError("there is no attempt before the first rendezvous")
+        return self._rendezvous_handler.attempt
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        # Elastic's own exchanges what is known already, and waits for nodes that have died since.
+        attempt = self._attempt
+        return [
+            Worker(
+                local_rank=local,
+                global_rank=attempt.first_rank + local,
+                role_rank=attempt.first_rank + local,
+                world_size=attempt.size,
+                role_world_size=attempt.size,
+            )
+            for local in range(spec.local_world_size)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        attempt = self._attempt
+        self._begin()
+        if attempt.node == 0:
+            labels = self._rendezvous_handler.labels(attempt.nodes)
+            names = ", ".join(labels.get(node, node) for node in attempt.nodes)
+            self.ask("tell", f"{len(attempt.nodes)} node(s), {attempt.size} rank(s): {names}\n")
+        return super()._start_workers(worker_group)
+
+    @property
+    def attempt_number(self) -> int:
+        """The same on all nodes, and never twice."""
+        return self._attempt.number
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._look_at_ranks()
+        attempt = self._attempt
+        verdict = attempt.verdict()
+        mine = False
+        if verdict is None:
+            seen = self._look_around()
+            wanted = judge(seen, patience=self._nodes.silence + 2 * BEAT)
+            if wanted is None:
+                return RunResult(state=WorkerState.HEALTHY)
+            verdict = attempt.propose(wanted)
+            mine = verdict == wanted
+        return self._carry_out(verdict, mine, worker_group)
+
+    def _look_at_ranks(self) -> None:
+        if self._finished or self._failure is not None:
+            self.ask("pause", _LOOK)
+            return
+        answer = self.ask("look", _LOOK)
+        if answer is None:
+            return
+        if answer["failure"]:
+            self._failure, self._seen_at = Failure(**answer["failure"]), time.monotonic()
+            self._told = answer["told"]
+        else:
+            self._finished = True
+            self._attempt.finish()
+
+    def _look_around(self) -> Seen:
+        attempt, handler = self._attempt, self._rendezvous_handler
+        present, waiting = handler.look()
+        changed = [*waiting, *(node for node in attempt.nodes if node not in present)]
+        return Seen(
+            me=handler.me,
+            nodes=attempt.nodes,
+            present=present,
+            waiting=waiting,
+            labels={**handler.labels(changed), handler.me: self._label},
+            done=attempt.finished(),
+            failure=self._failure,
+            told=self._told,
+            since=time.monotonic() - self._seen_at,
+        )
+
+    def _carry_out(self, verdict: Verdict, mine: bool, worker_group: WorkerGroup) -> RunResult:
+        names = ", ".join(verdict.nodes)
+        if verdict.kind == "done":
+            self.verdict = verdict
+            values = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        if verdict.kind in ("failed", "preempted"):
+            return self._fail(verdict, mine)
+        if verdict.kind == "ended":
+            text = f"{names} was told to end{verdict.text}: all end\n"
+            self.ask("stop", [verdict.code, text, verdict.saving, False])
+            self.verdict, self._remaining_restarts = verdict, 0
+            return RunResult(state=WorkerState.FAILED)
+        if verdict.kind == "left":
+            self._rendezvous_handler.note_left(verdict.nodes, mine)
+        return self._again(f"{names} {verdict.kind}: starting again\n", verdict.saving)
+
+    def _fail(self, verdict: Verdict, mine: bool) -> RunResult:
+        """Count what went wrong, and start again as often as that may be."""
+        before, most = self._counts[verdict.kind], self._budgets[verdict.kind]
+        text = "" if mine or verdict.kind == "preempted" else f"first of all, {verdict.text}\n"
+        self._rendezvous_handler.count_one(verdict.kind, before)
+        if before < most:
+            what = "restart" if verdict.kind == "failed" else "preemption"
+            text += f"{what} {before + 1} of {most}\n"
+            return self._again(text, False, verdict.code, mine)
+        self.ask("stop", [verdict.code, text, False, mine])
+        self.verdict, self._remaining_restarts = verdict, 0
+        return RunResult(state=WorkerState.FAILED)
+
+    def _again(self, text: str, saving: bool, code: int = 0, first: bool = False) -> RunResult:
+        self.ask("stop", [code, text, saving, first])
+        # Elastic starts again for this too, and counts nothing: each of its agents would count alone.
+        self._rendezvous_handler.again = True
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _exit_barrier(self) -> None:
+        # All have said that they are done.
+        pass
+
+
+def _leaving(label: str, hosts: bool, code: int) -> Verdict:
+    """What a node says that was told to end."""
+    if not hosts:
+        return Verdict(kind="left", nodes=(label,), code=code, saving=True)
+    text = ", and holds the rendezvous"
+    return Verdict(kind="ended", nodes=(label,), text=text, code=code, saving=True)
+
+
+def supervise(
+    orders: Connection, *, processes: int, restarts: int, preemptions: int, nodes: Nodes, label: str
+) -> None:
+    """Order attempts until one succeeds, the restarts are used up or too few nodes are there."""
+    try:
+        with quiet():
+            _supervise(orders, processes, restarts, preemptions, nodes, label)
+    except LaunchError as error:
+        _order(orders, "refuse", [error.given, error.found, error.fix])
+    except ClosedError as closed:
+        text = f"{label} came too late: the run has ended\n"
+        _order(orders, "stop", [closed.verdict.code, text, False, False])
+    except (RendezvousError, DistError) as error:
+        why = str(error.__cause__ or error).splitlines()[0][:200]
+        lost = [
+            f"{label}, one of --nodes {nodes.text}",
+            f"the node at {nodes.address}, which holds the rendezvous, can't be reached ({why})",
+            "see what ended there; start the command again, on that node too",
+        ]
+        _order(orders, "refuse", lost)
+
+
+def _supervise(
+    orders: Connection, processes: int, restarts: int, preemptions: int, nodes: Nodes, label: str
+) -> None:
+    agent: NodesAgent | None = None
+    rendezvous: NodesRendezvous | None = None
+    try:
+        rendezvous = NodesRendezvous(nodes, processes=processes, label=label)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=processes,
+            rdzv_handler=rendezvous,
+            entrypoint="script",
+            max_restarts=restarts,
+            monitor_interval=0.001,  # the launcher itself waits
+        )
+        agent = NodesAgent(spec, orders, rendezvous, nodes, label=label, preemptions=preemptions)
+        agent.ask("tell", f"{label} waits at {nodes.address} for --nodes {nodes.text}\n")
+        _run_to_end(agent, rendezvous)
+    except ClosedError:
+        if rendezvous is not None:
+            rendezvous.depart()
+        raise
+    except Leaving as leaving:
+        with suppress(RendezvousError, DistError):
+            if rendezvous is not None:
+                rendezvous.leave(_leaving(label, rendezvous.hosts, leaving.code))
+        # The launcher answers when the ranks have saved. The store stays until others have heard.
+        _order(orders, "left", None)
+        if rendezvous is not None:
+            rendezvous.wait_for_others()
+
+
+def _run_to_end(agent: NodesAgent, rendezvous: NodesRendezvous) -> None:
+    try:
+        agent.run()
+        rendezvous.end(agent.verdict or Verdict(kind="ended", code=1))
+    except (RendezvousError, DistError):
+        if agent.verdict is None:
+            raise
+        # All is decided, and the node that holds the store need not be there any more.
+
+
+def _order(orders: Connection, order: str, value: object) -> None:
+    with suppress(EOFError, OSError):
+        Agent.order(orders, order, value)

@@ -1,0 +1,385 @@
+"""Where nodes meet: torch elastic's dynamic rendezvous, in a store that this run alone has."""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any, cast
+
+from torch.distributed import DistError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousExitOp,
+    _RendezvousState,
+)
+
+from shoal.distributed.cluster_env import NODES_RUN_ID
+from shoal.launcher.attempt_outcome import Kind, Verdict
+from shoal.launcher.elastic_agent import serve
+from shoal.launcher.nodes import Nodes, differences, listen, way_to
+from shoal.util.errors import LaunchError
+from shoal.util.pickling import holds_only
+
+BEAT = 1.0
+"""Seconds between two signs of life of a node; torch looks for changes as often."""
+
+# Torch asks for changes once a second, so that nodes which wait for the same moment come apart.
+_LAST_CALL = timedelta(seconds=3)
+_PAUSE = 0.02
+_STATE = (_RendezvousState, _NodeDesc, datetime, timezone, timedelta)
+_NAME, _JOB, _END = "shoal/name", "shoal/job", "shoal/end"
+_ARRIVED, _DEPARTED, _VERDICT, _DONE = "shoal/arrived", "shoal/departed", "verdict", "done"
+
+
+class ClosedError(Exception):
+    """The run ended before this node could take part again; how."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+
+
+def _connect(host: str, port: int, limit: float) -> TCPStore:
+    """The store that another node serves, tried for `limit` seconds.
+
+    In a thread: torch's own time limit does not end the wait for something that listens and is silent.
+    """
+    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            outcome.put(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit)))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        found = outcome.get(timeout=limit + BEAT)
+    except queue.Empty:
+        raise TimeoutError("what listens there does not answer") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+class Backend(C10dRendezvousBackend):
+    """Torch's, in a store that has no password: torch unpickles the state which others wrote there."""
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        found: tuple[bytes, Any] | None = super()._decode_state(base64_state)
+        if found is not None and not holds_only(found[0], _STATE):
+            raise RendezvousStateError("another process wrote the state of the rendezvous")
+        return found
+
+
+class Members(DynamicRendezvousHandler):
+    """Torch's rendezvous, which also tells who takes part in it."""
+
+    @property
+    def me(self) -> str:
+        """The identity of this node."""
+        return repr(self._this_node)
+
+    @property
+    def round(self) -> int:
+        """The number of the present attempt, the same on all of its nodes."""
+        return self._state_holder.state.round
+
+    def look(self) -> tuple[list[str], list[str]]:
+        """Who takes part, in the order of their ranks, and who waits."""
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+            state = self._state_holder.state
+            ranks = sorted(state.participants.items(), key=lambda item: item[1])
+            return [repr(node) for node, _ in ranks], [repr(node) for node in state.wait_list]
+
+    def leave(self) -> None:
+        """No longer take part, so that nobody waits for this node's silence."""
+        self._stop_heartbeats()
+        with self._heartbeat_lock:
+            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + BEAT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt of several nodes: this node's number, everyone's identity and processes."""
+
+    number: int
+    node: int
+    nodes: tuple[str, ...]
+    processes: tuple[int, ...]
+    store: Store
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of this node."""
+        return sum(self.processes[: self.node])
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return sum(self.processes)
+
+    def propose(self, verdict: Verdict) -> Verdict:
+        """Settle how this attempt ends: as the first node that proposed something said."""
+        return Verdict.parse(self.store.compare_set(_VERDICT, "", verdict.render()))
+
+    def verdict(self) -> Verdict | None:
+        """How this attempt ended; None while it goes on."""
+        return Verdict.parse(self.store.get(_VERDICT)) if self.store.check([_VERDICT]) else None
+
+    def finish(self) -> None:
+        """Say that all ranks of this node have ended well; once."""
+        self.store.add(_DONE, 1)
+
+    def finished(self) -> int:
+        """How many nodes have said so."""
+        return int(self.store.add(_DONE, 0))
+
+
+class NodesRendezvous(RendezvousHandler):
+    """The meeting of several nodes; each attempt has a store of its own for its ranks.
+
+    Raises LaunchError where there is no way to the others, or where they run something else.
+    """
+
+    def __init__(self, nodes: Nodes, *, processes: int, label: str) -> None:
+        self._nodes = nodes
+        self._processes = processes
+        self._label = label
+        self._ranks_store: TCPStore | None = None
+        self._left: list[str] = []
+        self.again = False
+        self.attempt: Attempt | None = None
+        self._store, self.hosts = self._meet()
+        name = self._store.compare_set(_NAME, "", f"{NODES_RUN_ID}-{secrets.token_hex(8)}")
+        self._run_id = name.decode()
+        address = nodes.host if self.hosts else way_to(nodes.host, nodes.port)
+        self._members = Members.from_backend(
+            self._run_id,
+            self._store,
+            Backend(self._store, self._run_id),
+            nodes.least,
+            nodes.most,
+            local_addr=address,
+            timeout=RendezvousTimeout(
+                join=timedelta(seconds=nodes.wait),
+                last_call=_LAST_CALL,
+                close=timedelta(seconds=nodes.silence),
+                heartbeat=timedelta(seconds=nodes.silence),
+            ),
+            keep_alive_interval=cast(int, BEAT),
+            keep_alive_max_attempt=max(2, round(nodes.silence / BEAT)),
+        )
+        self._address = address
+        self._store.set(f"shoal/label/{self.me}", label)
+        self._store.add(_ARRIVED, 1)
+
+    def _meet(self) -> tuple[TCPStore, bool]:
+        """The store, and whether it is this node's: that of the first one at its address."""
+        nodes, patience = self._nodes, max(10.0, 3 * self._nodes.silence)
+        server = listen(nodes.host, nodes.port)
+        if isinstance(server, socket.socket):
+            store = serve(server, nodes.host, patience)
+        else:
+            try:
+                store = _connect(nodes.host, nodes.port, nodes.wait)
+            except (DistError, RuntimeError, ValueError, TimeoutError) as error:
+                raise LaunchError(
+                    given=f"--rendezvous {nodes.address}, where nodes meet",
+                    found=f"no other node of this run answers there after {nodes.wait:g} s "
+                    f"({str(error).splitlines()[0][:200]}); here, {server}",
+                    fix="start the command on the node with that address too, and give a free port",
+                ) from None
+            store.set_timeout(timedelta(seconds=patience))
+        theirs = json.loads(store.compare_set(_JOB, "", json.dumps(dict(nodes.job))))
+        found = differences(nodes.job, theirs)
+        if found:
+            raise LaunchError(
+                given=f"a node at --rendezvous {nodes.address}",
+                found=f"another run meets there: {found}",
+                fix="start the same command on every node, or give this run another port",
+            )
+        return store, isinstance(server, socket.socket)
+
+    @property
+    def me(self) -> str:
+        """The identity of this node."""
+        return str(self._members.me)
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks connect to the store of an attempt, which no rank's death takes away."""
+        return True
+
+    def get_backend(self) -> str:
+        """Name this rendezvous."""
+        return "nodes"
+
+    def get_run_id(self) -> str:
+        """Name this run."""
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for enough nodes. Raises LaunchError after the time limit, ClosedError after the end."""
+        self.again = False
+        while True:
+            try:
+                info = self._members.next_rendezvous()
+            except RendezvousTimeoutError:
+                raise self._too_few() from None
+            except DistStoreError:
+                # The first node died before it had written where ranks meet.
+                continue
+            except (RendezvousClosedError, RendezvousGracefulExitError):
+                raise ClosedError(self._end()) from None
+            meeting = self._gather(info)
+            if meeting is not None:
+                return RendezvousInfo(info.store, info.rank, info.world_size, meeting)
+
+    def _gather(self, info: RendezvousInfo) -> RendezvousStoreInfo | None:
+        """Everyone's processes and the address of the new store; None if somebody is lost meanwhile."""
+        store, rank, size = info.store, info.rank, info.world_size
+        everyone, _ = self._members.look()
+        # First close the last attempt's.
+        self._ranks_store = None
+        where: list[object] = []
+        if rank == 0:
+            where = [self._address, self._open_ranks_store()]
+        store.set(f"node/{rank}", json.dumps([self._processes, *where]))
+        keys = [f"node/{node}" for node in range(size)]
+        while not store.check(keys):
+            time.sleep(_PAUSE)
+            if len(self._members.look()[0]) < size:
+                return None
+        if len(everyone) < size:
+            return None
+        found = [json.loads(store.get(key)) for key in keys]
+        self.attempt = Attempt(
+            number=self._members.round,
+            node=rank,
+            nodes=tuple(everyone),
+            processes=tuple(each[0] for each in found),
+            store=store,
+        )
+        return RendezvousStoreInfo(*found[0][1:])
+
+    def _open_ranks_store(self) -> int:
+        server = listen(self._address, 0)
+        if isinstance(server, str):
+            raise LaunchError(
+                given=f"{self._label}, where ranks meet at {self._address}",
+                found=server,
+                fix="give the name or the address of a node's own interface: --rendezvous HOST:PORT",
+            )
+        self._ranks_store = serve(server, self._address, self._nodes.wait)
+        return int(self._ranks_store.port)
+
+    def look(self) -> tuple[list[str], list[str]]:
+        """Who takes part and who waits."""
+        here, waiting = self._members.look()
+        return here, waiting
+
+    def labels(self, nodes: Sequence[str]) -> dict[str, str]:
+        """How people call these nodes."""
+        keys = {node: f"shoal/label/{node}" for node in nodes}
+        return {
+            node: self._store.get(key).decode()
+            for node, key in keys.items()
+            if self._store.check([key])
+        }
+
+    def count(self, kind: Kind) -> int:
+        """How many attempts have ended like that."""
+        return int(self._store.add(f"shoal/count/{kind}", 0))
+
+    def count_one(self, kind: Kind, before: int) -> None:
+        """Count one more than before this attempt; every node of it may do so."""
+        self._store.compare_set(f"shoal/count/{kind}", str(before), str(before + 1))
+
+    def note_left(self, nodes: Sequence[str], by_me: bool) -> None:
+        """Remember nodes that left; the one which saw it first departs for them."""
+        self._left += [f"{node} at {time.strftime('%H:%M:%S')}" for node in nodes]
+        if by_me:
+            self._store.add(_DEPARTED, len(nodes))
+
+    def leave(self, verdict: Verdict) -> None:
+        """Take no further part, and say why."""
+        if self.attempt is not None and not self.again:
+            self.attempt.propose(verdict)
+        self._members.leave()
+        self._store.add(_DEPARTED, 1)
+
+    def end(self, verdict: Verdict) -> None:
+        """Close the run for nodes that wait to join, and go when nobody needs the store any more."""
+        self._store.compare_set(_END, "", verdict.render())
+        self._members.shutdown()
+        self.depart()
+
+    def depart(self) -> None:
+        """Go; the node with the store waits for the others, as long as they may be alive."""
+        with suppress(DistError, RuntimeError):
+            self._store.add(_DEPARTED, 1)
+        self.wait_for_others()
+
+    def wait_for_others(self) -> None:
+        """On the node with the store: until the others have departed, or must be dead."""
+        with suppress(DistError, RuntimeError):
+            deadline = time.monotonic() + self._nodes.silence
+            while self.hosts and time.monotonic() < deadline:
+                if self._store.add(_DEPARTED, 0) >= self._store.add(_ARRIVED, 0):
+                    break
+                time.sleep(_PAUSE)
+
+    def _end(self) -> Verdict:
+        if not self._store.check([_END]):
+            return Verdict(kind="ended", text="the run has ended", code=1)
+        return Verdict.parse(self._store.get(_END))
+
+    def _too_few(self) -> LaunchError:
+        here, waiting = self._members.look()
+        others = self.labels([node for node in (*here, *waiting) if node != self.me]).values()
+        there = ", ".join([self._label, *others])
+        left = f"; left: {', '.join(self._left)}" if self._left else ""
+        return LaunchError(
+            given=f"--nodes {self._nodes.text}, meeting at {self._nodes.address}",
+            found=f"after {self._nodes.wait:g} s too few are there: {there}{left}",
+            fix="start the same command on more nodes, wait longer (--wait SECONDS), or ask for fewer",
+        )
+
+    def is_closed(self) -> bool:
+        """Whether the run has ended."""
+        return bool(self._members.is_closed())
+
+    def set_closed(self) -> None:
+        """End the run for all."""
+        self._members.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """What elastic asks whether to start again, though not for a failure."""
+        return int(self.again)
+
+    def shutdown(self) -> bool:
+        """Close the store of the attempt."""
+        self._ranks_store = None
+        return True

@@ -1,0 +1,295 @@
+"""Is a job worth its place in the queue? What the site would refuse, and what would be wasted."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from math import ceil
+
+from shoal.launcher.submit.decide import fits, partition_of, processes_of
+from shoal.launcher.submit.job import Job, Request
+from shoal.launcher.submit.site import Partition, Site
+from shoal.launcher.submit.times import gpu_hours, spell_time
+from shoal.util.errors import LaunchError
+from shoal.util.text import MASK, is_secret, masked
+
+_SECONDS = 60.0
+_WORKER_OPTIONS = ("--workers", "--num-workers", "--num_workers")
+
+
+@dataclass(frozen=True)
+class Objection:
+    """What was given that can't be right, what contradicts it, and what to type instead."""
+
+    given: str
+    found: str
+    fix: str
+
+
+def check(request: Request, site: Site, job: Job) -> None:
+    """Raise LaunchError with all objections to a job."""
+    found = list(objections(request, site, job))
+    if found:
+        raise LaunchError(
+            given="; ".join(dict.fromkeys(each.given for each in found)),
+            found="\n       ".join(each.found for each in found),
+            fix="; ".join(dict.fromkeys(each.fix for each in found)) + " (--force submits it as it is)",
+        )
+
+
+def check_interpreter(request: Request, source: str) -> None:
+    """Raise LaunchError if --python does not exist, or lacks the Shoal that a script needs.
+
+    An interpreter in a container is not checked. The version is not checked if the interpreter can't
+    run here, such as that of another architecture. `source` is the text of the script.
+    """
+    python = request.python
+    if python is None or request.container is not None:
+        return
+    found = shutil.which(python)
+    if found is None:
+        there = os.path.exists(python)
+        raise LaunchError(
+            given=f"--python {python}",
+            found="it may not be executed" if there else "there is no such program",
+            fix="--python with the path of an interpreter, or omit it to use this one",
+        )
+    if "shoal" not in source:
+        return
+    asked = "from importlib.metadata import version; print('shoal', version('shoal'))"
+    try:
+        done = subprocess.run(
+            [found, "-c", asked], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    here = f"shoal {metadata.version('shoal')}"
+    said = (done.stdout.strip().splitlines() or ["no Shoal"])[-1]
+    if said != here and (done.returncode == 0 or "PackageNotFoundError" in done.stderr):
+        raise LaunchError(
+            given=f"--python {python}",
+            found=f"it has {said}, and this is {here}",
+            fix=f"{python} -m pip install the same version, or leave --python out",
+        )
+
+
+def objections(request: Request, site: Site, job: Job) -> Iterator[Objection]:
+    """What speaks against a job, each with the GPU-hours that it is about."""
+    partition = partition_of(request, site)
+    if request.restarts and not job.requeue and job.chain == 1:
+        yield Objection(
+            f"--restarts {request.restarts}",
+            f"a job restarts by going back into the queue, which {site.name} does not allow",
+            "--chain N too: the next job of the chain goes on",
+        )
+    yield from _against_partition(request, site, partition)
+    yield from _against_time(request, partition, job)
+    yield from _against_processes(request, partition, job)
+    if job.cpus is not None and request.workers > job.cpus:
+        cost = _cost(request)
+        yield Objection(
+            f"{request.workers} loader workers for each process",
+            f"a process has {job.cpus} core(s): its workers take turns, and {cost} wait for data",
+            f"at most {job.cpus} workers, or --cpus-per-task {request.workers}",
+        )
+    if request.memory is not None and not site.memory:
+        yield Objection(
+            f"--mem {request.memory}",
+            f"{site.name} gives memory by the number of cores, and --mem is not accepted",
+            "--cpus-per-task with more cores",
+        )
+
+
+def _against_partition(request: Request, site: Site, partition: Partition) -> Iterator[Objection]:
+    name = partition.name
+    if site.partitions and name not in site.partitions:
+        yield Objection(
+            f"--partition {name}" if name else "no --partition",
+            f"{site.name} has {', '.join(site.partitions)}",
+            f"--partition {next(iter(site.partitions))}",
+        )
+    total = request.nodes * request.gpus
+    if partition.gpus is not None and request.gpus > partition.gpus:
+        better = (
+            f"--nodes {ceil(total / partition.gpus)} --gpus-per-node {partition.gpus}"
+            if partition.gpus
+            else "another --partition"
+        )
+        yield Objection(
+            f"--gpus-per-node {request.gpus}",
+            f"a node of {name} has {partition.gpus} GPUs: Slurm would never start it",
+            better,
+        )
+    if partition.nodes is not None and request.nodes > partition.nodes:
+        yield Objection(
+            f"--nodes {request.nodes}",
+            f"a job in {name} has at most {partition.nodes} nodes",
+            f"--nodes {partition.nodes}",
+        )
+
+
+def _against_time(request: Request, partition: Partition, job: Job) -> Iterator[Objection]:
+    gpus = request.nodes * request.gpus
+    allowed = [qos for qos in partition.qos if request.qos in (None, qos.name)]
+    given = f"--time {spell_time(request.time)}"
+    times = [qos.time for qos in allowed if fits(qos, 0, gpus) and qos.time is not None]
+    longest = max(times, default=partition.time) if allowed else partition.time
+    if partition.time is not None and longest is not None:
+        longest = min(longest, partition.time)
+    if longest is not None and request.time > longest:
+        parts = ceil(request.time / longest)
+        yield Objection(
+            given,
+            f"{_kind(request, partition)} ends jobs after {spell_time(longest)}: {_cost(request)} "
+            "are too many for one",
+            f"--time {spell_time(longest)}{_afterwards(job, parts)}",
+        )
+    elif allowed and not any(fits(qos, request.time, gpus) for qos in allowed):
+        most = max((qos.gpus or 0 for qos in allowed if fits(qos, request.time, 0)), default=0)
+        yield Objection(
+            f"{gpus} GPUs, {given}",
+            f"{_kind(request, partition)} gives a job so long at most {most} GPUs",
+            f"{most} GPUs in all, or less time",
+        )
+    if 2 * job.lead > request.time:
+        yield Objection(
+            given,
+            f"{job.lead} s of it are kept for saving: {job.choices['lead'].reason}",
+            f"--time {spell_time(60 * ceil(job.lead / 15))}, or more",
+        )
+
+
+def _afterwards(job: Job, parts: int) -> str:
+    """How a job goes on that needs several times its time."""
+    if job.turns:
+        return ", and the same command again for the rest"
+    return ", after which it goes on by itself" if job.requeue else f" --chain {parts}"
+
+
+def _against_processes(request: Request, partition: Partition, job: Job) -> Iterator[Objection]:
+    processes, gpus = processes_of(request), request.nodes * request.gpus
+    if processes < request.nodes:
+        yield Objection(
+            f"-n {processes}, --nodes {request.nodes}",
+            f"{request.nodes - processes} node(s) without a process",
+            f"--nodes {processes}",
+        )
+    if gpus and processes != gpus:
+        idle = gpus - processes
+        found = (
+            f"{gpus} GPUs reserved, {processes} used: {gpu_hours(idle, request.time)} of "
+            f"{_cost(request)} for nothing"
+            if idle > 0
+            else f"{processes} processes share {gpus} GPUs, {_cost(request)}, which NCCL refuses"
+        )
+        yield Objection(f"-n {processes}, {gpus} GPUs", found, f"-n {gpus}, or fewer GPUs")
+    cores = (job.cpus or 1) * job.per_node
+    if partition.cores is not None and cores > partition.cores:
+        yield Objection(
+            f"{job.per_node} process(es) on a node, --cpus-per-task {job.cpus or 1}",
+            f"{cores} cores, and a node of {partition.name} has {partition.cores}",
+            f"--cpus-per-task {max(1, partition.cores // job.per_node)}",
+        )
+    if job.launcher == "torchrun" and processes % request.nodes:
+        yield Objection(
+            f"-n {processes} with torchrun",
+            f"{processes} processes do not divide into {request.nodes} equal nodes",
+            f"-n {request.nodes * job.per_node}, or --launcher srun",
+        )
+    if job.launcher == "torchrun" and request.sweep:
+        yield Objection(
+            "--sweep with torchrun",
+            "whether its ranks have saved is read from one run directory, and each element has its own",
+            "--launcher srun",
+        )
+
+
+def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
+    """What somebody wants to know of a job before it waits in a queue."""
+    if not site.tried:
+        yield f"nobody has tried the file of the site {site.name} yet"
+    if not site.partitions:
+        yield f"nothing is known of this site ({site.name}): GPUs, partitions and times are not checked"
+    partition = partition_of(request, site)
+    charged = _charged(request, site, partition, job)
+    if charged > request.gpus:
+        cost = gpu_hours(request.nodes * charged, request.time)
+        yield f"counts as {charged} GPUs on each node, not {request.gpus}: up to {cost}"
+    if job.qos is not None and request.qos is None:
+        yield f"--qos={job.qos}: {job.choices['qos'].reason}"
+    if not job.turns:
+        yield f"told to save {job.lead} s before its end: {job.choices['lead'].reason}"
+    if not job.requeue and job.chain == 1 and not job.turns:
+        yield "this site does not requeue: --chain N submits N jobs that go on after each other"
+    words = (*request.args, *(word for words in request.sweep for word in words))
+    for secret in secret_options(words):
+        yield f"{secret} and its value stand in the job's files; give secrets by variables"
+
+
+def _charged(request: Request, site: Site, partition: Partition, job: Job) -> int:
+    """How many GPUs of each node are accounted for: whoever takes the cores takes the GPUs."""
+    if not request.gpus or partition.gpus is None:
+        return request.gpus
+    if site.whole_nodes and request.nodes > 1:
+        return partition.gpus
+    if partition.cores is None or job.cpus is None:
+        return request.gpus
+    share = partition.cores / partition.gpus
+    return max(request.gpus, min(partition.gpus, ceil(job.cpus * job.per_node / share)))
+
+
+def _kind(request: Request, partition: Partition) -> str:
+    return " ".join(filter(None, (partition.name, request.qos)))
+
+
+def _cost(request: Request) -> str:
+    if request.gpus:
+        return gpu_hours(request.nodes * request.gpus, request.time)
+    return f"{request.nodes * request.time / 3600:.3g} node-hours"
+
+
+def workers_of(source: str, args: Sequence[str]) -> int:
+    """How many loader workers a script seems to start: `num_workers=8` in its text, or an option."""
+    found = [0]
+    for index, word in enumerate(args):
+        option, _, value = word.partition("=")
+        if option in _WORKER_OPTIONS:
+            value = value or (args[index + 1] if index + 1 < len(args) else "")
+            found += [int(value)] if value.isdecimal() else []
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return max(found)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "num_workers":
+            value_node = node.value
+            if isinstance(value_node, ast.Constant) and type(value_node.value) is int:
+                found.append(value_node.value)
+    return max(found)
+
+
+def secret_options(args: Sequence[str]) -> list[str]:
+    """The options among the words of a command that are named like secrets."""
+    options = [word.partition("=")[0] for word in args if re.match(r"--?\w", word)]
+    return [option for option in dict.fromkeys(options) if is_secret(option.lstrip("-"))]
+
+
+def without_secrets(args: Sequence[str]) -> list[str]:
+    """The words of a command with the values of such options masked."""
+    secret = set(secret_options(args))
+    words = []
+    for before, word in zip(("", *args), args, strict=False):
+        option, equals, _ = word.partition("=")
+        if before in secret and not word.startswith("-"):
+            words.append(MASK)
+        elif equals and option in secret:
+            words.append(f"{option}={MASK}")
+        else:
+            words.append(str(masked(word)))
+    return words

@@ -1,0 +1,123 @@
+"""From what was asked for and what the site wants to a job: each decision, with its reason."""
+
+from __future__ import annotations
+
+import re
+from math import ceil
+from pathlib import PurePath
+
+from shoal.launcher.submit.job import Job, Request
+from shoal.launcher.submit.site import Partition, Qos, Site
+from shoal.util.decision import GIVEN, Choice
+
+_SIGNAL_STEP = 5
+
+
+def partition_of(request: Request, site: Site) -> Partition:
+    """The partition asked for; one without known limits where the site lists none of that name."""
+    known = site.partition(request.partition)
+    if known is not None:
+        return known
+    return Partition(name=request.partition or "", option=request.partition)
+
+
+def processes_of(request: Request) -> int:
+    """How many processes all nodes together run: one for each GPU, or one for each node without."""
+    if request.processes is not None:
+        return request.processes
+    return request.nodes * max(1, request.gpus)
+
+
+def decide(request: Request, site: Site, *, save: float | None) -> Job:
+    """The job that is submitted. `save` is how long a save and a step take together, if measured."""
+    partition = partition_of(request, site)
+    processes = processes_of(request)
+    cpus = _cpus(request, partition)
+    qos = _qos(request, partition)
+    lead = _lead(request, site, save)
+    launcher = request.launcher or site.launcher
+    constraint = request.constraint or partition.constraint
+    return Job(
+        name=request.name or _name(request.script),
+        nodes=request.nodes,
+        processes=processes,
+        per_node=ceil(processes / request.nodes),
+        gpus=request.gpus,
+        gres=partition.gres,
+        cpus=cpus.value,
+        memory=request.memory,
+        partition=partition.option,
+        constraint=constraint,
+        qos=qos.value,
+        account=_account(request.account, partition),
+        hint=site.hint,
+        time=request.time,
+        lead=lead.value,
+        launcher=launcher,
+        requeue=site.requeue and request.chain == 1 and not request.turns,
+        chain=request.chain,
+        restarts=request.restarts,
+        elements=len(request.sweep),
+        at_once=request.at_once,
+        options=(*site.options, *request.options),
+        turns=request.turns,
+        limit=request.limit,
+        choices={"cpus": cpus, "qos": qos, "lead": lead},
+    )
+
+
+def _qos(request: Request, partition: Partition) -> Choice[str | None]:
+    """The first QoS whose limits fit the job; none is named where it is the one Slurm takes itself."""
+    if request.qos is not None:
+        return Choice(what="qos", value=request.qos, reason=GIVEN)
+    gpus = request.nodes * request.gpus
+    for qos in partition.qos:
+        if fits(qos, request.time, gpus):
+            if qos is partition.qos[0]:
+                return Choice(what="qos", value=None, reason=f"{qos.name}, which a job gets by itself")
+            reason = f"the first that gives {gpus} GPUs for so long"
+            return Choice(what="qos", value=qos.name, reason=reason)
+    return Choice(what="qos", value=None, reason="the site's file lists none that fits")
+
+
+def fits(qos: Qos, time: int, gpus: int) -> bool:
+    """Whether a job of so many seconds and GPUs is within the limits of a QoS."""
+    return (qos.time is None or time <= qos.time) and (qos.gpus is None or gpus <= qos.gpus)
+
+
+def _cpus(request: Request, partition: Partition) -> Choice[int | None]:
+    if request.cpus is not None:
+        return Choice(what="cpus", value=request.cpus, reason=GIVEN)
+    if partition.cpus_per_gpu is None or not request.gpus:
+        return Choice(what="cpus", value=None, reason="left to Slurm: the site's file has no number")
+    each = ceil(processes_of(request) / request.nodes)
+    # Fewer processes than GPUs share the cores of all GPUs.
+    value = max(1, partition.cpus_per_gpu * request.gpus // each)
+    return Choice(
+        what="cpus",
+        value=value,
+        reason=f"{partition.cpus_per_gpu} for each GPU of {partition.name}",
+    )
+
+
+def _lead(request: Request, site: Site, save: float | None) -> Choice[int]:
+    if save is not None:
+        # Slurm's clock for this was seen 14 s late; a minute is what it promises.
+        value = _rounded(2 * save + 60)
+        return Choice(what="lead", value=value, reason=f"a step and a save took {save:.0f} s before")
+    value = min(site.lead, _rounded(request.time / 4))
+    return Choice(what="lead", value=value, reason="no save of this run has been measured yet")
+
+
+def _rounded(seconds: float) -> int:
+    return max(_SIGNAL_STEP, ceil(seconds / _SIGNAL_STEP) * _SIGNAL_STEP)
+
+
+def _account(account: str | None, partition: Partition) -> str | None:
+    if account is None or "@" in account:
+        return account
+    return account + partition.account
+
+
+def _name(script: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", PurePath(script).stem, flags=re.ASCII).strip("-") or "shoal"

@@ -1,0 +1,164 @@
+"""What `shoal submit`, `status` and `sites` print."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.launcher.submit.job import Job
+from shoal.launcher.submit.job_directory import End
+from shoal.launcher.submit.site_catalog import Entry, load
+from shoal.launcher.submit.status import Status, outcome
+from shoal.launcher.submit.submit import Submission
+from shoal.launcher.submit.times import gpu_hours, spell_time
+from shoal.util.tables import (
+    add_row,
+    make_table,
+    print_line,
+    print_pairs,
+    print_path,
+    print_table,
+    span,
+)
+
+_SHOWN = 5
+_ROOM_FOR_FILES = 90
+
+
+def script(console: Console, done: Submission) -> None:
+    """The batch script as it would be written, and nothing else: it may be piped into a file."""
+    console.out(done.script, end="", highlight=False)
+
+
+def submission(console: Console, done: Submission, *, out: Path | None) -> None:
+    """What was submitted, and the commands that go on from here."""
+    if done.jobs:
+        print_line(console, f"job {', '.join(done.jobs)}: {_size(done.job)}")
+    else:
+        print_path(console, f"written, not submitted: sbatch {shlex.quote(str(out))}")
+    _remarks(console, done)
+    run = shlex.quote(_short(done.run))
+    if done.jobs:
+        print_pairs(
+            console,
+            "",
+            [
+                ("follow", f"shoal logs -f {run}"),
+                ("status", f"shoal status {run}"),
+                ("cancel", f"shoal cancel {run}"),
+                ("resume", "the same command again, when it has ended"),
+                ("files", _short(done.folder)),
+            ],
+        )
+
+
+def rehearsal(console: Console, done: Submission) -> None:
+    """What a dry run says beside the script: what would be submitted."""
+    print_line(console, f"job: {_size(done.job)}")
+    _remarks(console, done)
+
+
+def _remarks(console: Console, done: Submission) -> None:
+    """What is to be known of a job before it waits in a queue."""
+    print_line(console, *(f"note: {note}" for note in done.notes))
+    if done.linked:
+        names = _some(done.linked)
+        print_line(console, f"note: linked to and not copied, so changes reach the job: {names}")
+
+
+def status(console: Console, found: Status) -> None:
+    """How the jobs of a run are, and how far its training is."""
+    record = found.record
+    what = f"{record.command} on {record.site}, submitted {_ago(record.submitted)}"
+    table = make_table("job", "state", "ran", "limit", "where or why")
+    for each in found.queued:
+        add_row(table, each.job, each.state.lower(), each.ran, each.limit, each.reason)
+    for end in found.ends:
+        add_row(table, end.job, outcome(end.code), "", "", _ended(end))
+    if not found.queued and not found.ends:
+        add_row(table, ", ".join(record.jobs), "gone", "", "", "Slurm does not know it any more")
+    print_table(console, f"{_short(found.folder)}: {what}", table)
+    print_line(console, *_stuck(found), *found.failure, *_progress(found))
+
+
+def overview(console: Console, found: Iterable[Status]) -> None:
+    """A line for each run: how its newest job is, and how far its training is."""
+    table = make_table("run", "job", "state", "step", "where or why")
+    for each in found:
+        number, state, why = ", ".join(each.record.jobs), "gone", ""
+        for end in each.ends[-1:]:
+            number, state, why = end.job, outcome(end.code), _ended(end)
+        for queued in each.queued[:1]:
+            number, state, why = queued.job, queued.state.lower(), queued.never or queued.reason
+        step = "" if each.step is None else each.step.get("step")
+        add_row(table, _short(each.folder.parents[1].resolve()), number, state, str(step), why)
+    print_table(console, "newest jobs", table)
+
+
+def _stuck(found: Status) -> Iterator[str]:
+    for each in found.queued:
+        if each.never:
+            yield f"job {each.job} can never start: {each.never} ({each.reason.strip('()')})"
+
+
+def _progress(found: Status) -> Iterator[str]:
+    if found.step is not None:
+        loss = found.step.get("loss")
+        shown = f", loss {loss:.6g}" if isinstance(loss, float) else ""
+        yield f"step {found.step.get('step')}{shown}, {_ago(found.step.get('t'))}"
+    if found.saved is not None:
+        yield f"saved step {found.saved.get('step')}, {_ago(found.saved.get('t'))}"
+
+
+def sites(console: Console, entries: Iterable[Entry]) -> None:
+    """All sites, with their partitions; where there is room, which words need, with their files."""
+    files = ["file"] if console.width >= _ROOM_FOR_FILES else []
+    table = make_table("site", "what it is", "partitions", "tried on", *files)
+    for entry in entries:
+        site = load(entry)
+        partitions = ", ".join(site.partitions) or "any"
+        shown = [entry.file] if files else []
+        add_row(table, site.name, site.about, partitions, site.tried or "never tried", *shown)
+    console.print(table)
+
+
+def text(console: Console, entry: Entry) -> None:
+    """A site's file as it stands, to be read or to be copied."""
+    console.out(entry.text, end="", highlight=False)
+
+
+def _size(job: Job) -> str:
+    nodes = f"{job.nodes} node" + "s" * (job.nodes > 1)
+    each = f" with {job.gpus} GPU" + "s" * (job.gpus > 1) if job.gpus else ""
+    times = f", {job.chain} in a chain" if job.chain > 1 else ""
+    times += f", {job.elements} elements" if job.elements else ""
+    count = job.nodes * job.gpus * job.chain * max(1, job.elements)
+    cost = f", at most {gpu_hours(count, job.time)}" if job.gpus else ""
+    return f"{nodes}{each}, {job.processes} process(es), {spell_time(job.time)}{times}{cost}"
+
+
+def _ended(end: End) -> str:
+    again = f", after {end.restarts} requeue(s)" if end.restarts else ""
+    return f"{_ago(end.when)}{again}"
+
+
+def _ago(moment: object) -> str:
+    if not isinstance(moment, int | float):
+        return "at an unknown time"
+    return f"{span(time.time() - moment)} ago"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(map(json.dumps, names[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def _short(path: Path) -> str:
+    """A path as somebody here would type it."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

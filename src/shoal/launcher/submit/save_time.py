@@ -1,0 +1,41 @@
+"""How long a run takes to stop: from what its earlier attempts recorded."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shoal.telemetry import events
+
+_TAIL = 8 << 20
+_STEPS, _SAVES = 200, 5
+_PARTS = ("wait", "transfer", "forward", "backward", "communication", "update")
+
+
+def stopping_seconds(run: Path) -> float | None:
+    """Seconds of a step and a save, the longest of the last ones of rank 0; None without a save."""
+    saves: deque[float] = deque(maxlen=_SAVES)
+    steps: deque[float] = deque(maxlen=_STEPS)
+    for event in last_events(run):
+        if event["event"] == "save":
+            saves += _number(event.get("seconds"))
+        elif event["event"] == "step":
+            steps.append(sum(second for part in _PARTS for second in _number(event.get(part))))
+    return None if not saves else max(saves) + max(steps, default=0.0)
+
+
+def last_events(run: Path) -> Iterator[dict[str, Any]]:
+    """The events of rank 0, or the last megabytes of them; none where there is no record."""
+    try:
+        yield from events.read(run / "events" / "rank-0.jsonl", last=_TAIL)
+    except OSError:
+        return
+
+
+def _number(value: object) -> list[float]:
+    """The value if it can be a length of time: the file may be somebody else's."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return [float(value)] if valid and value >= 0 else []  # type: ignore[arg-type,operator]

@@ -1,0 +1,1 @@
+"""Slurm: the batch script, its commands."""

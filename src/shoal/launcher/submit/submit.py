@@ -1,0 +1,277 @@
+"""`shoal submit`: decide, check, copy the source, write the script, hand it to Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.distributed import env_vars
+from shoal.launcher.submit import index
+from shoal.launcher.submit.check import check, check_interpreter, notes, without_secrets, workers_of
+from shoal.launcher.submit.decide import decide
+from shoal.launcher.submit.job import Job, Request
+from shoal.launcher.submit.job_directory import (
+    SCRIPT,
+    Record,
+    make_folder,
+    missing_folders,
+    next_folder,
+    remove_folder,
+    write_record,
+)
+from shoal.launcher.submit.save_time import stopping_seconds
+from shoal.launcher.submit.site import Site
+from shoal.launcher.submit.slurm import commands
+from shoal.launcher.submit.slurm.batch_script import MARK, Place, render
+from shoal.launcher.submit.source_snapshot import Source, copy_source, find_source, import_paths
+from shoal.launcher.submit.status import living
+from shoal.util.errors import LaunchError
+
+_HEAD, _SHOWN = 8192, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What `submit` did: the job, its script, what is to be said of it, the numbers Slurm gave it.
+
+    There are none where nothing was submitted. `linked` are files that are linked to and not copied.
+    """
+
+    job: Job
+    script: str
+    notes: tuple[str, ...]
+    run: Path
+    folder: Path
+    jobs: tuple[str, ...]
+    linked: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to submit. `run` is the run directory, None being runs/NAME of NAME.py.
+
+    A dry run makes nothing. With `out` the script is written there and not submitted. `copy` is
+    whether the job runs a copy of the source, `force` whether objections are passed over.
+    """
+
+    run: Path | None = None
+    dry: bool = False
+    out: Path | None = None
+    copy: bool = True
+    force: bool = False
+
+
+def submit(request: Request, site: Site, options: Options) -> Submission:
+    """Submit a job, or what `options` say instead.
+
+    Raises LaunchError where the script is not there, where something speaks against the job, or where
+    Slurm refuses it; then nothing is left behind.
+    """
+    script = Path(request.script)
+    if not script.is_file():
+        raise LaunchError(
+            given=str(script),
+            found=f"there is no file {script.absolute()}",
+            fix="give the path of a Python file: shoal submit … train.py",
+        )
+    run = (options.run or Path("runs") / script.stem).resolve()
+    if script.resolve().is_relative_to(run):
+        raise LaunchError(
+            given=f"--run {options.run}",
+            found=f"{script} lies in it, and would be copied with all that the run writes",
+            fix=f"--run {run / 'run'}, a directory of its own",
+        )
+    text = _text_of(script)
+    if not options.force:
+        check_interpreter(request, text)
+    request = replace(request, workers=workers_of(text, request.args))
+    job = decide(request, site, save=stopping_seconds(run))
+    if not options.force:
+        check(request, site, job)
+        if not options.dry and options.out is None:
+            _check_alone(run)
+    source = find_source(script, without=run) if options.copy else None
+    made = missing_folders(run)
+    folder = next_folder(run) if options.dry else _make_folder(run)
+    jobs: tuple[str, ...] = ()
+    try:
+        text = render(job, site, _place(request, site, run, folder, source))
+        if not options.dry:
+            if source is not None:
+                copy_source(source, folder)
+            path = _write(text, folder / SCRIPT) if options.out is None else _keep(text, options.out)
+            if options.out is None:
+                jobs = _hand_over(path, job)
+                write_record(folder, _record(jobs, request, site, job))
+    except BaseException as error:
+        if isinstance(error, OSError) and jobs:  # nobody would know of them
+            commands.cancel(jobs)
+            jobs = ()
+        if not options.dry and not jobs:
+            remove_folder(folder, made)
+        if isinstance(error, OSError):
+            raise _unwritable(run, error) from None
+        raise
+    unlisted = _list(run) if jobs else ()
+    return Submission(
+        job=job,
+        script=text,
+        notes=(*notes(request, site, job), *unlisted),
+        run=run,
+        folder=folder,
+        jobs=jobs,
+        linked=tuple(map(str, source.linked)) if source else (),
+    )
+
+
+def _list(run: Path) -> tuple[str, ...]:
+    """Add a run to the user's list; a note where that can't be written, for the job is submitted."""
+    try:
+        index.add(run)
+    except OSError as error:
+        return (f"not in the list of `shoal status`: {index.path()}: {error.strerror}",)
+    return ()
+
+
+def _check_alone(run: Path) -> None:
+    """Raise LaunchError where a job of this run waits or runs already."""
+    others = living(run)
+    if others:
+        names = ", ".join(f"{each.job} ({each.state.lower()})" for each in others[:_SHOWN])
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise LaunchError(
+            given=f"--run {run}",
+            found=f"job {names}{more} of this run has not ended: of two that save in one directory the "
+            "older is refused, and what it did since its last save is lost",
+            fix=f"shoal cancel {shlex.quote(str(run))} first, or --run DIR with a directory of its own "
+            "(--force submits it as it is)",
+        )
+
+
+def _text_of(script: Path) -> str:
+    try:
+        return script.read_text(errors="replace")
+    except OSError as error:
+        raise LaunchError(
+            given=str(script),
+            found=error.strerror or str(error),
+            fix="let it be readable by you: chmod u+r, or a copy of your own",
+        ) from None
+
+
+def _write(text: str, path: Path) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    path.chmod(0o700)
+    return path
+
+
+def _keep(text: str, path: Path) -> Path:
+    """Write it where the user wants it, but over nothing else than what was written so before."""
+    try:
+        if path.exists() and MARK.encode() not in path.read_bytes()[:_HEAD]:
+            raise LaunchError(
+                given=f"-o {path}",
+                found="it is there already and is no batch script of `shoal submit`",
+                fix="another name; the log of a job is in its run directory, `shoal logs` prints it",
+            )
+        return _write(text, path)
+    except OSError as error:
+        raise LaunchError(
+            given=f"-o {path}", found=str(error), fix="-o FILE that you may write"
+        ) from None
+
+
+def _make_folder(run: Path) -> Path:
+    try:
+        return make_folder(run)
+    except OSError as error:
+        raise _unwritable(run, error) from None
+
+
+def _unwritable(run: Path, error: OSError) -> LaunchError:
+    return LaunchError(
+        given=f"the run directory {run}",
+        found=str(error),
+        fix="--run DIR with a directory that you may write to, and that the nodes see",
+    )
+
+
+def _hand_over(script: Path, job: Job) -> tuple[str, ...]:
+    """Submit the job, or all of a chain; where one of these is refused the others are taken back."""
+    jobs: list[str] = []
+    try:
+        for _ in range(job.chain):
+            jobs.append(commands.submit(script, after=jobs[-1] if jobs else None))
+    except BaseException:
+        if jobs:
+            commands.cancel(jobs)
+        raise
+    return tuple(jobs)
+
+
+def _place(request: Request, site: Site, run: Path, folder: Path, source: Source | None) -> Place:
+    script = Path(request.script).resolve()
+    paths: tuple[str, ...] = ()
+    if source is not None:
+        copy = folder / "source"
+        script = copy / source.script.relative_to(source.root)
+        paths = import_paths(source.root, copy, env_vars.python_path())
+    # An image has a Python of its own.
+    python = sys.executable if request.container is None else "python"
+    return Place(
+        folder=str(folder),
+        directory=os.getcwd(),
+        run=str(run),
+        script=str(script),
+        args=request.args,
+        sweep=request.sweep,
+        python=request.python or site.python or python,
+        image=request.container,
+        python_path=paths,
+        stage=staged(request.stage),
+        variables=request.variables,
+    )
+
+
+def staged(paths: Sequence[str]) -> tuple[str, ...]:
+    """What is to be staged, as absolute paths. Raises LaunchError for what nodes can't get so."""
+    found: dict[str, str] = {}
+    for path in paths:
+        whole = os.path.abspath(path)
+        name = os.path.basename(whole)
+        if not name or not os.path.exists(whole):
+            why = f"there is no {whole}" if name else "the whole file system"
+            raise LaunchError(
+                given=f"--stage {path}",
+                found=why,
+                fix="--stage with a file or a directory that is there",
+            )
+        if name in found:
+            raise LaunchError(
+                given=f"--stage {found[name]}, --stage {whole}",
+                found=f"both would be {name} on a node",
+                fix="rename one of them, or stage a directory that holds both",
+            )
+        found[name] = whole
+    return tuple(found.values())
+
+
+def _record(jobs: tuple[str, ...], request: Request, site: Site, job: Job) -> Record:
+    return Record(
+        jobs=jobs,
+        submitted=time.time(),
+        site=site.name,
+        command=shlex.join((request.script, *without_secrets(request.args))),
+        nodes=job.nodes,
+        gpus=job.gpus,
+        processes=job.processes,
+        time=job.time,
+        signal=job.signal,
+        to_batch=job.to_batch,
+        elements=job.elements,
+    )

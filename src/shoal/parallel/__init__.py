@@ -1,8 +1,0 @@
-"""Ways of spreading one model over processes and devices.
-
-Strategies are imported from their modules: those that are not used cost no time at the start.
-"""
-
-from shoal.parallel.attach import engine_of, known_engine, parallelize
-
-__all__ = ["engine_of", "known_engine", "parallelize"]

@@ -1,0 +1,212 @@
+"""What all ranks lose together, and the option that would help: data, links, stalls, saves and more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.report.breakdown import COMPUTING, LABELS
+from shoal.report.causes import STALLS, UNEVEN, Costs, Finding, Judged, owed, several
+from shoal.report.history import Attempt, History
+from shoal.report.loader_speed import Loading, loading
+from shoal.report.stalls import Stalls
+from shoal.report.stragglers import NOTABLE, Straggler
+from shoal.util.units import bandwidth, duration, percent
+
+MUCH = 0.1
+"""The share of the time from which a loss is worth a finding,"""
+LEAST = {"checkpoint": NOTABLE, STALLS: NOTABLE}
+"""and that of losses that are easily avoided."""
+SAVING = 0.01
+"""The share of the time that saves may take."""
+
+_SHARED = {
+    "transfer": (
+        "Ranks wait for copies to the device",
+        "shoal.Loader(…, pin_memory=True); smaller types, made floats on the device",
+    ),
+    "evaluation": (
+        "Evaluation takes",
+        "evaluate less often, or on less: shoal.evaluate(…, batches=N)",
+    ),
+    "other": (
+        "What the script does itself (logging, metrics, the forward pass of its own loop) takes",
+        "shoal.Run(…, profile=(100, 105)), and shoal report RUN --trace 100:105 shows what it is",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A finding on a loss, and whether it is large enough to be reported in any case."""
+
+    finding: Finding
+    large: bool
+
+
+def losses(
+    history: History,
+    shares: Mapping[str, float],
+    named: Sequence[Straggler],
+    costs: Costs,
+    judged: Sequence[Judged],
+) -> Iterator[Loss]:
+    """Losses in parts for which no single rank is to blame."""
+    for part, share in shares.items():
+        left = share if part in (STALLS, UNEVEN) else share - owed(part, named, costs)
+        if part == "computing" or part in COMPUTING or left < NOTABLE:
+            continue
+        text, advice = _about(part, left, history, judged)
+        stalls = next((each for one in judged for each in one.stalls if each.part == part), None)
+        if stalls is not None and stalls.cost > 0.5 * left * _step(judged[-1]):
+            text += f" Most of it is lost {often(stalls)}: {duration(stalls.excess)} there."
+        yield Loss(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
+
+
+def often(each: Stalls) -> str:
+    """How often a stall comes: `every 50 steps`."""
+    if each.period is not None:
+        return f"every {each.period:,} steps"
+    return f"at step {each.newest:,}" if each.count == 1 else f"in {each.count:,} steps"
+
+
+def _step(one: Judged) -> float:
+    return float(one.profile.average(one.profile.wall).mean())
+
+
+def _about(part: str, share: float, history: History, judged: Sequence[Judged]) -> tuple[str, str]:
+    """A sentence on the loss in a part, and what to do about it."""
+    newest = judged[-1]
+    if part == STALLS:
+        return _about_stalls(share, history, judged)
+    if part == UNEVEN:
+        return _about_uneven(share)
+    if part == "communication":
+        return _about_links(share, newest.attempt)
+    if part == "wait":
+        return _about_data(share, newest)
+    if part == "checkpoint":
+        return _about_saves(share, newest.attempt)
+    text, advice = _SHARED[part]
+    return f"{text} {percent(share)} of the time{_everywhere(newest.attempt)}.", advice
+
+
+def _everywhere(attempt: Attempt) -> str:
+    return " on all ranks" if attempt.size > 1 else ""
+
+
+def _about_stalls(share: float, history: History, judged: Sequence[Judged]) -> tuple[str, str]:
+    one, each = max(
+        ((one, each) for one in judged for each in one.stalls if each.part in COMPUTING),
+        key=lambda found: found[1].cost * found[0].profile.steps,
+    )
+    who = "All ranks stall together" if one.attempt.size > 1 else "Training stalls"
+    text = (
+        f"{who} {often(each)}, {percent(share)} of the time: {LABELS[each.part]} takes "
+        f"{duration(each.excess)} longer there, {duration(each.usual)} elsewhere."
+    )
+    return text, (
+        "look for what runs in these steps, such as a garbage collection (gc.freeze() after the first "
+        f"steps), a log or a file: shoal report {history.directory} --trace {each.newest}:{each.newest}"
+    )
+
+
+def _about_uneven(share: float) -> tuple[str, str]:
+    return (
+        f"Ranks wait for each other in turn, {percent(share)} of the time: none is slower than the "
+        "others for long, but in each step another one is.",
+        "if the samples differ in length, batches of equal numbers of tokens: shoal.Loader(…, "
+        "batch_size=shoal.Budget(lengths, 4096)); else see whether others use these machines: "
+        "shoal doctor",
+    )
+
+
+def _about_data(share: float, one: Judged) -> tuple[str, str]:
+    text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
+    found = loading(one.attempt, one.profile)
+    if found is None:
+        return f"{text}.", "more workers, or less work per sample: shoal.Loader(…, num_workers=N)"
+    batch = duration(found.seconds)
+    if not found.workers:
+        text += f": each rank makes its batches itself, {batch} each"
+    else:
+        workers = "1 worker" if found.workers == 1 else f"{found.workers} workers"
+        text += f": a batch takes a worker {batch}, and a rank has {workers}"
+    return f"{text}.", _more_workers(found)
+
+
+def _more_workers(found: Loading) -> str:
+    """The number of workers that keeps up, if there are cores for it and workers are what is short."""
+    if found.enough <= found.workers:
+        return (
+            "the workers are fast enough: look for batches that are large to hand over, or late at "
+            "the begin of an epoch; shoal bench data"
+        )
+    if found.cores is not None and found.enough > found.cores:
+        cores = "1 core" if found.cores == 1 else f"{found.cores} cores"
+        return (
+            f"shoal.Loader(…, num_workers={found.enough}) would keep up if workers mostly wait, for a "
+            f"rank has {cores}; else more cores, or less work per sample, such as data prepared once; "
+            "shoal bench data measures it"
+        )
+    return f"shoal.Loader(…, num_workers={found.enough}) would keep up; shoal bench data measures it"
+
+
+def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
+    seconds: dict[tuple[str, str, int, str], list[float]] = {}
+    for (_, key), traffic in attempt.traffic.items():
+        sums = seconds.setdefault(key, [0.0, 0.0, 0.0])
+        sums[0] += traffic.seconds
+        sums[1] += traffic.bytes
+        sums[2] = max(sums[2], traffic.bus)
+    hosts = sorted({host for rank in attempt.ranks if (host := attempt.host(rank)) is not None})
+    text = f"All ranks wait for each other's data: {percent(share)} of the time is communication"
+    if seconds:
+        kind, group, ranks, backend = max(seconds, key=lambda key: seconds[key][0])
+        spent, moved, bus = seconds[kind, group, ranks, backend]
+        if spent > 0:
+            text += (
+                f", most of it {kind} by {backend} over {ranks} ranks (group {group}) at "
+                f"{bandwidth(moved / spent)} ({bandwidth(bus)} on the bus)"
+            )
+    if len(hosts) > 1:
+        text += f", over the network between {several(hosts)}"
+    elif hosts:
+        text += f", inside of {hosts[0]}"
+    strategy = attempt.starts.get(min(attempt.starts, default=0), {}).get("strategy", "DDP")
+    fewer = (
+        'shoal.DDP(compress="auto") or shoal.DiLoCo(every=500) send fewer bytes; '
+        if str(strategy).startswith("DDP")
+        else ""
+    )
+    return f"{text}.", (
+        f"{fewer}larger batches send less often; shoal doctor measures each pair of ranks"
+    )
+
+
+def _about_saves(share: float, attempt: Attempt) -> tuple[str, str]:
+    saves = attempt.said("save")
+    text = f"Saves keep training waiting for {percent(share)} of the time"
+    times = [
+        (float(event["seconds"]), rank)
+        for rank, event in saves
+        if isinstance(event.get("seconds"), int | float) and not isinstance(event.get("seconds"), bool)
+    ]
+    if times:
+        longest, rank = max(times)
+        text += f"; the longest took {duration(longest)} ({attempt.place(rank)})"
+    steps = sorted({event["step"] for _, event in saves if type(event.get("step")) is int})
+    fewer = "run.tick(every=shoal.YoungDaly(mtbf=…))"
+    if len(steps) > 2:
+        interval = float(np.median(np.diff(steps)))
+        fewer = f"run.tick(every={_rounded(interval * share / SAVING):,d}) or {fewer}".replace(",", "_")
+    return f"{text}.", (f"save less often: {fewer}, or to a faster file system: Run(…, checkpoints=…)")
+
+
+def _rounded(steps: float) -> int:
+    """A number of steps that people would choose, not below this one: 700, 3000."""
+    unit = 10 ** max(0, math.floor(math.log10(max(1.0, steps))))
+    return int(math.ceil(steps / unit) * unit)

@@ -1,0 +1,223 @@
+"""The verdict on a run: one sentence, the shares that it stands on, and what to do about them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.report.advice import often
+from shoal.report.breakdown import (
+    COMPUTING,
+    LABELS,
+    OWN,
+    SHOWN,
+    Aligned,
+    align,
+    edges,
+    profile_of,
+    warm_up,
+)
+from shoal.report.causes import STALLS, UNEVEN, Costs, Culprit, Finding, Judged, culprit, owed, several
+from shoal.report.findings import findings
+from shoal.report.history import Attempt, History
+from shoal.report.stalls import stalls
+from shoal.report.stragglers import Straggler, stragglers
+from shoal.util.units import percent
+
+WORTH = 0.01
+"""The smallest share that is worth a word in the sentence."""
+
+WORDS = {
+    "communication": "exposed communication",
+    "wait": "data",
+    "transfer": "transfer to the device",
+    "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
+    "other": "the script's own time",
+    UNEVEN: "ranks that wait for each other",
+    STALLS: "stalls",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run's time went into.
+
+    `shares` are parts of the time of all steady steps and add up to one: "computing" is what the steps
+    would take if all ranks computed like a usual one and nothing else took time (`efficient`); the
+    others are what it lost. `stragglers` are those of all attempts, the costliest first.
+    """
+
+    sentence: str
+    efficient: float | None
+    shares: Mapping[str, float]
+    stragglers: list[Straggler]
+    findings: list[Finding]
+    judged: list[Judged]
+
+
+def judge(history: History, *, last: int | None = None) -> Verdict:
+    """The verdict on all attempts together; with `last` on the newest steps of the last one alone."""
+    attempts = history.attempts if last is None else history.attempts[-1:]
+    judged = [each for each in (_judged(attempt, last) for attempt in attempts) if each is not None]
+    if not judged:
+        if history.unread:
+            text = f"The events can't be read: {next(iter(history.unread.values()))}."
+        elif any(attempt.steps for attempt in attempts):
+            text = "The ranks have recorded no step in common."
+        elif attempts:
+            text = "No step has been recorded yet."
+        else:
+            text = "Nothing has been recorded yet."
+        return Verdict(text, None, {}, [], [], [])
+    shares, costs = _shares(judged)
+    named = [each for one in judged for each in one.stragglers]
+    named.sort(key=lambda each: (-costs.get(culprit(each), 0.0), -each.excess))
+    efficient = shares["computing"]
+    sentence = _sentence(efficient, shares, named, costs, judged)
+    found = findings(history, shares, named, costs, judged)
+    return Verdict(sentence, efficient, shares, named, found, judged)
+
+
+def _judged(attempt: Attempt, last: int | None) -> Judged | None:
+    aligned = align(attempt)
+    if aligned is None:
+        return None
+    warm = warm_up(aligned)
+    begin = warm if last is None else max(warm, len(aligned.steps) - last)
+    if begin >= len(aligned.steps):
+        begin = 0
+    found = profile_of(aligned, edges(begin, len(aligned.steps)))
+    step = float(np.median(found.wall.mean(axis=0)))
+    return Judged(
+        attempt,
+        found,
+        stragglers(attempt, aligned, found),
+        stalls(aligned, begin, len(aligned.steps), step),
+        warm,
+        _spent(aligned, warm),
+    )
+
+
+def _spent(aligned: Aligned, count: int) -> float:
+    return float(aligned.column("wall", 0, count).mean(axis=0).sum()) if count else 0.0
+
+
+def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
+    """The shares of all time, and those of them that stragglers are to blame for, by who and what.
+
+    The time of a step is that of its slowest rank: what a usual rank takes, part by part, and what the
+    slowest has above it. The latter counts as the part's own where it is data, a save and the like,
+    and as the straggler's where it is computing.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    costs: dict[Culprit, float] = defaultdict(float)
+    for one in judged:
+        found, steps = one.profile, one.profile.steps
+        wall = float(found.average(found.wall).mean()) * steps
+        shared = dict(zip(SHOWN, found.average(found.usual) * steps, strict=True))
+        surplus = dict(zip(SHOWN, found.average(found.surplus).sum(axis=1) * steps, strict=True))
+        for each in one.stragglers:
+            cost = each.cost * steps
+            costs[culprit(each)] += cost
+            if each.part in COMPUTING:
+                seconds[each.part] += cost
+                surplus[each.part] -= cost
+        for part in OWN:
+            if part in COMPUTING:
+                seconds["computing"] += shared[part]
+                seconds[UNEVEN] += surplus[part]
+            else:
+                seconds[part] += shared[part] + surplus[part]
+        stalled = sum(each.cost for each in one.stalls if each.part in COMPUTING) * steps
+        seconds["computing"] -= stalled
+        if stalled:
+            seconds[STALLS] += stalled
+        seconds["communication"] += shared["communication"]
+        seconds[UNEVEN] += (
+            wall - sum(shared.values()) - float(found.average(found.surplus).sum()) * steps
+        )
+    kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may leave less than none
+    total = sum(kept.values()) or 1.0
+    shares = {part: float(each / total) for part, each in kept.items()}
+    return {"computing": 0.0, **shares}, {key: cost / total for key, cost in costs.items()}
+
+
+def _sentence(
+    efficient: float,
+    shares: Mapping[str, float],
+    named: list[Straggler],
+    costs: Costs,
+    judged: list[Judged],
+) -> str:
+    pieces = [
+        piece
+        for piece in (*_slow(named, costs), *_lost(shares, named, costs, judged))
+        if piece.share >= WORTH
+    ]
+    pieces.sort(key=lambda piece: -piece.share)
+    said = {culprit(each) for piece in pieces[:4] for each in piece.guilty}
+    told = [f"{percent(piece.share)} {piece.text}" for piece in pieces[:4]]
+    # Ranks that cost little by themselves, because another is slower still.
+    also = [each for each in named if culprit(each) not in said]
+    behind = list(dict.fromkeys(f"{each.place} in {LABELS[each.part]}" for each in also))
+    text = f"{percent(efficient)} efficient"
+    if not any(one.attempt.measured for one in judged):
+        text = f"{percent(efficient)} computing or communicating"
+    if told:
+        text += ": " + ", ".join(told)
+    if behind:
+        text += f"; slower than the others too: {several(behind)}"
+    return text + "."
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A cause in the sentence: the share that it costs, and the stragglers that it names."""
+
+    share: float
+    text: str
+    guilty: list[Straggler]
+
+
+def _slow(named: list[Straggler], costs: Costs) -> Iterator[_Piece]:
+    """What ranks that compute slowly cost, those that are slow in the same parts together."""
+    by_rank: dict[str, list[Straggler]] = {}
+    for each in named:
+        if each.part in COMPUTING:
+            by_rank.setdefault(each.place, []).append(each)
+    by_parts: dict[tuple[str, ...], list[Straggler]] = {}
+    for own in by_rank.values():
+        parts = {each.part for each in own}
+        by_parts.setdefault(tuple(part for part in COMPUTING if part in parts), []).extend(own)
+    for slow_in, guilty in by_parts.items():
+        share = sum(costs[key] for key in {culprit(each) for each in guilty})
+        places = several(list(dict.fromkeys(each.place for each in guilty)))
+        yield _Piece(share, f"a slow {several([LABELS[part] for part in slow_in])} ({places})", guilty)
+
+
+def _lost(
+    shares: Mapping[str, float], named: list[Straggler], costs: Costs, judged: list[Judged]
+) -> Iterator[_Piece]:
+    """What else is lost, and the ranks to which most of it is owed."""
+    for part, share in shares.items():
+        if part == "computing" or part in COMPUTING:
+            continue
+        guilty = [each for each in named if each.part == part]
+        if owed(part, named, costs) <= share / 2:
+            guilty = []
+        about = several(list(dict.fromkeys(each.place for each in guilty))) if guilty else ""
+        if part == STALLS:
+            about = _when(judged)
+        yield _Piece(share, WORDS[part] + (f" ({about})" if about else ""), guilty)
+
+
+def _when(judged: list[Judged]) -> str:
+    """Where and how often computing stalls, of the costliest stalls."""
+    found = [each for one in judged for each in one.stalls if each.part in COMPUTING]
+    each = max(found, key=lambda each: each.cost)
+    everywhere = "of all ranks, " if judged[-1].attempt.size > 1 else ""
+    return f"{everywhere}{LABELS[each.part]}, {often(each)}"

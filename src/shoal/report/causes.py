@@ -1,0 +1,65 @@
+"""What a verdict is made of: attempts as they are judged, findings, and culprits by their cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shoal.report.breakdown import Profile
+from shoal.report.history import Attempt
+from shoal.report.stalls import Stalls
+from shoal.report.stragglers import Straggler
+
+UNEVEN = "uneven"
+"""The share of time that ranks wait for each other in turn."""
+STALLS = "stalls"
+"""The share of time that computing stalls on all ranks together."""
+
+Culprit: TypeAlias = tuple[int, str | None, str]
+"""A rank, its host, and the part in which it is slower than the others."""
+Costs: TypeAlias = Mapping[Culprit, float]
+"""The share of all time that each culprit costs."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something worth knowing, what to do or to type next, and the share of all time that it costs."""
+
+    text: str
+    advice: str
+    cost: float = 0.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One attempt: what its steady steps were spent on, and the first ones, which warm up."""
+
+    attempt: Attempt
+    profile: Profile
+    stragglers: list[Straggler]
+    stalls: list[Stalls]
+    warm_up: int
+    warm_up_seconds: float
+
+
+def culprit(each: Straggler) -> Culprit:
+    """The key that identifies the same straggler in several attempts."""
+    return each.rank, each.host, each.part
+
+
+def owed(part: str, named: Sequence[Straggler], costs: Costs) -> float:
+    """The share of all time that stragglers cost in one part."""
+    return sum(costs.get(key, 0.0) for key in {culprit(each) for each in named if each.part == part})
+
+
+def rank_names(numbers: Sequence[int]) -> str:
+    """Ranks as a sentence names them."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {several(list(map(str, numbers)))}"
+
+
+def several(names: Sequence[str]) -> str:
+    """A few names, and how many others there are."""
+    if len(names) > 3:
+        names = [*names[:2], f"{len(names) - 2} others"]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

@@ -1,0 +1,214 @@
+"""Curves and stacked bars of characters, as pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from shoal.report.dashboard.theme import PARTS, Look, Part, compact
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+LEVELS = " _.-=+*%#"
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""The bits of a braille character's left and right column, from the top."""
+STROKES = "'-_"
+FEWEST = 8
+"""Values from which some may stand out."""
+LOGARITHMIC = 30.0
+"""From this ratio of the highest to the lowest value on, a scale is logarithmic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """From values to heights between 0 and 1."""
+
+    low: float
+    high: float
+    logarithmic: bool
+
+    @classmethod
+    def of(cls, values: Sequence[float], *, zero: bool) -> Scale:
+        """For these values, finite ones; from zero if that is to be seen.
+
+        Then single values that stand out do not set the scale, and are drawn at its end.
+        """
+        low, high = min(values), max(values)
+        if zero and low >= 0:
+            return cls(low=0.0, high=_usual_end(values), logarithmic=False)
+        return cls(low=low, high=high, logarithmic=low > 0 and high / low > LOGARITHMIC)
+
+    def height(self, value: float) -> float:
+        """Where a value stands; in the middle where all are the same."""
+        low, high = self.low, self.high
+        if self.logarithmic:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        # Halved, since the difference of two large numbers may be no number.
+        length = high / 2 - low / 2
+        return min(1.0, max(0.0, (value / 2 - low / 2) / length)) if length > 0 else 0.5
+
+
+def _usual_end(values: Sequence[float]) -> float:
+    """The highest of the values that are no far outliers (Tukey's outer fence)."""
+    if len(values) < FEWEST:
+        return max(values)
+    first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
+    fence = third + 3 * max(third - first, 0.05 * abs(middle))
+    return max(value for value in values if value <= fence)
+
+
+def resampled(values: Sequence[float], count: int, weights: Sequence[float] = ()) -> list[float]:
+    """So many values: means of neighbours by their weights, or each repeated; NaN for nothing."""
+    found = []
+    for column in range(count):
+        begin = column * len(values) // count
+        end = max(begin + 1, (column + 1) * len(values) // count)
+        shares = weights[begin:end] or [1.0] * (end - begin)
+        part = zip(values[begin:end], shares, strict=True)
+        known = [(value, weight) for value, weight in part if math.isfinite(value) and weight > 0]
+        whole = math.fsum(weight for _, weight in known)
+        mean = math.fsum(value * (weight / whole) for value, weight in known)
+        found.append(mean if known else math.nan)
+    return found
+
+
+def curve(
+    values: Sequence[float],
+    width: int,
+    height: int,
+    look: Look,
+    *,
+    zero: bool,
+    weights: Sequence[float] = (),
+) -> list[Text]:
+    """A curve with the ends of its scale at the left, in exactly `height` lines of `width`.
+
+    From `zero` on it is filled. Empty lines where there is no value or no room.
+    """
+    if height < 1 or not any(map(math.isfinite, values)):
+        return [Text() for _ in range(height)]
+    scale = _scale(values, width * (1 if zero else 2), weights, zero=zero)
+    labels = [""] * height
+    labels[-1], labels[0] = compact(scale.low), compact(scale.high)
+    gutter = max(map(len, labels)) + 1
+    room = width - gutter
+    if room < 2:
+        return [Text() for _ in range(height)]
+    columns = resampled(values, room * (2 if look.unicode and not zero else 1), weights)
+    heights = [scale.height(value) if math.isfinite(value) else None for value in columns]
+    if look.unicode:
+        rows = _blocks(heights, height) if zero else _braille(heights, height)
+    else:
+        rows = _strokes(heights, height, filled=zero)
+    lines = []
+    for label, row in zip(labels, rows, strict=True):
+        lines.append(Text.assemble((label.rjust(gutter - 1) + " ", "dim"), (row, "cyan")))
+    return lines
+
+
+def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, zero: bool) -> Scale:
+    """For the means that are drawn in so many columns, where these are fewer than the values."""
+    if zero and columns < len(values):
+        values = resampled(values, columns, weights)
+    return Scale.of([value for value in values if math.isfinite(value)], zero=zero)
+
+
+def spark(
+    values: Sequence[float], width: int, look: Look, *, zero: bool, weights: Sequence[float] = ()
+) -> str:
+    """A curve in one line."""
+    if width < 1 or not any(map(math.isfinite, values)):
+        return ""
+    scale = _scale(values, width, weights, zero=zero)
+    levels = BLOCKS if look.unicode else LEVELS
+    signs = []
+    for value in resampled(values, width, weights):
+        known = math.isfinite(value)
+        signs.append(levels[1 + round(scale.height(value) * (len(levels) - 2))] if known else " ")
+    return "".join(signs)
+
+
+def _blocks(heights: Sequence[float | None], rows: int) -> list[str]:
+    eighths = [0 if height is None else max(1, round(height * 8 * rows)) for height in heights]
+    return [
+        "".join(BLOCKS[min(8, max(0, each - 8 * below))] for each in eighths)
+        for below in reversed(range(rows))
+    ]
+
+
+def _braille(heights: Sequence[float | None], rows: int) -> list[str]:
+    cells = [[0] * (len(heights) // 2) for _ in range(rows)]
+    before: int | None = None
+    for column, height in enumerate(heights):
+        if height is None:
+            before = None
+            continue
+        dot = round((1 - height) * (4 * rows - 1))
+        for each in _joined(before, dot):
+            cells[each // 4][column // 2] |= DOTS[column % 2][each % 4]
+        before = dot
+    return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
+
+
+def _strokes(heights: Sequence[float | None], rows: int, *, filled: bool) -> list[str]:
+    cells = [[" "] * len(heights) for _ in range(rows)]
+    before: int | None = None
+    for column, height in enumerate(heights):
+        if height is None:
+            before = None
+            continue
+        stroke = round((1 - height) * (3 * rows - 1))
+        for row in range(stroke // 3, rows) if filled else [s // 3 for s in _joined(before, stroke)]:
+            cells[row][column] = ":" if filled else "|"
+        cells[stroke // 3][column] = STROKES[stroke % 3]
+        before = stroke
+    return ["".join(row) for row in cells]
+
+
+def _joined(before: int | None, now: int) -> range:
+    """The dots of one column: from next to where the one before ended, so that a line has no gaps."""
+    if before is None or abs(now - before) <= 1:
+        return range(now, now + 1)
+    return range(before + 1, now + 1) if now > before else range(now, before)
+
+
+def shares(parts: Sequence[float], cells: int) -> list[int]:
+    """Cells for each part, in all `cells`, by largest remainders; all none where the parts are."""
+    whole = math.fsum(parts)
+    if not 0 < whole < math.inf or cells < 1:
+        return [0] * len(parts)
+    wanted = [part / whole * cells for part in parts]
+    given = [math.floor(want) for want in wanted]
+    by_remainder = sorted(range(len(parts)), key=lambda each: given[each] - wanted[each])
+    for each in by_remainder[: cells - sum(given)]:
+        given[each] += 1
+    return given
+
+
+def bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text:
+    """A step as a stacked bar, `width` cells long for `longest` seconds.
+
+    Each part begins with its letter; without colour it is filled with it.
+    """
+    known = [(part, clean(parts.get(part.name, 0.0))) for part in PARTS]
+    whole = math.fsum(seconds for _, seconds in known)
+    length = round(min(1.0, whole / longest) * width) if longest > 0 else 0
+    line = Text()
+    for (part, _), cells in zip(known, shares([seconds for _, seconds in known], length), strict=True):
+        line.append(_cells(part, cells, look), part.style(look))
+    line.append(" " * (width - length))
+    return line
+
+
+def _cells(part: Part, cells: int, look: Look) -> str:
+    if not look.colour:
+        return part.letter * cells
+    return part.letter.ljust(cells)[:cells]
+
+
+def clean(value: float) -> float:
+    """A time as it can be drawn: not below zero, and a number."""
+    return value if 0 < value < 1e12 else 0.0

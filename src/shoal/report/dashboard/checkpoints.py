@@ -1,0 +1,78 @@
+"""When a run was saved last, and when it will be next as far as that can be known from outside."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from shoal.report import Attempt, Event, History
+from shoal.report.dashboard.outcome import number, text, whole
+from shoal.report.dashboard.snapshot import Saves
+
+
+def saves(history: History, attempt: Attempt, *, step: int, seconds: float, now: float) -> Saves:
+    """The last save of all attempts; the next by how far apart this attempt's were.
+
+    `step` is the present one and `seconds` what one takes. Where saves were equally many steps apart,
+    the next is expected after as many; else after as much time as between the last two.
+    """
+    told = [found for each in history.attempts for found in _saves(each)]
+    last_step, last_time, took, blocked = told[-1] if told else (None, now, 0.0, 0.0)
+    next_step, due = _next(attempt, step, seconds, now)
+    return Saves(
+        step=last_step,
+        ago=max(0.0, now - last_time),
+        seconds=took,
+        blocked=blocked,
+        next_step=next_step,
+        due=due,
+        failed=_failed(attempt, after=last_time if told else 0.0),
+    )
+
+
+Save = tuple[int, float, float, float]
+"""Its step, when it was done, how many seconds it took, and how many of them training waited."""
+
+
+def _saves(attempt: Attempt) -> list[Save]:
+    """What one rank tells of the saves: the lowest that tells of any."""
+    told = attempt.said("save")
+    teller = min((rank for rank, _ in told), default=0)
+    found = []
+    for rank, event in told:
+        step, time = whole(event, "step"), number(event, "t")
+        if rank == teller and step is not None and time is not None and _is_regular(event):
+            took, blocked = number(event, "seconds") or 0.0, number(event, "blocked") or 0.0
+            found.append((step, time, took, blocked))
+    return found
+
+
+def _is_regular(event: Event) -> bool:
+    """Whether the run would go on from it; what is kept in `best/` and the like is for people."""
+    folders = text(event, "path").split("/")
+    return len(folders) < 2 or folders[-2] == "checkpoints"
+
+
+def _next(attempt: Attempt, step: int, seconds: float, now: float) -> tuple[int | None, float | None]:
+    """At which step, and in how many seconds, the next save is expected."""
+    found = _saves(attempt)
+    steps = [save[0] for save in found]
+    if attempt.first <= 1:
+        steps.insert(0, 0)  # the first one of all says how far apart they are
+    spans = [after - before for before, after in pairwise(steps)][-2:]
+    if not spans or not found:
+        return None, None
+    if spans[0] == spans[-1] > 0:
+        at = steps[-1] + spans[-1]
+        return at, (at - step) * seconds
+    if len(found) < 2:
+        return None, None
+    return None, found[-1][1] + (found[-1][1] - found[-2][1]) - now
+
+
+def _failed(attempt: Attempt, *, after: float) -> str:
+    """What went wrong with the last save, if it failed."""
+    for _, event in reversed(attempt.said("save_failed")):
+        time, step = number(event, "t"), whole(event, "step")
+        if time is not None and time > after:
+            return f"at step {step:,}: {text(event, 'error')}" if step is not None else "once"
+    return ""

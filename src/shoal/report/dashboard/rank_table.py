@@ -1,0 +1,179 @@
+"""The table of ranks: a step of each as a stacked bar, as many of them as fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from shoal.report.dashboard.charts import bar, clean
+from shoal.report.dashboard.snapshot import Rank, Snapshot
+from shoal.report.dashboard.theme import PARTS, Look, brief
+from shoal.util.tables import size
+
+HOST_CELLS = 16
+NARROW = 60
+"""Columns below which words are short."""
+BAR_CELLS = 8
+"""Below that a bar says nothing, and the host is left out before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which ranks are shown, which are only summed up, and what is said of it."""
+
+    shown: tuple[Rank, ...]
+    said: str = ""
+
+
+def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> Choice:
+    """The ranks for `room` lines, the last of which says which they are where they are not all.
+
+    On leaf 0 the slowest and the fastest, with a summary of the others; on the leaves after it all,
+    by number.
+    """
+    ranks = snapshot.ranks
+    if len(ranks) <= room or room < 1:
+        return Choice(shown=ranks[: max(0, room)])
+    if room == 1:
+        return Choice(shown=(), said=f"{len(ranks):,} ranks: {_spread(ranks, look)}")
+    room -= 1
+    leaves = math.ceil(len(ranks) / room)
+    if leaf > 0:
+        at = min(leaf, leaves) - 1
+        shown = ranks[at * room : (at + 1) * room]
+        return Choice(
+            shown=shown,
+            said=f"ranks {shown[0].number:,} to {shown[-1].number:,} of {len(ranks):,}, "
+            f"leaf {at + 1:,} of {leaves:,}",
+        )
+    slow = (2 * room + 2) // 3
+    by_time = sorted(ranks, key=lambda rank: (-clean(rank.own), rank.number))
+    first = snapshot.slowest.rank if snapshot.slowest is not None else None
+    by_time.sort(key=lambda rank: rank.number != first)  # whoever is blamed stands at the top
+    fast = room - slow
+    others = by_time[slow : len(by_time) - fast]
+    ends = f"the {slow:,} slowest" + (f" and the {fast:,} fastest" if fast else "")
+    return Choice(
+        shown=(*by_time[:slow], *by_time[len(by_time) - fast :]),
+        said=f"{ends} of {len(ranks):,}; {len(others):,} others: {_spread(others, look)}",
+    )
+
+
+def leaves(snapshot: Snapshot, room: int) -> int:
+    """How many leaves there are after the first; none where all ranks fit."""
+    if len(snapshot.ranks) <= room or room < 2:
+        return 0
+    return math.ceil(len(snapshot.ranks) / (room - 1))
+
+
+def _spread(ranks: Sequence[Rank], look: Look) -> str:
+    """What their own work takes, from the fastest to the slowest, and their memory."""
+    own = [clean(rank.own) for rank in ranks]
+    text = f"{brief(min(own))} to {brief(max(own))} of their own"
+    memory = [rank.memory for rank in ranks if rank.memory is not None]
+    return text + (f"{look.dot}{size(min(memory))} to {size(max(memory))}" if memory else "")
+
+
+def table(
+    snapshot: Snapshot, width: int, room: int, leaf: int, look: Look, *, heading: bool
+) -> list[Text]:
+    """Rows, with a heading above where it is wanted, in at most `room` lines."""
+    choice = chosen(snapshot, room - heading, leaf, look)
+    columns = _Columns.of(snapshot, choice.shown, width, look)
+    lines = [columns.heading(snapshot)] if heading else []
+    lines += [columns.row(rank, snapshot, look) for rank in choice.shown]
+    if choice.said:
+        lines.append(Text(choice.said, "dim"))
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """How wide each is, and for how many seconds the longest bar stands."""
+
+    number: int
+    host: int
+    bar: int
+    memory: int
+    longest: float
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, shown: Sequence[Rank], width: int, look: Look) -> _Columns:
+        number = max((len(str(rank.number)) for rank in shown), default=1) + 2
+        widest = max((Text(look.safe(rank.host)).cell_len for rank in shown), default=0)
+        host = min(widest, HOST_CELLS) + 1 if widest else 0
+        memory = 9 if any(rank.memory is not None for rank in snapshot.ranks) else 0
+        left = width - number - 1 - 9
+        if left - host - memory < 2 * BAR_CELLS:
+            host = 0
+        if left - host - memory < BAR_CELLS:
+            memory = 0
+        longest = max((clean(rank.seconds) for rank in snapshot.ranks), default=0.0)
+        room = max(0, left - host - memory)
+        return cls(number=number, host=host, bar=room, memory=memory, longest=longest)
+
+    def heading(self, snapshot: Snapshot) -> Text:
+        steps = f"mean of {snapshot.window:,} steps" if snapshot.window > 1 else "one step"
+        title = f"a step by rank, {steps}" if self.bar >= 40 else "a step by rank"
+        line = Text()
+        line.append(title.ljust(self.number + self.host + 1 + self.bar))
+        line.append("step".rjust(9))
+        if self.memory:
+            line.append(("GPU mem" if snapshot.device_memory else "memory").rjust(self.memory))
+        line.stylize("bold")
+        return line
+
+    def row(self, rank: Rank, snapshot: Snapshot, look: Look) -> Text:
+        slowest = snapshot.slowest is not None and snapshot.slowest.rank == rank.number
+        line = Text(look.sign("▸", ">") if slowest else " ")
+        line.append(str(rank.number).rjust(self.number - 2) + " ", "bold" if slowest else "")
+        if self.host:
+            host = look.cut(Text(look.safe(rank.host)), self.host - 1)
+            host.pad_right(self.host - host.cell_len)
+            line.append_text(host)
+        line.append_text(bar(dict(rank.parts), self.longest, self.bar, look))
+        seconds = clean(rank.seconds)
+        line.append((brief(seconds) if seconds else "-").rjust(9 + 1))
+        if self.memory:
+            line.append(("-" if rank.memory is None else size(rank.memory)).rjust(self.memory))
+        return line
+
+
+def legend(snapshot: Snapshot, width: int, lines: int, look: Look) -> list[Text]:
+    """The parts that there are, each with its letter and its share of all ranks' time.
+
+    Short words alone where there is little room.
+    """
+    sums = [
+        math.fsum(clean(rank.parts.get(part.name, 0.0)) for rank in snapshot.ranks) for part in PARTS
+    ]
+    whole = math.fsum(sums)
+    if not whole or lines < 1:
+        return []
+    entries = []
+    for part, seconds in zip(PARTS, sums, strict=True):
+        share = 100 * seconds / whole
+        if share >= 0.05:
+            said = f"{part.word} {share:.0f} %" if share >= 1 else f"{part.word} <1 %"
+            words = part.short if width < NARROW else said
+            entries.append(Text.assemble((part.letter, part.style(look)), f" {words}"))
+    return _flowing(entries, width, lines, look)
+
+
+def _flowing(entries: Sequence[Text], width: int, lines: int, look: Look) -> list[Text]:
+    """Entries beside each other, in as few lines as hold them; what has no room is left out."""
+    rows = [Text()]
+    for entry in entries:
+        gap = 2 if rows[-1].plain else 0
+        if gap and rows[-1].cell_len + gap + entry.cell_len > width:
+            if len(rows) == lines:
+                rows[-1].append("  " + look.sign("…", "~"))
+                break
+            rows.append(Text())
+            gap = 0
+        rows[-1].append(" " * gap)
+        rows[-1].append_text(entry)
+    return rows

@@ -1,0 +1,251 @@
+"""From the events of a run to a snapshot of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from shoal.report import Array, Attempt, History, Reader, Verdict, judge, profile
+from shoal.report.dashboard.checkpoints import saves
+from shoal.report.dashboard.curves import Tracks
+from shoal.report.dashboard.outcome import fate, restarts, whole
+from shoal.report.dashboard.snapshot import (
+    OVER,
+    Curve,
+    Progress,
+    Rank,
+    Restarts,
+    Slowest,
+    Snapshot,
+    State,
+)
+from shoal.util.errors import CheckpointError
+
+KEEP = 512
+"""The newest steps of each rank that are held, twice so many at most, and judged."""
+LATELY = 30.0
+"""Seconds that the bars are a mean of, but for FEW steps at least."""
+FEW = 20
+MISSING = 64
+"""Ranks that are named of those of which nothing is heard."""
+REST = 20.0
+LONG = 0.03
+"""A verdict that takes so many seconds is made again after REST times as long."""
+QUIET = 15.0
+"""Seconds without an event from which a run is silent; longer where its steps take long."""
+
+
+class Observer:
+    """Looks at a run directory from time to time, which may not be there yet if one is to `wait`.
+
+    Nothing is ever written into it.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        wait: bool = True,
+        now: Callable[[], float] = time.time,
+        rest: float = REST,
+    ) -> None:
+        self._directory = directory
+        self._wait = wait
+        self._now = now
+        self._rest = rest
+        self._verdict: Verdict | None = None
+        self._judge_at = 0.0
+        self._reader: Reader | None = None
+        self._tracks = Tracks()
+        self._leader: int | None = None
+        self._origin: dict[float, int] = {}
+        self._taken: dict[float, int] = {}
+        self._since: dict[tuple[int, str], int] = {}
+        self._grown = 0.0
+        self._looked = False
+
+    def look(self) -> Snapshot:
+        """Read what is new, and say how the run is.
+
+        Raises CheckpointError where there is no run, and none can be or is waited for.
+        """
+        if self._reader is None:
+            try:
+                self._reader = Reader(self._directory, keep=KEEP, seen=self._see)
+            except CheckpointError as error:
+                if not self._wait or self._directory.is_file():
+                    raise
+                hint = f"; {error.fix}" if self._directory.exists() else ""
+                return self._snapshot(State(kind="absent", reason=error.found + hint))
+        if self._reader.poll() and self._looked:
+            self._grown = self._now()
+        self._looked = True
+        history = self._reader.history
+        attempt = history.latest
+        if attempt is None:
+            return self._snapshot(State(kind="starting"))
+        for before in history.attempts[:-1]:
+            for rows in (*before.steps.values(), *before.usage.values()):
+                rows.shorten(1)
+        return self._of(history, attempt)
+
+    def _see(self, attempt: Attempt, rank: int, name: str, rows: Array) -> None:
+        """Take the steps of the lowest rank for the curves; of several Steps those that count."""
+        if self._leader is None or rank < self._leader:
+            self._leader, self._tracks, self._taken = rank, Tracks(), {}
+        if rank == self._leader:
+            steps = rows[rows["wall"] > 0]
+            if name == attempt.counting:  # numbers of others may go more slowly
+                self._tracks.add(steps["step"], steps["loss"], steps["size"], steps["wall"])
+            taken = self._taken.get(attempt.began, 0) + int(steps["size"].sum(dtype=np.int64))
+            self._taken = {attempt.began: taken}
+
+    def _of(self, history: History, attempt: Attempt) -> Snapshot:
+        now = self._now()
+        leader = attempt.ticks(min(attempt.ranks, default=0))[-KEEP:]
+        walls = leader["wall"].astype(float)
+        heard = max(min(attempt.seen, now), self._grown)
+        state = fate(attempt, now=now) or _alive(now - heard, walls)
+        if not len(walls):
+            ranks = tuple(_rank(attempt, rank, {}) for rank in attempt.ranks)
+            return self._snapshot(state, history, ranks=ranks)
+        verdict = self._judge(history)
+        self._origin = {attempt.began: max(self._origin.get(attempt.began, 0), _begun_at(attempt))}
+        position = self._origin[attempt.began] + self._taken.get(attempt.began, 0)
+        window = _window(walls)
+        return replace(
+            self._snapshot(state, history, ranks=_ranks(attempt, window)),
+            verdict=verdict.sentence,
+            progress=_progress(attempt, leader, position, until=heard if state.kind in OVER else now),
+            loss=_with_now(self._tracks.loss(), _newest(leader["loss"])),
+            throughput=_with_now(self._tracks.throughput(), _rate(leader[-window:])),
+            window=window,
+            slowest=self._slowest(verdict),
+            saves=saves(history, attempt, step=attempt.last, seconds=float(walls.mean()), now=now),
+        )
+
+    def _judge(self, history: History) -> Verdict:
+        """The verdict; the last one again where judging takes long and was done not long ago."""
+        begun = time.monotonic()
+        if self._verdict is None or begun >= self._judge_at:
+            self._verdict = judge(history, last=KEEP)
+            took = time.monotonic() - begun
+            self._judge_at = begun + took + (self._rest * took if took > LONG else 0.0)
+        return self._verdict
+
+    def _slowest(self, verdict: Verdict) -> Slowest | None:
+        """The rank to which most of the loss is owed and that still is slow."""
+        slow = [each for each in verdict.stragglers if each.until is None]
+        since = {}
+        for each in slow:
+            # What is held may begin later than that did, which an earlier look has seen then.
+            known = each.since > int(verdict.judged[-1].profile.first[0])
+            before = self._since.get((each.rank, each.part))
+            if known or before is not None:
+                since[each.rank, each.part] = each.since if before is None else before
+        self._since = since
+        if not slow:
+            return None
+        first = slow[0]
+        return Slowest(
+            rank=first.rank,
+            host=first.host or "",
+            part=first.part,
+            excess=first.excess,
+            since=since.get((first.rank, first.part)),
+        )
+
+    def _snapshot(
+        self, state: State, history: History | None = None, ranks: tuple[Rank, ...] = ()
+    ) -> Snapshot:
+        attempt = history.latest if history is not None else None
+        return Snapshot(
+            run=str(self._directory),
+            clock=time.strftime("%H:%M:%S", time.localtime(self._now())),
+            state=state,
+            size=attempt.size if attempt is not None else 0,
+            ranks=ranks,
+            missing=tuple(attempt.missing[:MISSING]) if attempt is not None else (),
+            device_memory=attempt is not None and any(_on_device(attempt, r.number) for r in ranks),
+            restarts=restarts(history) if history is not None else Restarts(),
+        )
+
+
+def _alive(silence: float, walls: Array) -> State:
+    """How a run is that has not said that it ended."""
+    if not len(walls):
+        return State(kind="starting", since=silence)
+    quiet = max(QUIET, 3 * float(walls.max()))
+    return State(kind="silent" if silence > quiet else "running", since=silence)
+
+
+def _window(walls: Array) -> int:
+    """How many of the newest steps are of the last LATELY seconds; FEW at least, where there are."""
+    late = int(np.searchsorted(np.cumsum(walls[::-1]), LATELY))
+    return min(len(walls), max(FEW, late))
+
+
+def _begun_at(attempt: Attempt) -> int:
+    """Where the first sample of an attempt lies, counted since the start of training."""
+    restored = [whole(event, "position") or 0 for _, event in attempt.said("restore")]
+    return max(restored, default=0)
+
+
+def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -> Progress:
+    start = attempt.starts.get(min(attempt.starts, default=0), {})
+    goal, epoch = whole(start, "goal"), whole(start, "epoch_size")
+    rate = _rate(leader)
+    left = max(0, goal - position) / rate if goal is not None and rate else None
+    return Progress(
+        step=attempt.last,
+        position=position,
+        goal=goal,
+        epoch_size=epoch,
+        left=left,
+        elapsed=max(0.0, until - attempt.began),
+    )
+
+
+def _ranks(attempt: Attempt, window: int) -> tuple[Rank, ...]:
+    found = profile(attempt, last=window, windows=1)
+    if found is None:
+        found = profile(attempt, last=window, windows=1, warm=True)
+    means = {rank: found.of_rank(rank) for rank in found.ranks} if found is not None else {}
+    return tuple(_rank(attempt, rank, means.get(rank, {})) for rank in attempt.ranks)
+
+
+def _rank(attempt: Attempt, rank: int, parts: Mapping[str, float]) -> Rank:
+    column = "device_memory" if _on_device(attempt, rank) else "rss"
+    used = _usage(attempt, rank, column)
+    return Rank(number=rank, host=attempt.host(rank) or "", parts=parts, memory=used)
+
+
+def _usage(attempt: Attempt, rank: int, column: str) -> int | None:
+    rows = attempt.usage.get(rank)
+    value = float(rows.all[column][-1]) if rows is not None and len(rows) else math.nan
+    return int(value) if 0 < value < 1e18 else None
+
+
+def _on_device(attempt: Attempt, rank: int) -> bool:
+    return _usage(attempt, rank, "device_memory") is not None
+
+
+def _with_now(curve: Curve | None, now: float | None) -> Curve | None:
+    """The curve, with what its value is now."""
+    return replace(curve, now=now) if curve is not None else None
+
+
+def _newest(values: Array) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def _rate(steps: Array) -> float | None:
+    """Samples per second of all ranks together."""
+    seconds = float(steps["wall"].sum(dtype=float))
+    return float(steps["size"].sum(dtype=float)) / seconds if seconds > 0 else None

@@ -1,0 +1,141 @@
+"""How things look: the letters and colours of a step's parts, signs, numbers, and text that fits."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.cells import get_character_cell_size
+from rich.text import Text
+
+from shoal.report import PALETTE
+from shoal.util.text import printable
+
+SIGNS = "━─·…▸↑↓█▁⣿"
+"""What a terminal's encoding must have, or the page is drawn in ASCII."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What the terminal can show. Without colour the letters of parts fill their bars."""
+
+    colour: bool = True
+    unicode: bool = True
+
+    @classmethod
+    def of(cls, stream: TextIO, *, colour: bool) -> Look:
+        """The look for what is written to `stream`."""
+        try:
+            SIGNS.encode(stream.encoding or "ascii")
+        except (UnicodeEncodeError, LookupError):
+            return cls(colour=colour, unicode=False)
+        return cls(colour=colour)
+
+    def sign(self, sign: str, plain: str) -> str:
+        """`sign`, or `plain` where the encoding lacks it."""
+        return sign if self.unicode else plain
+
+    @property
+    def dot(self) -> str:
+        """What stands between two things on a line."""
+        return self.sign(" · ", " - ")
+
+    def safe(self, text: str) -> str:
+        """Text of somebody else's, of which every terminal agrees how wide it is; the rest escaped."""
+        shown = "".join(map(_settled, printable(text.replace("\t", " "))))
+        return shown if self.unicode else shown.encode("ascii", "replace").decode()
+
+    def cut(self, line: Text, width: int) -> Text:
+        """`line` if it fits into `width` cells, else its beginning and a sign that it goes on."""
+        if line.cell_len <= width:
+            return line
+        mark = self.sign("…", "~")
+        kept = line.copy()
+        kept.truncate(max(0, width - len(mark)), overflow="crop")
+        kept.append(mark[:width], "dim")
+        return kept
+
+    def wrapped(self, text: str, width: int, lines: int) -> list[Text]:
+        """Text in at most so many lines, broken between words where it can be."""
+        words, rows = text.split(), [""]
+        for word in words:
+            longer = f"{rows[-1]} {word}".strip()
+            if Text(longer).cell_len > width and rows[-1] and len(rows) < lines:
+                rows.append(word)
+            else:
+                rows[-1] = longer
+        return [self.cut(Text(row), width) for row in rows]
+
+
+def _settled(character: str) -> str:
+    """The character itself if terminals agree on its width: no marks, joiners or pictures."""
+    if character.isascii():
+        return character
+    cells, kind = get_character_cell_size(character), unicodedata.category(character)
+    wide = cells == 2 and unicodedata.east_asian_width(character) in "WF" and kind[0] in "LNP"
+    narrow = cells == 1 and character < "\u1100" and kind[0] in "LNPSZ"
+    signs = cells == 1 and "\u2000" <= character < "\u2100" and kind[0] == "P"
+    if wide or narrow or signs:
+        return character
+    return character.encode("unicode_escape").decode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a step: its letter, and its word in full and short."""
+
+    name: str
+    letter: str
+    word: str
+    short: str
+
+    def style(self, look: Look) -> str:
+        """For its cells; the letters read without it."""
+        paint = PALETTE[self.name]
+        return f"{paint.ink} on {paint.colour}" if look.colour else ""
+
+
+PARTS = (
+    Part(name="wait", letter="D", word="data", short="data"),
+    Part(name="transfer", letter="T", word="transfer", short="move"),
+    Part(name="forward", letter="F", word="forward", short="fwd"),
+    Part(name="backward", letter="B", word="backward", short="bwd"),
+    Part(name="communication", letter="C", word="communication", short="comm"),
+    Part(name="waiting", letter="w", word="waits for the slowest", short="waits"),
+    Part(name="update", letter="U", word="optimizer", short="upd"),
+    Part(name="checkpoint", letter="K", word="checkpoint", short="save"),
+    Part(name="evaluation", letter="E", word="evaluation", short="eval"),
+    Part(name="other", letter="o", word="other", short="other"),
+)
+WORDS = {part.name: part.word for part in PARTS}
+
+
+def compact(value: float) -> str:
+    """A number in at most 6 characters or so, for scales: 0.0123, 412, 12.3k, 1.2e-05."""
+    if not math.isfinite(value):
+        return "-"
+    size = abs(value)
+    for unit, above in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if 0.9995 * above <= size < 0.9995e12:
+            return f"{value / above:.3g}{unit}"
+    if size and (size < 1e-3 or size >= 1e3):
+        return f"{value:.1e}"
+    return f"{value:.3g}"
+
+
+def exact(value: float) -> str:
+    """A number in full: 12,345 or 0.1234."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def brief(seconds: float) -> str:
+    """The time of a part of a step: 12.3 s, 412 ms, 0.21 ms."""
+    if not math.isfinite(seconds):
+        return "-"
+    if abs(seconds) >= 0.9995:
+        return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
+    return f"{seconds * 1000:.3g} ms" if abs(seconds) >= 1e-5 else f"{seconds * 1000:.2f} ms"

@@ -1,0 +1,105 @@
+"""Findings about a run, the costliest first, with advice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from shoal.report.advice import losses
+from shoal.report.breakdown import COMPUTING, LABELS
+from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit, rank_names
+from shoal.report.history import History
+from shoal.report.stragglers import Straggler
+from shoal.util.units import duration
+
+
+def findings(
+    history: History,
+    shares: Mapping[str, float],
+    named: list[Straggler],
+    costs: Costs,
+    judged: list[Judged],
+) -> list[Finding]:
+    """All findings, the costliest first; what has no cost of its own comes last.
+
+    A loss that is smaller than what is worth a finding has one all the same if it costs more than
+    the costliest of the others.
+    """
+    found = list(_slow_ranks(named, costs))
+    small: list[Finding] = []
+    for loss in losses(history, shares, named, costs, judged):
+        (found if loss.large else small).append(loss.finding)
+    most = max((each.cost for each in found), default=1.0)
+    found += [each for each in small if each.cost > most]
+    found.sort(key=lambda each: -each.cost)
+    return [*found, *unread(history), *_left_out(history, judged[-1])]
+
+
+def unread(history: History) -> Iterator[Finding]:
+    """The files of ranks that could not be read."""
+    if history.unread:
+        numbers, why = sorted(history.unread), next(iter(history.unread.values()))
+        yield Finding(
+            f"The events of {rank_names(numbers)} can't be read: {why}.",
+            f"ls -l {history.directory}/events",
+        )
+
+
+def _left_out(history: History, newest: Judged) -> Iterator[Finding]:
+    missing = [rank for rank in newest.attempt.missing if rank not in history.unread]
+    if missing:
+        yield Finding(
+            f"Nothing was recorded by {rank_names(missing)}.",
+            "see whether these ranks reach the run directory",
+        )
+    if newest.profile.left_out:
+        yield Finding(
+            f"Few steps were recorded by {rank_names(newest.profile.left_out)}, which are left out.",
+            "see whether these ranks could write (df -h)",
+        )
+
+
+def _slow_ranks(named: list[Straggler], costs: Costs) -> Iterator[Finding]:
+    """A finding for each slow rank and what it is slow in; what it computes together."""
+    by_rank: dict[tuple[int, str | None, str], list[Straggler]] = {}
+    for each in _together(named):
+        kind = "computing" if each.part in COMPUTING else each.part
+        by_rank.setdefault((each.rank, each.host, kind), []).append(each)
+    for own in by_rank.values():
+        told = "; ".join([_about(own[0], head=True), *(_about(each) for each in own[1:])])
+        cost = sum(costs.get(culprit(each), 0.0) for each in own)
+        yield Finding(f"{told}.", _remedy(own[0]), cost)
+
+
+def _together(named: list[Straggler]) -> list[Straggler]:
+    """One for each rank and part, though it may have been slower in several attempts."""
+    found: dict[Culprit, Straggler] = {}
+    for each in named:
+        before = found.setdefault(culprit(each), each)
+        until = each.until if each.attempt > before.attempt else before.until
+        first = min(before, each, key=lambda one: one.attempt)
+        found[culprit(each)] = replace(before, since=first.since, until=until)
+    return list(found.values())
+
+
+def _about(each: Straggler, *, head: bool = False) -> str:
+    span = f"from step {each.since:,}" + (f" to {each.until:,}" if each.until is not None else " on")
+    label = LABELS[each.part]
+    against = f"{duration(each.usual + each.excess)} where the others take {duration(each.usual)}"
+    what = "a save" if each.part == "checkpoint" else f"{label} of a step" if head else label
+    who = f"{each.place[0].upper()}{each.place[1:]}: " if head else ""
+    return f"{who}{what} takes {against}, {span}"
+
+
+def _remedy(each: Straggler) -> str:
+    where = f" on {each.host}" if each.host is not None else " on its host"
+    if each.part == "wait":
+        return f"look at the storage and the cores{where}: shoal doctor"
+    if each.part == "checkpoint":
+        return (
+            f"look at the storage{where}: shoal doctor; or save less often: "
+            "run.tick(every=shoal.YoungDaly(mtbf=…))"
+        )
+    if each.part in COMPUTING:
+        return f"look for a slow or shared device, or cores in use by others,{where}: shoal doctor"
+    return f"look at what the script does on rank {each.rank} alone"

@@ -1,0 +1,25 @@
+"""Pages for people who read in a browser: one HTML file from plain values, with figures.
+
+A page needs no network and no script. Its figures are drawn by `plots`, which imports matplotlib; the
+rest does without.
+"""
+
+from __future__ import annotations
+
+from shoal.report.html.csv import csv_of
+from shoal.report.html.page import Block, Drawing, Facts, Figure, Page, Section, Table, Text, render
+from shoal.report.html.save import save
+
+__all__ = [
+    "Block",
+    "Drawing",
+    "Facts",
+    "Figure",
+    "Page",
+    "Section",
+    "Table",
+    "Text",
+    "csv_of",
+    "render",
+    "save",
+]

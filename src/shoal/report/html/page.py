@@ -1,0 +1,126 @@
+"""What a page consists of, as plain values, and the HTML of it."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import TypeAlias
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from shoal.report.html.csv import csv_of
+from shoal.util.text import printable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A paragraph; `advice` is what to do or to type next."""
+
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The few numbers that people look for first: names and values."""
+
+    pairs: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of texts. The columns named in `right` hold numbers."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure as `plots` draws it: for the page, wide and for a phone; and as files."""
+
+    wide: str
+    narrow: str
+    svg: str
+    png: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A drawing with the same numbers as a table, for those who can't see it.
+
+    `name` is that of its files, without ending; two figures of a page have different ones.
+    """
+
+    name: str
+    caption: str
+    drawing: Drawing
+    table: Table
+
+
+Block: TypeAlias = Text | Facts | Table | Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A heading and what is below it."""
+
+    heading: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page: what it is about, the verdict in one sentence, and the rest."""
+
+    title: str
+    verdict: str
+    sections: Sequence[Section]
+    about: str = ""
+
+
+def render(page: Page) -> str:
+    """The page as one HTML file. Every text is escaped; only drawings are taken as they are."""
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "kind": lambda block: type(block).__name__,
+        "inline": _inline,
+        "data": _data,
+    }
+    here = resources.files(__package__)
+    template = environment.from_string(here.joinpath("page.html.jinja").read_text(encoding="utf-8"))
+    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    return template.render(page=page, style=Markup(style))
+
+
+def _shown(value: object) -> object:
+    # Text that is markup already is a drawing or the style.
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _kind(block: Block) -> str:
+    return type(block).__name__
+
+
+def _inline(svg: str, prefix: str) -> Markup:
+    """A drawing as a part of the page, where its ids are no other's."""
+    return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
+
+
+def _data(figure: Figure, kind: str) -> str:
+    """A file of a figure as the address of a download."""
+    if kind == "png":
+        return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
+    return "data:text/csv;base64," + base64.b64encode(csv_of(figure.table).encode()).decode()

@@ -1,0 +1,69 @@
+"""Whether the ranks' loaders keep up: what their workers take for a batch, and how many would do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.report.breakdown import SHOWN, Profile, others, usual
+from shoal.report.history import Array, Attempt
+
+OTHERS = 0.5
+"""The share of a rank's wait that would be left with the loader of a usual other rank, from which on
+the loaders of all ranks are the cause."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a usual rank loads: with so many `workers` (0: by itself), each `seconds` for a batch.
+
+    `enough` is how many workers would keep up with everything else that a step does, `cores` what
+    the rank has; None where that is not known.
+    """
+
+    workers: int
+    seconds: float
+    enough: int
+    cores: int | None
+
+
+def loading(attempt: Attempt, found: Profile) -> Loading | None:
+    """How a usual rank of an attempt loads; None where ranks did not record it."""
+    loads = found.average(found.load)
+    if not np.isfinite(loads).all():
+        return None
+    seconds = float(usual(loads))
+    busy = float(_busy(found).max())
+    start = attempt.starts.get(found.ranks[0], {})
+    cores = start.get("cores")
+    return Loading(
+        workers=attempt.workers(found.ranks[0]),
+        seconds=seconds,
+        enough=max(1, math.ceil(seconds / busy)) if busy > 0 else 1,
+        cores=cores if type(cores) is int and cores > 0 else None,
+    )
+
+
+def everyones(attempt: Attempt, found: Profile, place: int) -> bool:
+    """Whether the wait of one rank for data is due to loaders that are too slow on all ranks.
+
+    Ranks with workers wait in turn: while one waits for its batch, the others wait for that rank in a
+    collective, and their workers catch up. So a loader that is a little slower than the others takes
+    all of the wait upon itself. The workers' own time for a batch tells what would be left of it.
+    """
+    workers = np.array([attempt.workers(rank) for rank in found.ranks])
+    loads = found.average(found.load)
+    if not (workers > 0).all() or not np.isfinite(loads).all():
+        return False
+    waited = float(found.average(found.mean[SHOWN.index("wait"), place]))
+    busy = float(_busy(found)[place])
+    theirs = float(others(loads / workers)[place])
+    return theirs - busy > OTHERS * waited
+
+
+def _busy(found: Profile) -> Array:
+    """Seconds of a step of each rank, without waits for data and for ranks that wait for data."""
+    waits = found.mean[SHOWN.index("wait")] + found.mean[SHOWN.index("waiting")]
+    return found.average(found.wall - waits)

@@ -1,0 +1,391 @@
+"""Reads the events of a run, and reads on while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import repeat
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.report.history import PARTS, STEP, USAGE, Array, Attempt, Event, History, Rows, Traffic
+from shoal.util.errors import CheckpointError
+
+BLOCK = 4 << 20
+LARGE = 64 << 20
+"""Bytes of events from which further processes are worth their start."""
+MOST_PROCESSES = 8
+LONG = 1 << 12
+"""Bytes of a line from which it is a block of steps."""
+LONGEST = 64 << 20
+"""Bytes of a line; what is longer was not written by a run."""
+NEVER = 1e11
+"""Seconds since the epoch: no run lasts into the year 5138."""
+LONG_AGO = 1e9
+"""Seconds above which a duration is none."""
+
+_NOT_NEEDED = re.compile(rb'"(?:first|share|norm)": ?\[[\[\]\d.eE+\-, nul]*\], ?')
+"""Columns that no reader here looks at, a third of all numbers; a name can't hold their quotes."""
+_STEPS = re.compile(rb'\{"event": ?"steps"')
+_NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
+MOST_STEPS = 4
+"""Steps that may share a tick before too few of each are kept."""
+_REFUSED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
+_FROM_RANK_0 = {"log", "evaluation"}
+"""Events that all ranks write alike, or of which people see rank 0's."""
+
+
+@dataclass
+class _File:
+    """How far one rank's file has been read."""
+
+    path: Path
+    rank: int
+    offset: int = 0
+    attempt: Attempt | None = None
+    waiting: list[Event] = field(default_factory=list)
+    """What was written before the attempt that it belongs to had begun."""
+    single: list[Event] = field(default_factory=list)
+    """Steps of the format in which each had a line."""
+
+
+class Reader:
+    """Reads a run directory, or the `events` in it; `poll` reads what has been written since.
+
+    Files may be missing, empty, cut anywhere, or hold what no run has written: what can be read is in
+    `history`, what can't is counted there. `only` is the one rank to be read, if not all are. Raises
+    CheckpointError where there are no events at all.
+
+    Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
+    so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
+    with steps as they are read: their attempt, the rank, the name of the Step, and the rows; of the
+    lowest rank all are.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        only: int | None = None,
+        keep: int | None = None,
+        seen: Callable[[Attempt, int, str, Array], None] | None = None,
+    ) -> None:
+        directory = Path(directory)
+        self._only = only
+        inside = directory / "events"
+        self._folder = inside if inside.is_dir() else directory
+        self._files: dict[int, _File] = {}
+        self._keep, self._seen = keep, seen
+        self.history = History(inside.parent if inside.is_dir() else directory)
+        if not self.paths():
+            raise CheckpointError(
+                given=str(directory),
+                found=_absence(directory),
+                fix=_suggestion(directory),
+            )
+
+    def poll(self) -> bool:
+        """Read on in all files; whether anything was new."""
+        if any(_shrunk(file) for file in self._files.values()):  # another run in the same place
+            self._files.clear()
+            self.history = History(self.history.directory)
+        new = False
+        paths = self.paths()
+        for rank, path in paths.items():
+            file = self._files.setdefault(rank, _File(path, rank))
+            for lines in _blocks(file, self.history):
+                few = self._keep is not None and rank > min(paths)
+                self._take(file, _newest(lines, self._keep or 0) if few else lines)
+                new = True
+        self.history.files = len(self._files)
+        return new
+
+    def paths(self) -> dict[int, Path]:
+        """The files of events, by rank."""
+        found = _paths(self._folder)
+        return dict(sorted((rank, path) for rank, path in found.items() if self._only in (None, rank)))
+
+    def _take(self, file: _File, lines: list[bytes]) -> None:
+        for line in lines:
+            try:
+                event = json.loads(_NOT_NEEDED.sub(b"", line) if len(line) > LONG else line)
+                known = isinstance(event, dict) and isinstance(event["event"], str)
+                if known and event["event"] == "step":
+                    file.single.append(event)
+                    continue
+                self._flush(file)
+                if known:
+                    self._event(file, event)
+            except _REFUSED:
+                known = not line.strip()
+            if not known:
+                self.history.skipped += 1
+        self._flush(file)
+        self._shorten(file)
+
+    def _event(self, file: _File, event: dict[str, Any]) -> None:
+        kind, time = event["event"], float(event.get("t", 0.0))
+        if kind == "start":
+            began = float(event.get("began", time))
+            if not np.isfinite(began):
+                raise ValueError("an attempt that began at no time")
+            file.attempt = self.history.attempt(began, after=file.attempt)
+            file.attempt.starts[file.rank] = event
+            file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
+            file.waiting.clear()
+        elif kind == "steps":
+            self._steps(file, event["name"], _columns(event))
+        elif kind == "usage":
+            _add_usage(self._attempt(file), file.rank, event)
+        elif kind == "collectives":
+            _add_traffic(self._attempt(file), file.rank, event)
+        elif kind == "restore" or file.attempt is None:
+            file.waiting.append(event)
+        elif kind not in _FROM_RANK_0 or (file.rank == 0 and self._keep is None):
+            file.attempt.events.append((file.rank, event))
+        if file.attempt is not None and abs(time) < NEVER:
+            file.attempt.seen = max(file.attempt.seen, time)
+
+    def _flush(self, file: _File) -> None:
+        """Take the steps that had lines of their own, in runs of one name."""
+        single, file.single = file.single, []
+        while single:
+            name = single[0].get("name")
+            count = next((i for i, each in enumerate(single) if each.get("name") != name), len(single))
+            try:
+                attempt = self._attempt(file)
+                before = attempt.steps.get((file.rank, str(name)))
+                self._steps(file, name, _old_columns(single[:count], before))
+                attempt.seen = max(attempt.seen, float(single[count - 1]["t"]))
+            except _REFUSED:
+                self.history.skipped += count
+            single = single[count:]
+
+    def _steps(self, file: _File, name: object, columns: Mapping[str, Array]) -> None:
+        if not isinstance(name, str):
+            raise TypeError("a Step without a name")
+        attempt, name = self._attempt(file), name[:200]
+        if "load" not in columns and attempt.format(file.rank) > 2:
+            raise KeyError("load")
+        added = _add(attempt, file.rank, name, columns)
+        if self._seen is not None:
+            self._seen(attempt, file.rank, name, added)
+
+    def _shorten(self, file: _File) -> None:
+        """Let go of what is old in a file's attempt, where little is to be kept."""
+        if self._keep is None or file.attempt is None:
+            return
+        for (rank, _), rows in file.attempt.steps.items():
+            if rank == file.rank:
+                rows.shorten(self._keep)
+        if file.rank in file.attempt.usage:
+            file.attempt.usage[file.rank].shorten(self._keep)
+        del file.attempt.events[: -64 * self._keep]
+
+    def _attempt(self, file: _File) -> Attempt:
+        if file.attempt is None:  # its first line was lost
+            file.attempt = self.history.attempt(0.0)
+        return file.attempt
+
+
+def read(directory: str | Path) -> History:
+    """All that there is to read just now; of a large run by several processes, each a rank at a time.
+
+    Raises CheckpointError where there are no events at all.
+    """
+    reader = Reader(directory)
+    paths = reader.paths()
+    processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)), len(paths))
+    if processes < 2 or sum(map(_size, paths.values())) < LARGE:
+        reader.poll()
+        return reader.history
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for history in pool.map(_read_one, repeat(directory), paths):
+            reader.history.join(history)
+    return reader.history
+
+
+def _read_one(directory: str | Path, rank: int) -> History:
+    reader = Reader(directory, only=rank)
+    reader.poll()
+    return reader.history
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _paths(folder: Path) -> dict[int, Path]:
+    """The files of events in a directory, by rank."""
+    found = {}
+    try:
+        for path in folder.glob("rank-*.jsonl"):
+            number = path.stem.removeprefix("rank-")
+            if number.isascii() and number.isdecimal() and len(number) < 8 and path.is_file():
+                found[int(number)] = path
+    except OSError:  # no directory, or none that may be listed
+        return {}
+    return found
+
+
+def _absence(directory: Path) -> str:
+    if not directory.exists():
+        return "there is no such directory"
+    if not directory.is_dir():
+        return "it is a file, and a run is a directory"
+    return "no events in it (events/rank-0.jsonl, and so on): it is no run directory, or has not begun"
+
+
+def _suggestion(directory: Path) -> str:
+    try:
+        inside = sorted(each.parent for each in directory.glob("*/events") if each.is_dir())
+    except OSError:
+        inside = []
+    if inside:
+        return f"a run in it: {', '.join(str(each) for each in inside[:5])}"
+    return "the directory that the script gives to shoal.Run, as in `shoal report runs/a`"
+
+
+def _shrunk(file: _File) -> bool:
+    return 0 < _size(file.path) < file.offset
+
+
+def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
+    """The whole lines that a file has since been given; one that is not ended yet is left for later."""
+    try:
+        with file.path.open("rb") as data:
+            data.seek(file.offset)
+            kept = b""
+            while block := data.read(BLOCK):
+                kept += block
+                whole, newline, rest = kept.rpartition(b"\n")
+                if newline:
+                    file.offset += len(whole) + 1
+                    kept = rest
+                    yield whole.split(b"\n")
+                elif len(kept) > LONGEST:
+                    file.offset += len(kept)
+                    kept = b""
+                    history.skipped += 1
+        history.unread.pop(file.rank, None)
+    except FileNotFoundError:  # gone: as if it had never been there
+        return
+    except OSError as error:
+        history.unread[file.rank] = error.strerror or str(error)
+
+
+def _newest(lines: list[bytes], keep: int) -> list[bytes]:
+    """The lines that are no blocks of steps, and of these the newest, which hold `keep` steps."""
+    found, count = [], 0
+    for line in reversed(lines):
+        steps = _STEPS.match(line)
+        if steps is None or count < keep * MOST_STEPS:
+            found.append(line)
+        if steps is not None:
+            column = _NUMBERS.search(line)
+            count += column[0].count(b",") + 1 if column is not None else 0
+    return found[::-1]
+
+
+def _narrowed(values: object) -> Array:
+    with np.errstate(over="ignore"):  # infinite is what a loss that float32 can't hold comes to
+        return np.array(values, np.float32)
+
+
+def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
+    found = _narrowed(values)
+    if found.shape != shape:
+        raise ValueError("a column of another length")
+    found *= np.float32(scale)
+    if not (found.min(initial=0) >= 0 and found.max(initial=0) <= LONG_AGO):  # nor where one is NaN
+        np.nan_to_num(found, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        np.clip(found, 0.0, LONG_AGO, out=found)
+    return found
+
+
+def _numbers(values: object, count: int) -> Array:
+    found = _narrowed(values)
+    if found.shape != (count,):
+        raise ValueError("a column of another length")
+    return found
+
+
+def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
+    """The columns of a block of steps; ValueError, TypeError or KeyError where it is none."""
+    steps = np.array(event["step"], np.int64)
+    count = len(steps)
+    # A column of zeros is left out.
+    ticks = float(event["t"]) - np.array(event.get("at", [0] * count), np.float64) * 1e-6
+    if ticks.shape != (count,) or steps.ndim != 1 or not np.isfinite(ticks).all():
+        raise ValueError("a column of another length")
+    columns = {"step": steps, "time": ticks}
+    for name in ("loss", "counted", "size"):
+        if name in event:
+            columns[name] = _numbers(event[name], count)
+    parts = [part for part in ("wall", "load", *PARTS) if part in event]
+    if parts:
+        durations = _seconds([event[part] for part in parts], (len(parts), count), 1e-6)
+        columns |= zip(parts, durations, strict=True)
+    return columns
+
+
+def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
+    """The same of steps that had a line each; how long a step took follows from the one before."""
+    count = len(events)
+    columns: dict[str, Array] = {
+        "step": np.array([event["step"] for event in events], np.int64),
+        "time": np.array([event["t"] for event in events], np.float64),
+    }
+    if not np.isfinite(columns["time"]).all():
+        raise ValueError("steps at no time")
+    for name in ("loss", "size"):
+        columns[name] = _numbers([event.get(name) for event in events], count)
+    known = np.zeros(count)
+    for part in ("wait", "forward", "backward", "update"):
+        columns[part] = _seconds([event.get(part, 0.0) for event in events], (count,), 1.0)
+        known += columns[part]
+    earlier = before is not None and len(before) > 0
+    begun = before.all["time"][-1] if before is not None and earlier else columns["time"][0] - known[0]
+    columns["wall"] = _seconds(np.diff(columns["time"], prepend=begun), (count,), 1.0)
+    return columns
+
+
+def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -> Array:
+    rows = attempt.steps.setdefault((rank, name), Rows(STEP))
+    added = rows.append(len(columns["step"]))
+    for column in ("loss", "counted", "load"):
+        added[column] = np.nan
+    for column, values in columns.items():
+        added[column] = values if column != "size" else np.clip(np.nan_to_num(values), 0, 2**31 - 128)
+    return added
+
+
+def _add_usage(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:
+    names = [name for name in USAGE.names or () if name != "time"]
+    values = [float(event["t"]), *(float(event.get(name, np.nan)) for name in names)]
+    attempt.usage.setdefault(rank, Rows(USAGE)).append(1)[0] = tuple(values)
+
+
+def _add_traffic(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:
+    for each in event["kinds"]:
+        kind, group, backend = (str(each[name])[:200] for name in ("kind", "group", "backend"))
+        seconds, size = float(each["seconds"]), float(each["bytes"])
+        bus = float(each.get("bus", 0.0) or 0.0)
+        if not np.isfinite([seconds, size, bus]).all():
+            raise ValueError("a collective of no length")
+        sums = attempt.traffic.setdefault((rank, (kind, group, int(each["ranks"]), backend)), Traffic())
+        sums.calls += int(each["calls"])
+        sums.bytes += size
+        sums.seconds += seconds
+        sums.moved += bus * seconds
+        sums.exact = sums.exact and bool(each.get("exact", False))

@@ -1,0 +1,186 @@
+"""The figures of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from shoal.report import LABELS, PALETTE, SHOWN, Attempt, History, Judged
+from shoal.report.attempts import Curve, curves, throughput
+from shoal.report.html import Figure, Table, plots
+from shoal.report.run_page.tables import rounded, slowest
+
+SHOWN_RANKS = 32
+SHOWN_LINES = 8
+FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
+
+
+def all_of(history: History, judged: list[Judged]) -> dict[str, list[Figure]]:
+    """The figures by the section that they belong to."""
+    return {
+        "time": [over_ranks(judged[-1]), over_steps(judged)] if judged else [],
+        "progress": list(progress(history)),
+        "usage": list(memory(history.latest)) if history.latest is not None else [],
+    }
+
+
+def over_ranks(one: Judged) -> Figure:
+    """A step as a bar for each rank."""
+    ranks = slowest(one, SHOWN_RANKS)
+    times = {rank: one.profile.of_rank(rank) for rank in ranks}
+    there = [part for part in SHOWN if any(each[part] > 0 for each in times.values())]
+    unit, scale = _unit(max(sum(each.values()) for each in times.values()))
+    values = {part: [max(0.0, times[rank][part]) / scale for rank in ranks] for part in there}
+    named = [_short(one.attempt, rank) for rank in ranks]
+    return Figure(
+        name="step-by-rank",
+        caption="A step of each rank, by part."
+        if len(ranks) == len(one.profile.ranks)
+        else f"A step, by part, of the {len(ranks)} ranks that waited least for others.",
+        drawing=plots.bars(
+            named,
+            {LABELS[part]: each for part, each in values.items()},
+            x=f"{unit} per step",
+            fills=FILLS,
+        ),
+        table=Table(
+            caption=f"{unit} per step",
+            head=["rank", *(LABELS[part] for part in there)],
+            rows=[
+                [name, *(f"{values[part][place]:.4g}" for part in there)]
+                for place, name in enumerate(named)
+            ],
+            right=[LABELS[part] for part in there],
+        ),
+    )
+
+
+def over_steps(judged: list[Judged]) -> Figure:
+    """A step over time, mean of the ranks; where one was done again, as it was the last time."""
+    steps: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
+    for one in judged:
+        steps = {step: means for step, means in steps.items() if step < int(one.profile.first[0])}
+        means = one.profile.mean.mean(axis=1)
+        steps |= {int(step): means[:, place] for place, step in enumerate(one.profile.first)}
+    xs = sorted(steps)
+    table = np.stack([steps[step] for step in xs], axis=1)
+    unit, scale = _unit(float(table.sum(axis=0).max()))
+    there = [part for part, row in zip(SHOWN, table, strict=True) if row.max() > 0]
+    values = {part: np.maximum(table[SHOWN.index(part)], 0) / scale for part in there}
+    return Figure(
+        name="step-over-time",
+        caption="A step over time, by part, mean of the ranks.",
+        drawing=plots.areas(
+            xs,
+            {LABELS[part]: each.tolist() for part, each in values.items()},
+            x="step",
+            y=unit,
+            fills=FILLS,
+        ),
+        table=Table(
+            caption=f"{unit} per step, mean of steps from the one named on",
+            head=["from step", *(LABELS[part] for part in there)],
+            rows=[
+                [str(step), *(f"{values[part][place]:.4g}" for part in there)]
+                for place, step in enumerate(xs)
+            ],
+            right=["from step", *(LABELS[part] for part in there)],
+        ),
+    )
+
+
+def progress(history: History) -> Iterator[Figure]:
+    """Loss and throughput."""
+    losses = curves(history, "loss")
+    if losses:
+        yield _curves(
+            "loss", "The loss of the global batch, with its least and greatest.", "loss", losses
+        )
+    rate = throughput(history)
+    if rate is not None:
+        yield _curves(
+            "throughput",
+            "Samples per second, of all ranks together.",
+            "samples per second",
+            {"samples per second": rate},
+            zero=True,
+        )
+
+
+def _curves(name: str, caption: str, y: str, found: dict[str, Curve], *, zero: bool = False) -> Figure:
+    # One Step has no need of its name.
+    named = dict(zip([y], found.values(), strict=True)) if len(found) == 1 else found
+    series = [
+        plots.Series(
+            label=label,
+            x=each.step.tolist(),
+            y=each.mean.tolist(),
+            low=each.low.tolist(),
+            high=each.high.tolist(),
+        )
+        for label, each in list(named.items())[:SHOWN_LINES]
+    ]
+    rows = [
+        [label, *cells]
+        for label, each in named.items()
+        for cells in zip(
+            map(str, each.step.tolist()),
+            rounded(each.mean),
+            rounded(each.low),
+            rounded(each.high),
+            strict=True,
+        )
+    ]
+    head = ["of", "from step", "mean", "least", "greatest"]
+    return Figure(
+        name=name,
+        caption=caption,
+        drawing=plots.lines(series, x="step", y=y, zero=zero),
+        table=Table(caption=caption, head=head, rows=rows, right=head[1:]),
+    )
+
+
+def memory(attempt: Attempt) -> Iterator[Figure]:
+    """Memory over time: of the devices where there are some, else of the processes."""
+    found = {}
+    for rank, held in sorted(attempt.usage.items()):
+        seen = held.all
+        device = np.isfinite(seen["device_memory"])
+        values = np.where(device, seen["device_memory"], seen["rss"])
+        good = np.isfinite(values) & np.isfinite(seen["time"])
+        if good.any():
+            minutes = (seen["time"][good] - attempt.began) / 60
+            found[rank] = (minutes, values[good] / 1e9)
+    if not found:
+        return
+    largest = sorted(found, key=lambda rank: -float(found[rank][1].max()))[:SHOWN_LINES]
+    of = "" if len(largest) == len(found) else f", the {len(largest)} ranks with most of it"
+    caption = f"Memory of the last start{of}."
+    series: list[plots.Series] = []
+    rows: list[list[str]] = []
+    for rank in sorted(largest):
+        xs, ys = found[rank]
+        stride = max(1, len(xs) // 200)
+        label = _short(attempt, rank)
+        series.append(plots.Series(label=label, x=xs[::stride].tolist(), y=ys[::stride].tolist()))
+        rows += [
+            [label, *cells] for cells in zip(rounded(xs[::stride]), rounded(ys[::stride]), strict=True)
+        ]
+    yield Figure(
+        name="memory",
+        caption=caption,
+        drawing=plots.lines(series, x="minutes since the start", y="GB", zero=True),
+        table=Table(
+            caption=caption, head=["rank", "minutes", "GB"], rows=rows, right=["minutes", "GB"]
+        ),
+    )
+
+
+def _short(attempt: Attempt, rank: int) -> str:
+    host = attempt.host(rank)
+    return f"{rank}" if host is None else f"{rank} {host.partition('.')[0][:14]}"
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    return ("seconds", 1.0) if seconds >= 1 else ("milliseconds", 1e-3)

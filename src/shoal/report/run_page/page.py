@@ -1,0 +1,96 @@
+"""The page of a report: what comes in which order."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from shoal.report import History, Verdict, duration
+from shoal.report.html import Block, Facts, Page, Section, Table, Text
+from shoal.report.run_page import figures, tables
+
+
+def page(history: History, verdict: Verdict) -> Page:
+    """The page of a run as it stands; sections of which nothing was recorded are left out."""
+    drawn = figures.all_of(history, verdict.judged)
+    latest = history.latest
+    sections: list[tuple[str, list[Block]]] = [
+        ("At a glance", [Facts(pairs=tables.facts(history, verdict)), *_findings(history, verdict)])
+    ]
+    if verdict.judged:
+        newest = verdict.judged[-1]
+        sections += [
+            (
+                "Where the time goes",
+                [
+                    *_warm_up(verdict),
+                    tables.parts(newest),
+                    *drawn["time"],
+                    tables.by_rank(newest),
+                ],
+            ),
+            ("Stragglers", _unless_empty(tables.culprits(verdict))),
+        ]
+    sections.append(("Loss and throughput", [*drawn["progress"]]))
+    if latest is not None:
+        sections += [
+            ("Collectives", _unless_empty(tables.collectives(latest))),
+            (
+                "Memory and power",
+                [*_speed(verdict), *drawn["usage"], *_unless_empty(tables.usage(latest))],
+            ),
+        ]
+    sections += [
+        ("Checkpoints", _unless_empty(tables.saved(history))),
+        ("Starts and restarts", _unless_empty(tables.starts(history, verdict))),
+    ]
+    if latest is not None:
+        sections += [
+            ("Ranks and hosts", _unless_empty(tables.placed(latest))),
+            ("Configuration and versions", _unless_empty(tables.settings(latest))),
+        ]
+    return Page(
+        title=f"Run {history.directory}",
+        verdict=verdict.sentence,
+        sections=[Section(heading=name, blocks=blocks) for name, blocks in sections if blocks],
+        about=f"shoal report, {time.strftime('%Y-%m-%d %H:%M:%S')}. {_reading(history)}",
+    )
+
+
+def _findings(history: History, verdict: Verdict) -> list[Block]:
+    found: list[Block] = [Text(text=each.text, advice=each.advice) for each in verdict.findings]
+    if verdict.judged and not found:
+        found.append(Text(text="Nothing stands out: no rank is slower than the others in any part."))
+    if history.skipped:
+        found.append(Text(text=tables.unreadable(history)))
+    return found
+
+
+def _warm_up(verdict: Verdict) -> list[Block]:
+    one = verdict.judged[-1]
+    if not one.warm_up:
+        return []
+    first = "The first step" if one.warm_up == 1 else f"The first {one.warm_up} steps"
+    return [
+        Text(
+            text=f"{first} of the last start took {duration(one.warm_up_seconds)} (compilation, "
+            "checks, caches that fill) and count in nothing below."
+        )
+    ]
+
+
+def _speed(verdict: Verdict) -> list[Block]:
+    text = tables.speed(verdict.judged[-1]) if verdict.judged else ""
+    return [Text(text=text)] if text else []
+
+
+def _unless_empty(table: Table) -> list[Block]:
+    """A table without the columns in which nothing stands; none if it has no row."""
+    kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
+    rows = [[row[place] for place in kept] for row in table.rows]
+    return [replace(table, head=[table.head[place] for place in kept], rows=rows)] if rows else []
+
+
+def _reading(history: History) -> str:
+    files = "1 rank" if history.files == 1 else f"{history.files} ranks"
+    return f"From the events of {files}."

@@ -1,0 +1,41 @@
+"""A report for terminals: the verdict, what stands out, and the main tables."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from shoal.report import History, Verdict
+from shoal.report.html import Table
+from shoal.report.run_page import tables
+from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
+
+MOST = 16
+"""Ranks that are listed; of more the slowest are."""
+
+
+def show(console: Console, history: History, verdict: Verdict) -> None:
+    """Print it."""
+    print_line(console, verdict.sentence, "")
+    for each in verdict.findings:
+        print_line(console, each.text, f"    {each.advice}")
+    if verdict.findings:
+        print_line(console, "")
+    print_pairs(console, f"Run {history.directory}", tables.facts(history, verdict))
+    if verdict.judged:
+        _print(console, tables.parts(verdict.judged[-1]))
+        if len(verdict.judged[-1].profile.ranks) > 1:
+            _print(console, tables.main_parts(verdict.judged[-1], MOST))
+    if verdict.stragglers:
+        _print(console, tables.culprits(verdict))
+    if len(history.attempts) > 1:
+        _print(console, tables.starts(history, verdict), without="warm-up")
+    if history.skipped:
+        print_line(console, tables.unreadable(history))
+
+
+def _print(console: Console, table: Table, *, without: str = "") -> None:
+    chosen = [place for place, name in enumerate(table.head) if name != without]
+    shown = make_table(*(table.head[place] for place in chosen), right=table.right)
+    for row in table.rows:
+        add_row(shown, *(row[place] for place in chosen))
+    print_table(console, table.caption, shown)

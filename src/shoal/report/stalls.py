@@ -1,0 +1,103 @@
+"""Steps in which all ranks together take much longer than usual, and how often they come.
+
+A rank that is slow alone shows in comparison with the others. What holds up all of them at the same
+step, such as a garbage collection every 50th step, shows in comparison with the other steps only: the
+mean of a part over steps is above its median.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.report.breakdown import COMPUTING, Aligned, pieces
+from shoal.report.history import PARTS, Array
+
+RARELY = 1 / 8
+"""The largest share of the steps that may be stalls; more of them are how the steps are."""
+LONG = 0.5
+"""A stall takes longer than the median by this share of a step at least,"""
+UNLIKELY = 6.0
+"""and by this many standard deviations of the other steps."""
+REGULAR = 0.75
+"""The share of the distances between stalls that have to be equal for them to have a period."""
+STILL_EQUAL = 0.1
+"""How much such distances may differ, a step at least."""
+TOGETHER = (COMPUTING, *((part,) for part in ("communication", "wait", "transfer", "other")))
+"""What stalls are sought in: parts of one tuple together, since a stall falls into any of them."""
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Steps of an attempt in which every rank took much longer over some part than it usually does.
+
+    `part` is that part, or the one of computing with most of it. There are `count` such steps, `newest`
+    the last of them, one every `period` steps if they are regular. Each took `excess` seconds more
+    than the `usual` seconds. `cost` is what that adds to the mean of all steps, in seconds per step.
+    """
+
+    part: str
+    count: int
+    newest: int
+    period: int | None
+    excess: float
+    usual: float
+    cost: float
+
+
+def stalls(aligned: Aligned, first: int, last: int, step: float) -> list[Stalls]:
+    """The stalls of all ranks from one place in the steps to another; `step` is a step's median."""
+    shared = _shared(aligned, first, last)
+    work = aligned.column("counted", first, last)[0]
+    known = np.isfinite(work) & (work > 0)
+    share = np.ones(last - first)
+    if known.any():  # a longer batch takes longer by right
+        share[known] = np.maximum(1.0, work[known] / np.median(work[known]))
+    found = []
+    for parts in TOGETHER:
+        own = {part: shared[part] for part in parts}
+        total = np.sum(list(own.values()), axis=0)
+        usual = float(np.median(total))
+        above = total - usual * (share if parts == COMPUTING else 1.0)
+        scatter = 1.4826 * float(np.median(np.abs(total - usual)))
+        places = np.flatnonzero(above > max(LONG * step, UNLIKELY * scatter))
+        if not 0 < len(places) <= RARELY * len(total):
+            continue
+        part = max(own, key=lambda name: float((own[name][places] - np.median(own[name])).sum()))
+        excess = total[places] - usual
+        steps = aligned.steps[first:last][places]
+        found.append(
+            Stalls(
+                part=part,
+                count=len(places),
+                newest=int(steps[-1]),
+                period=_period(steps),
+                excess=float(excess.mean()),
+                usual=float(np.median(own[part])),
+                cost=float(excess.sum()) / len(total),
+            )
+        )
+    return found
+
+
+def _period(steps: Array) -> int | None:
+    """How many steps lie between one of these and the next, if mostly the same number does."""
+    gaps = np.diff(steps)
+    if len(gaps) < 2:
+        return None
+    middle = float(np.median(gaps))
+    equal = np.abs(gaps - middle) <= max(1.0, STILL_EQUAL * middle)
+    return round(middle) if equal.mean() >= REGULAR else None
+
+
+def _shared(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
+    """By part what every rank took at least, step by step."""
+    found = [_least(aligned, begin, end) for begin, end in pieces(first, last, len(aligned.ranks))]
+    return {part: np.concatenate([each[part] for each in found]) for part in found[0]}
+
+
+def _least(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
+    cube, _ = aligned.cube(first, last)
+    least = cube.min(axis=1).astype(np.float64)
+    return dict(zip((*PARTS, "other"), least, strict=True))

@@ -1,0 +1,130 @@
+"""What a report says, as plain values: for `--json`, and for the tables and figures of both forms."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shoal.report import SHOWN, Attempt, History, Profile, Verdict
+from shoal.report.attempts import ending, kept, number, saves
+from shoal.telemetry.events import Plain
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast the last attempt is, over its steady steps; None where it is not known."""
+
+    step: float
+    samples: float
+    counted: float | None
+    flops: float | None
+    mfu: float | None
+    peak: float | None
+    peak_reason: str
+
+
+def rates(attempt: Attempt, found: Profile) -> Rates:
+    """Seconds per step, samples per second, and of what the device could do, the share."""
+    step = float(found.average(found.wall).mean())
+    samples = float(found.average(found.samples)) / step if step > 0 else 0.0
+    counts = found.counted[np.isfinite(found.counted)]
+    counted = float(counts.mean()) / step if len(counts) and step > 0 else None
+    said = attempt.said("flops")
+    event: Mapping[str, Any] = said[0][1] if said else {}
+    per_sample, peak = _per_sample(attempt), number(event.get("peak"))
+    # Of a model that is divided among ranks each computes a part of it.
+    flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
+    return Rates(
+        step,
+        samples,
+        counted,
+        flops,
+        flops / peak if flops is not None and peak > 0 else None,
+        peak if peak > 0 else None,
+        str(event.get("peak_reason", "")),
+    )
+
+
+def _per_sample(attempt: Attempt) -> float:
+    """What all Steps compute for a sample; one that is not taken on every batch counts so much less."""
+    rank = min(attempt.ranks, default=0)
+    said = {event.get("name"): number(event.get("per_sample")) for _, event in attempt.said("flops")}
+    taken = {name: len(rows) for (owner, name), rows in attempt.steps.items() if owner == rank}
+    ticks = max(taken.values(), default=0)
+    each = [said.get(name, np.nan) * count / ticks for name, count in taken.items() if count]
+    return sum(each) or np.nan
+
+
+def numbers(history: History, verdict: Verdict) -> dict[str, Plain]:
+    """Everything that the report stands on, by name; durations in seconds."""
+    found: dict[str, Plain] = {
+        "run": str(history.directory),
+        "verdict": verdict.sentence,
+        "efficient": verdict.efficient,
+        "shares": dict(verdict.shares),
+        "stragglers": [
+            {
+                "rank": each.rank,
+                "host": each.host,
+                "part": each.part,
+                "since": each.since,
+                "until": each.until,
+                "excess": each.excess,
+                "usual": each.usual,
+                "cost": each.cost,
+            }
+            for each in verdict.stragglers
+        ],
+        "findings": [{"text": each.text, "advice": each.advice} for each in verdict.findings],
+        "attempts": [
+            _attempt(attempt, last, attempt is history.latest) for attempt, last in kept(history)
+        ],
+        "unreadable_lines": history.skipped,
+    }
+    if verdict.judged:
+        newest = verdict.judged[-1]
+        means = newest.profile
+        rate = rates(newest.attempt, means)
+        found["step_seconds"] = rate.step
+        found["samples_per_second"] = rate.samples
+        found["mfu"] = rate.mfu
+        found["ranks"] = {str(rank): {**means.of_rank(rank)} for rank in means.ranks}
+        found["parts"] = list(SHOWN)
+    return found
+
+
+def _attempt(attempt: Attempt, last: int, latest: bool) -> Plain:
+    return {
+        "began": attempt.began,
+        "ranks": attempt.size,
+        "missing": list(attempt.missing),
+        "hosts": {attempt.host(rank) or "": None for rank in attempt.ranks},
+        "first": attempt.first,
+        "last": attempt.last,
+        "done_again": attempt.last - last,
+        "end": ending(attempt, last=latest, now=time.time()),
+        "saves": [
+            {"step": each.step, "blocked": each.blocked, "seconds": each.seconds, "error": each.error}
+            for each in saves(attempt)
+        ],
+        "collectives": [
+            {
+                "rank": rank,
+                "kind": kind,
+                "group": group,
+                "ranks": ranks,
+                "backend": backend,
+                "calls": sums.calls,
+                "bytes": sums.bytes,
+                "seconds": sums.seconds,
+                "algorithm": sums.algorithm,
+                "bus": sums.bus,
+                "exact": sums.exact,
+            }
+            for (rank, (kind, group, ranks, backend)), sums in attempt.traffic.items()
+        ],
+    }

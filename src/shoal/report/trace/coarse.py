@@ -1,0 +1,153 @@
+"""A timeline of steps that nobody recorded: from the parts of each step that the events have.
+
+Coarse: of a step it has the length of each part and not where it lay, so that parts are drawn one
+after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from shoal.report.trace.merge import STEPS_TRACK, Event, named, write
+from shoal.telemetry.events import read
+from shoal.telemetry.profiler.window import FOLDER, Window
+from shoal.telemetry.step_timer import PARTS
+from shoal.util.errors import CheckpointError
+
+PARTS_TRACK = 1
+
+
+class Taken(NamedTuple):
+    """One step of one rank: when it ended, by the rank's clock, and its parts; in seconds."""
+
+    end: float
+    wall: float
+    parts: Mapping[str, float]
+
+
+class Rank(NamedTuple):
+    """What a rank's events say of its newest attempt at each step.
+
+    Its last start is at step `at`, and `over` if it has said that it ended.
+    """
+
+    host: str
+    steps: dict[int, Taken]
+    at: int
+    over: bool
+
+
+def ranks_of(run: Path) -> dict[int, Rank]:
+    """The steps in a run's events, by rank; those of several Steps in one tick are one."""
+    found: dict[int, Rank] = {}
+    for path in (run / "events").glob("rank-*.jsonl"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal():
+            found[int(number)] = _rank(path)
+    return dict(sorted(found.items()))
+
+
+def coarse(run: str | Path, first: int, last: int) -> Path:
+    """Draw these steps from the events; the file that came of it. CheckpointError without any.
+
+    Clocks are aligned by the ends of steps, at which ranks have just waited for each other.
+    """
+    ranks = ranks_of(Path(run))
+    window = Window(first, last)
+    inside = {rank: _inside(one, window) for rank, one in ranks.items()}
+    ends = {rank: steps for rank, steps in inside.items() if steps}
+    if not ends:
+        raise CheckpointError(
+            given=f"a timeline of the steps {window} in {run}",
+            found=f"no such steps in its events; it is at step {newest(ranks)[0]:,}",
+            fix=f"shoal report {run} --trace A:B with steps that have been taken",
+        )
+    return write(Path(run) / FOLDER, window, _events(ranks, ends))
+
+
+def newest(ranks: Mapping[int, Rank]) -> tuple[int, bool]:
+    """Where the run is: at which step, 0 before the first, and whether it is over.
+
+    The lowest rank tells it: of others there may be files of an earlier start alone, on more ranks.
+    """
+    return next(((rank.at, rank.over) for rank in ranks.values()), (0, False))
+
+
+def _inside(rank: Rank, window: Window) -> dict[int, Taken]:
+    return {n: taken for n, taken in rank.steps.items() if window.first <= n <= window.last}
+
+
+def _events(ranks: Mapping[int, Rank], inside: Mapping[int, Mapping[int, Taken]]) -> Iterator[Event]:
+    reference = next(iter(inside.values()))
+    late = {rank: _late(steps, reference) for rank, steps in inside.items()}
+    begin = min(
+        taken.end - taken.wall - late[rank]
+        for rank, steps in inside.items()
+        for taken in steps.values()
+    )
+    for rank, steps in inside.items():
+        zero = begin + late[rank]
+        yield from named(rank, ranks[rank].host)
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": rank,
+            "tid": PARTS_TRACK,
+            "ts": 0,
+            "args": {"name": "parts, in no known order"},
+        }
+        last = 0.0
+        for number, taken in steps.items():
+            at, end = taken.end - taken.wall - zero, taken.end - zero
+            if at < last < end:  # times are rounded, and viewers draw wrongly what overlaps
+                at = last
+            last = end
+            yield _range(f"step {number}", rank, STEPS_TRACK, at, end)
+            for part, seconds in taken.parts.items():
+                until = min(at + seconds, end)
+                yield _range(part, rank, PARTS_TRACK, at, until)
+                at = until
+
+
+def _late(steps: Mapping[int, Taken], reference: Mapping[int, Taken]) -> float:
+    found = [taken.end - reference[n].end for n, taken in steps.items() if n in reference]
+    return median(found) if found else 0.0
+
+
+def _range(name: str, rank: int, track: int, begin: float, end: float) -> Event:
+    at, until = round(begin * 1e6, 3), round(end * 1e6, 3)
+    times = {"ts": at, "dur": round(until - at, 3)}
+    return {"ph": "X", "cat": "shoal", "name": name, "pid": rank, "tid": track} | times
+
+
+def _rank(path: Path) -> Rank:
+    host, steps, at, over = "", dict[int, Taken](), 0, False
+    for event in read(path):
+        if event["event"] == "start":
+            host, over = str(event.get("host", host)), False
+            at = event["step"] if type(event.get("step")) is int else 0
+        elif event["event"] == "end":
+            over = True
+        elif event["event"] == "step":
+            taken = _taken(event)
+            # Of several Steps in a tick the first has its time.
+            if taken is not None and taken.wall > 0:
+                at = event["step"]
+                steps[at] = taken
+    return Rank(host, steps, at, over)
+
+
+def _taken(event: Mapping[str, Any]) -> Taken | None:
+    """A step's line, unless it does not hold what such lines hold."""
+    parts = {part: event[part] for part in PARTS[1:] if event.get(part)}
+    numbers = [event.get("t"), event.get("wall", 0.0), *parts.values()]
+    # Viewers take neither NaN nor times below zero.
+    if type(event.get("step")) is not int or not all(
+        type(n) in (int, float) and 0 <= n < 1e15 for n in numbers
+    ):
+        return None
+    # The older format has no wall time, nor all parts.
+    return Taken(event["t"], event.get("wall", sum(parts.values())), parts)

@@ -1,0 +1,197 @@
+"""The records of all ranks as one timeline in Chrome's trace format, which Perfetto reads too.
+
+Times of all ranks become those of rank 0's clock: what the profiler wrote goes to the rank's own clock
+by the steps that both have noted, and on to rank 0's by the offsets that were measured in the window.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shoal.telemetry.clock_offset import Offset, at
+from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, file_of
+from shoal.util.errors import CheckpointError
+from shoal.util.text import printable
+
+Event = dict[str, Any]
+STEPS_TRACK = 0
+"""The first line of each rank: its steps, as ranges."""
+_FLOWS = "stf"
+_MARGIN = 1e5
+"""Before the first rank's first step, in µs: the others begin within less of it."""
+
+
+@dataclass
+class Record:
+    """What one rank recorded: the profiler's events, and what brings their times to rank 0's clock."""
+
+    rank: int
+    host: str
+    events: list[Event]
+    begins: dict[int, float]
+    """When steps began, by this rank's own clock, in µs."""
+    shift: float
+    """To be added to the profiler's µs for that clock."""
+    offsets: list[Offset]
+    tracks: dict[tuple[Any, Any], int] = field(default_factory=dict)
+
+    def time(self, own: float) -> float:
+        """A time of this rank's by rank 0's clock; both in µs."""
+        return own + at(self.offsets, own * 1e3) / 1e3
+
+    def align(self, begins: Mapping[int, float]) -> None:
+        """Where no offsets were measured, let steps begin together, as others began them."""
+        late = [begins[n] - own for n, own in self.begins.items() if n in begins]
+        self.offsets = [Offset(0, round(median(late) * 1e3) if late else 0, 0)]
+
+
+def merge(run: str | Path, first: int, last: int) -> Path:
+    """Merge what the ranks have recorded of these steps; the file that came of it.
+
+    Raises CheckpointError where nothing is recorded, or a record is damaged.
+    """
+    window = Window(first, last)
+    folder = Path(run) / FOLDER
+    paths = sorted(folder.glob(file_of(folder, "*", window).name))
+    if not paths:
+        raise CheckpointError(
+            given=f"a timeline of the steps {window} in {run}",
+            found="no rank has recorded them",
+            fix=f"shoal.Run(…, profile=({first}, {last})), or see what is there: ls {folder}",
+        )
+    return write(folder, window, _merged(paths))
+
+
+def write(folder: Path, window: Window, events: Iterable[Event]) -> Path:
+    """Write events as a trace; one after the other, since there may be millions."""
+    folder.mkdir(exist_ok=True)
+    path = folder / f"steps-{window.first}-{window.last}.json.gz"
+    part = path.with_name(f"part-{os.getpid()}-{path.name}")  # two may ask at once
+    with gzip.open(part, "wt", encoding="utf-8", compresslevel=5) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(events):
+            file.write((",\n" if number else "") + json.dumps(event))
+        file.write("\n]}\n")
+    return part.replace(path)
+
+
+def named(rank: int, host: str) -> list[Event]:
+    """What makes a rank a process of the timeline, with a line for its steps."""
+    name = f"rank {rank} on {printable(host)}" if host else f"rank {rank}"
+    return [
+        _about("process_name", rank, STEPS_TRACK, name=name),
+        _about("process_sort_index", rank, STEPS_TRACK, sort_index=rank),
+        _about("thread_name", rank, STEPS_TRACK, name="steps"),
+        _about("thread_sort_index", rank, STEPS_TRACK, sort_index=STEPS_TRACK),
+    ]
+
+
+def _about(kind: str, rank: int, track: int, **what: str | int) -> Event:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": what}
+
+
+def _merged(paths: list[Path]) -> Iterator[Event]:
+    reference: dict[int, float] = {}
+    for path in paths:  # one at a time: each may fill much of the memory
+        record = read(path)
+        if record.offsets:
+            sure = max(offset.uncertainty for offset in record.offsets)
+            label = f"clock within {sure / 1e3:.0f} µs of rank 0's"
+        else:
+            record.align(reference)
+            label = "clock unknown: steps are drawn as if they began with those of others"
+        reference = reference or {n: record.time(own) for n, own in record.begins.items()}
+        zero = min(reference.values()) - _MARGIN
+        yield from named(record.rank, record.host)
+        yield _about("process_labels", record.rank, STEPS_TRACK, labels=label)
+        begun = min(record.begins.values())
+        for event in record.events:
+            own = event["ts"] + record.shift
+            if event["ph"] != "M" and own >= begun - 1:  # what came before is the record's own start
+                yield _placed(record, event, own, zero, len(paths))
+        yield from _tracks(record)
+
+
+def _placed(record: Record, event: Event, own: float, zero: float, ranks: int) -> Event:
+    """An event of the profiler's, of a time `own` by the rank's clock, as one of the timeline."""
+    begin = round(record.time(own) - zero, 3)
+    placed: Event = event | {"pid": record.rank, "ts": begin}
+    if isinstance(event.get("dur"), int | float):
+        # By its end: rounded by itself it would reach into the next one.
+        end = round(record.time(own + event["dur"]) - zero, 3)
+        placed["dur"] = round(end - begin, 3)
+    if event["name"].startswith(MARK) and event.get("cat") == "user_annotation":
+        return placed | {"tid": STEPS_TRACK, "name": event["name"].removeprefix("shoal "), "args": {}}
+    key = event["pid"], event["tid"]
+    placed["tid"] = record.tracks.setdefault(key, len(record.tracks) + 1)
+    if event["ph"] in _FLOWS and isinstance(event.get("id"), int):
+        placed["id"] = event["id"] * ranks + record.rank  # arrows begin and end on one rank
+    return placed
+
+
+def _tracks(record: Record) -> Iterator[Event]:
+    """The names of the lines: threads and streams, as the profiler has them."""
+    names = {
+        (event["pid"], event["tid"]): str(event["args"]["name"])
+        for event in record.events
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    for key, track in record.tracks.items():
+        name = printable(names.get(key, f"thread {key[1]}"))
+        yield _about("thread_name", record.rank, track, name=name)
+        yield _about("thread_sort_index", record.rank, track, sort_index=track)
+
+
+def read(path: Path) -> Record:
+    """A rank's record; CheckpointError where it is none."""
+    try:
+        with gzip.open(path, "rb") as file:
+            whole = json.load(file)
+        own = whole["shoal"]
+        if own["format"] != FORMAT:
+            raise ValueError(f"of format {own['format']}")
+        events = [event for event in whole["traceEvents"] if _is_event(event)]
+        begins = {int(step): time / 1e3 for step, time in own["begins"]}
+        return Record(
+            rank=int(own["rank"]),
+            host=str(own["host"]),
+            events=events,
+            begins=begins,
+            shift=_shift(events, begins),
+            offsets=[Offset(*map(int, each)) for each in own["offsets"]],
+        )
+    except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            given=str(path),
+            found=f"no record of a rank: {type(error).__name__}: {error}",
+            fix="remove it, and ask for these steps again in the next run",
+        ) from None
+
+
+def _is_event(event: object) -> bool:
+    """Whether it is one of a thread or a stream; others say of the profiler itself when it ran."""
+    match event:
+        case {"ph": str(), "name": str(), "pid": int(), "tid": int(), "ts": int() | float()}:
+            return True
+    return False
+
+
+def _shift(events: Iterable[Mapping[str, Any]], begins: Mapping[int, float]) -> float:
+    """What leads from the profiler's clock to the rank's, by the steps that both have noted."""
+    noted = [
+        begins[number] - event["ts"]
+        for event in events
+        if event["ph"] == "X" and event["name"].startswith(MARK)
+        if (number := int(event["name"].removeprefix(MARK))) in begins
+    ]
+    if not noted:
+        raise ValueError("it has no step in it")
+    # A step's time is noted before its mark is made, and between the two a rank may have had to wait.
+    return float(max(noted))

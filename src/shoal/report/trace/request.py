@@ -1,0 +1,67 @@
+"""What `shoal report RUN --trace a:b` does: merge, ask for a record, or draw what the events have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.report.trace.coarse import coarse, newest, ranks_of
+from shoal.report.trace.merge import merge
+from shoal.telemetry.profiler.window import FOLDER, MOST, Window, ask, file_of, recordable, window
+from shoal.util.errors import CheckpointError
+
+
+def timeline(run: str, steps: str) -> str:
+    """Write the timeline of a run's steps "first:last", or ask the run for it; what to tell of it.
+
+    Raises StepError for steps that can't be recorded, CheckpointError for those that are not there.
+    """
+    wanted = window(steps, f"shoal report {run} --trace {steps}")
+    if not (Path(run) / "events").is_dir():
+        raise CheckpointError(
+            given=f"shoal report {run} --trace {steps}",
+            found=f"{run} is no run directory: it has no events",
+            fix="the directory that shoal.Run was given",
+        )
+    try:
+        return _made(run, wanted)
+    except OSError as error:
+        raise CheckpointError(
+            given=f"a timeline in {Path(run) / FOLDER}",
+            found=str(error),
+            fix=f"where you may write: see ls -ld {run}",
+        ) from None
+
+
+def _made(run: str, wanted: Window) -> str:
+    folder = Path(run) / FOLDER
+    found = list(folder.glob(file_of(folder, "*", wanted).name))
+    if found:
+        path = merge(run, *wanted)
+        return f"{path}: the steps {wanted} of {len(found)} rank(s); open it in ui.perfetto.dev"
+    ranks = ranks_of(Path(run))
+    taken, over = newest(ranks)
+    if taken < wanted.first - 1:
+        if over:
+            raise CheckpointError(
+                given=f"shoal report {run} --trace {wanted}",
+                found=f"the run has ended, and its newest step is {taken:,}",
+                fix="steps that it has taken; or before it goes on "
+                f"shoal.Run(…, profile=({wanted.first}, {wanted.last}))",
+            )
+        return _request(Path(run), wanted, taken)
+    path = coarse(run, *wanted)
+    few = (wanted.first, min(wanted.last, wanted.first + MOST - 1))
+    so_far = f" as far as {taken:,}" if taken < wanted.last else ""
+    return (
+        f"{path}: the steps {wanted}{so_far}, coarse, from the events: there is no record of them, "
+        f"for which there is shoal.Run(…, profile={few}); "
+        "open it in ui.perfetto.dev"
+    )
+
+
+def _request(run: Path, wanted: Window, taken: int) -> str:
+    ask(run, recordable(wanted, f"shoal report {run} --trace {wanted}"))
+    return (
+        f"the run is at step {taken:,}; it was asked to record the steps {wanted} when it comes to "
+        "them. Then give the same command again"
+    )

@@ -1,0 +1,1 @@
+"""Strategies whose workers do not wait for each other: Hogwild, a parameter server."""

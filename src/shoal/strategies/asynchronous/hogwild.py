@@ -1,0 +1,277 @@
+"""Hogwild: workers that change the same parameters without waiting for each other.
+
+Each takes the newest parameters, computes a step on its own share of the batch, and adds what the
+optimizer made of it to the parameters, which others may have changed meanwhile. Not in the promise that
+one process is the specification: the numbers depend on how many workers there are, how fast each is,
+and chance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from shoal._torch.autograd import version
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.distributed.membership import LOOK_SECONDS
+from shoal.distributed.world import World
+from shoal.strategies.asynchronous.shared_parameters import Commons, shared
+from shoal.strategies.compiled import Compiler
+from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.local_sgd import average, others
+from shoal.strategies.dtensor import is_divided
+from shoal.strategies.local import LocalEngine
+from shoal.strategies.task import Task
+from shoal.telemetry.step_timer import COMMUNICATION
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.errors import StepError
+
+SHARED, SERVED = "shared memory", "a server in rank 0"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hogwild:
+    """Each rank steps alone on its share, and adds what comes of it to the parameters that all share.
+
+    Lock-free asynchronous updates (Recht et al. 2011). The parameters are in memory that the ranks
+    share, or where they can't, as on several machines, with a `server` in rank 0, which others reach
+    over torch RPC; True or False decides otherwise. With `staleness`, a worker that has taken so many
+    steps more than the slowest waits for it (Ho et al. 2013); 0 lets all take the same step at the
+    same time, and without it nobody waits. Moments of the optimizer stay each worker's own, but for
+    what a checkpoint keeps, which is their mean. A worker that is killed does not stop the others.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("replicate",)
+    defers: ClassVar[bool] = False
+
+    staleness: int | None = None
+    server: bool | None = None
+
+    def __post_init__(self) -> None:
+        bound = self.staleness
+        if bound is not None and (type(bound) is not int or bound < 0):
+            raise StepError(
+                given=f"shoal.Hogwild(staleness={bound!r})",
+                found="it is how many steps a worker may be ahead of the slowest, 0 or more",
+                fix="staleness=8, or leave it out for no bound",
+            )
+        if self.server is not None and type(self.server) is not bool:
+            raise StepError(
+                given=f"shoal.Hogwild(server={self.server!r})",
+                found="whether there is a server is True or False; it is always in rank 0",
+                fix="server=True, or leave it out: the ranks find out",
+            )
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Give all ranks rank 0's parameters and buffers, and return the engine."""
+        if any(map(is_divided, model.parameters())):
+            raise StepError(
+                given="shoal.Hogwild() around a model whose layers are divided",
+                found="ranks that hold parts of one model must step together",
+                fix="shoal.Hogwild() alone, or shoal.Tensor(plan=…) alone",
+            )
+        return HogwildEngine(model.to(world.device), world, self)
+
+
+class HogwildEngine(Engine):
+    """Runs the module as one process would, on a copy of the shared parameters, and adds the change.
+
+    A loop of one's own can't drive it: it has to know when the optimizer has stepped.
+    """
+
+    alone = True
+
+    def __init__(self, module: nn.Module, world: World, options: Hogwild) -> None:
+        self.module = module
+        self.world = world
+        self._local = LocalEngine(module, world)
+        self._parameters = [p.detach() for p in self._local.parameters]
+        for tensor in (*module.parameters(), *module.buffers()):
+            if world.size > 1:
+                torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
+        self._worker = world.rank
+        self._bound = options.staleness
+        self._commons, choice = _commons(options.server, self._parameters, world)
+        self._read: list[int] = []
+        self._versions = self._now()
+        self._apart = False
+        self._gone: set[int] = set()
+        self._staleness: Counter[int] = Counter()
+        self._logged: Counter[int] = Counter()
+        world.survive(essential=choice.value == SERVED and world.first)
+        self._ranks = [0] if world.survivors is None else list(world.survivors.members)
+        bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
+        world.say(
+            "shoal: Hogwild, whose results are not those of one process: parameters in "
+            f"{choice.value}, since {choice.reason}; {bound} ahead of the slowest"
+        )
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """How many updates by others came between a read of the parameters and the update that was
+        computed from it: how often each number, over this worker's updates so far."""
+        return dict(sorted(self._staleness.items()))
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Those of this rank's share, at the newest parameters; see the contract."""
+        if autocast is torch.float16:
+            raise StepError(
+                given="precision='fp16' with shoal.Hogwild()",
+                found="workers would each scale their losses otherwise, and none knows of the others",
+                fix="precision='bf16', which needs no scaling",
+            )
+        with self.world.timeline.within(COMMUNICATION):
+            if not self._apart:
+                self._part()
+            self._wait()
+            self._read = self._commons.read(self._parameters)
+            self._versions = self._now()
+        totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
+        return totals._replace(local=True)
+
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Step on this rank's copy, and add what that changed; see the contract."""
+        if factor == 0:  # no sample was this rank's: a step would let its moments decay
+            self.discard()
+            return
+        before = [p.clone() for p in self._parameters]
+        self._local.update(optimizer, factor)
+        torch._foreach_sub_(before, self._parameters)
+        torch._foreach_neg_(before)
+        with self.world.timeline.within(COMMUNICATION):
+            found = self._commons.add(before)
+            self._commons.tick()
+        self._versions = self._now()
+        passed = sum(found) - sum(self._read)
+        self._staleness[passed] += 1
+
+    def discard(self) -> None:
+        """Clear the gradients; who waits for this worker need not any more."""
+        self._local.discard()
+        if self._apart:
+            self._commons.tick()
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The output of this rank's copy, which `settle` has made that of all."""
+        return self._local.infer(task, micro, seed, autocast=autocast)
+
+    def compile(self, how: str) -> None:
+        """Run the forward compiled; see the contract."""
+        self._local.compile(how)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the forward compiled by `compiler`; see the contract."""
+        self._local.compile_with(compiler)
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Wait for all, read the parameters while nobody changes them, average all else.
+
+        Where others stand in their place, as those of an EMA do, these are averaged.
+        """
+        replaced = any(self.world.gather(self._versions != self._now()))
+        rest = others(self.module, optimizer, self.world)
+        if replaced:
+            rest += self._parameters
+        elif self._apart:
+            self._commons.read(self._parameters)
+            self._versions = self._now()
+            self.world.barrier()
+            self._apart = False
+        average(rest, Wire(self.world), self.world.device)
+        self._log()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The parameters have been loaded; the next step lets all begin from them."""
+        self._versions = self._now()
+        self._apart = False
+
+    def _now(self) -> list[int]:
+        """Numbers that change with the values that the module has for its parameters."""
+        return [version(p) for p in self._parameters]
+
+    def _part(self) -> None:
+        """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""
+        self.world.barrier()
+        if self.world.first:
+            self._commons.put(self._parameters)
+        self.world.barrier()
+        self._apart = True
+
+    def _wait(self) -> None:
+        """Until the slowest that lives is as near as the bound says."""
+        if self._bound is None:
+            return
+        begun = looked = time.monotonic()
+        pause = _FIRST_PAUSE
+        while late := self._late(self._bound):
+            now = time.monotonic()
+            if now >= begun + self.world.limits.step:
+                self._look(late, unreachable=True)
+                self._check_left(late)
+            elif now >= looked + LOOK_SECONDS:
+                looked = now
+                self._look(late)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look(self, workers: list[int], *, unreachable: bool = False) -> None:
+        """Which of some workers have ended, or can't be reached either."""
+        survivors = self.world.survivors
+        if survivors is not None:
+            ended = survivors.gone([self._ranks[w] for w in workers], unreachable=unreachable)
+            self._gone |= {worker for worker in workers if self._ranks[worker] in ended}
+
+    def _check_left(self, late: list[int]) -> None:
+        """Raise StepError if one of those for which this worker has waited too long is there."""
+        left = [worker for worker in late if worker not in self._gone]
+        if left:
+            raise StepError(
+                given=f"a wait of more than {self.world.limits.step:g} s in "
+                f"shoal.Hogwild(staleness={self._bound})",
+                found=f"rank {left[0]} lives and takes no step",
+                fix="see what keeps it; if a step may take so long, shoal.init(timeout=…)",
+            )
+
+    def _late(self, bound: int) -> list[int]:
+        clocks = self._commons.clocks()
+        least = clocks[self._worker] - bound
+        return [w for w, clock in enumerate(clocks) if clock < least and w not in self._gone]
+
+    def _log(self) -> None:
+        """Note what came since the last meeting with the Run that is open, if one is."""
+        new = self._staleness - self._logged
+        if self.world.recorder is None or not new:
+            return
+        mean = sum(passed * times for passed, times in new.items()) / new.total()
+        self.world.log({"staleness": mean, "largest staleness": max(new)})
+        self._logged = self._staleness.copy()
+
+
+def _commons(
+    server: bool | None, like: list[torch.Tensor], world: World
+) -> tuple[Commons, Choice[str]]:
+    """Where the parameters are, and why there. Raises StepError where they can't be. Collective."""
+    found = "a server was asked for" if server and world.size > 1 else shared(like, world)
+    if not isinstance(found, str):
+        reason = GIVEN if server is False else "all ranks are on one machine"
+        return found, Choice(what="parameters", value=SHARED, reason=reason)
+    if server is False:
+        raise StepError(
+            given="shoal.Hogwild(server=False)",
+            found=f"not all ranks share memory: {found}",
+            fix="server=True, or leave it out; or all ranks on one machine",
+        )
+    from shoal.strategies.asynchronous.parameter_server import serve  # torch RPC, which few need
+
+    return serve(like, world), Choice(what="parameters", value=SERVED, reason=found)

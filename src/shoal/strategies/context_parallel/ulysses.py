@@ -1,0 +1,181 @@
+"""Attention over sequences of which each rank has a slice: slices exchanged for heads (Ulysses).
+
+Jacobs et al. 2023, section 3. An all-to-all turns a slice of all heads into the whole sequence of some
+heads, torch's own kernel computes their attention, and another all-to-all turns it back. So each rank
+has the same work under a causal mask too, and nothing is approximated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal.strategies.comm_timing import waiting
+from shoal.telemetry.step_timer import Timeline
+from shoal.util.errors import LayoutError, StepError
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that share sequences: their group, how many, and which of them this one is."""
+
+    group: Any
+    size: int
+    index: int
+    timeline: Timeline
+
+
+class Heads(TorchFunctionMode):
+    """Where it is active, each rank computes attention for some heads, over the whole sequence.
+
+    A function mode sees the calls however they are imported, and keeps torch's layers from taking
+    kernels of their own in evaluation. Elements that dropout drops are drawn for each slice anew; all
+    else that is drawn is alike on all ranks of a sequence, as decisions have to be.
+    """
+
+    def __init__(self, unit: str, peers: Peers) -> None:
+        super().__init__()
+        self._unit = unit or "the model"
+        self._peers = peers
+        # What it calls is not seen here again: modes are off while one of them handles a call.
+        self._multi_head = _calling(F.multi_head_attention_forward, self._attend)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            return self._attend(*args, **named)
+        if function is F.multi_head_attention_forward:
+            self._check_multi_head(named)
+            return self._multi_head(*args, **named)
+        if function is F.dropout and named["training"] and named["p"]:
+            with self._own_noise(args[0].device):
+                return function(*args, **named)
+        return function(*args, **named)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        self._check(query, key, attn_mask)
+        query, key, value = self._to_heads(*map(_cast, (query, key, value)))
+        noise = self._own_noise(query.device) if dropout_p else contextlib.nullcontext()
+        with noise:
+            result = F.scaled_dot_product_attention(
+                query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return self._to_slices(result)
+
+    def _to_heads(self, *slices: Tensor) -> list[Tensor]:
+        """(batch, heads, length / n, features) → (batch, heads / n, length, features), at once."""
+        size = self._peers.size
+        outgoing = [each.unflatten(1, (size, -1)).movedim(1, 0) for each in slices]
+        packed = torch.cat([each.reshape(size, -1) for each in outgoing], 1)
+        sizes = [each[0].numel() for each in outgoing]
+        incoming = _Exchange.apply(packed, self._peers).split(sizes, 1)
+        return [
+            part.reshape(each.shape).movedim(0, 2).flatten(2, 3)
+            for part, each in zip(incoming, outgoing, strict=True)
+        ]
+
+    def _to_slices(self, heads: Tensor) -> Tensor:
+        outgoing = heads.unflatten(2, (self._peers.size, -1)).movedim(2, 0).contiguous()
+        incoming: Tensor = _Exchange.apply(outgoing, self._peers)
+        return incoming.movedim(0, 1).flatten(1, 2)
+
+    def _check(self, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+        if mask is not None:
+            raise _masked(self._unit)
+        if query.dim() != 4 or query.size(2) != key.size(2):
+            raise StepError(
+                given=f"shoal.Context() and attention in {self._unit}",
+                found=f"queries of shape {tuple(query.shape)} and keys of {tuple(key.shape)}, not one "
+                "sequence of (batch, heads, length, features)",
+                fix="units=(…) whose attention is of a sequence to itself",
+            )
+        heads = {query.size(1), key.size(1)}
+        odd = [count for count in sorted(heads) if count % self._peers.size]
+        if odd:
+            what = "heads for keys and values" if odd[0] != query.size(1) else "heads"
+            raise LayoutError(
+                given=f"layout with context={self._peers.size} and attention in {self._unit}",
+                found=f"it has {odd[0]} {what} here, which {self._peers.size} does not divide",
+                fix=f"context=N with an N that divides {odd[0]}; shard=N divides further",
+            )
+
+    def _check_multi_head(self, named: dict[str, Any]) -> None:
+        masks = named["attn_mask"] is not None and not named["is_causal"]
+        if masks or named["key_padding_mask"] is not None:
+            raise _masked(self._unit)
+        if named["need_weights"]:
+            raise StepError(
+                given=f"shoal.Context() and nn.MultiheadAttention in {self._unit}",
+                found="it is asked for its weights, of which each rank would have those of its slice",
+                fix="need_weights=False in the call",
+            )
+
+    @contextlib.contextmanager
+    def _own_noise(self, device: torch.device) -> Iterator[None]:
+        """Random numbers of this rank alone, from a seed that all draw alike."""
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+            torch.manual_seed(seed + self._peers.index)
+            yield
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i of the first dimension goes to rank i, and part i of the result came from it."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, peers: Peers) -> Tensor:
+        ctx.peers = peers
+        result = torch.empty_like(parts)
+        with waiting(peers.timeline):
+            dist.all_to_all_single(result, parts, group=peers.group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(gradient.contiguous(), ctx.peers), None
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """As autocast would before attention, but before the exchange: fewer bytes."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _calling(function: Callable[..., Any], attention: Callable[..., Tensor]) -> Callable[..., Any]:
+    """torch's multi-head attention, with `attention` where it calls the one of its module."""
+    code: Any = function
+    names = {**code.__globals__, "scaled_dot_product_attention": attention}
+    return FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+
+
+def _masked(unit: str) -> StepError:
+    return StepError(
+        given=f"shoal.Context() and an attention mask in {unit}",
+        found="a mask relates all positions to each other, and each rank has a slice of them",
+        fix="is_causal=True instead of a causal mask; no mask for padding at the end of causal "
+        "sequences, which reaches no token before it: leave it out of the loss",
+    )

@@ -1,0 +1,283 @@
+"""Who executes a task: the contracts of Strategy and Engine, and what a step decides from their sums.
+
+Everything above this file talks through these few types, so a strategy is two classes: frozen options
+with `apply`, and an engine.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batch import Batch, Count, Result
+from shoal.data.micro import Micro
+from shoal.distributed.world import World
+from shoal.strategies.compiled import Compiler
+from shoal.strategies.task import Task
+from shoal.util.errors import StepError
+
+
+class Totals(NamedTuple):
+    """What one global batch came to, as plain numbers, the same on all ranks unless `local`.
+
+    `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the gradients as
+    they stand: of `scale * loss_sum / batch.size`, before the correction by the true count.
+    With `local`, sums and norm are of this rank's share: asynchronous strategies
+    exist to avoid the collective, and their ranks decide for themselves.
+    """
+
+    loss_sum: float
+    counted: float
+    norm: float
+    local: bool = False
+
+
+class Correction(NamedTuple):
+    """What to do with the gradients of a step: multiply them by `factor`, or skip if not `finite`.
+
+    `loss` is the mean over the global batch, `norm` that of its gradients before clipping.
+    """
+
+    loss: float
+    norm: float
+    counted: float
+    factor: float
+    finite: bool
+
+
+def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> Correction:
+    """Decide on one factor that corrects, unscales and clips the gradients of a step.
+
+    Backward ran on `scale * loss_sum / size` with `size` known beforehand; the step minimises
+    `loss_sum / count`. So the true gradients are `size / (count * scale)` times those that stand, and
+    so is their norm; clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's
+    1e-6 in the denominator). A rank that stands for itself and had no sample changes nothing: 0.
+    """
+    if totals.local and totals.counted == totals.loss_sum == 0:
+        return Correction(math.nan, 0.0, 0.0, 0.0, True)
+    if not 0 < totals.counted < math.inf:  # a count of NaN neither
+        raise StepError(
+            given=f"a global batch of {size} samples",
+            found=f"its losses report a count of {totals.counted:g} in total, so their mean does not "
+            "exist; the parameters were not touched",
+            fix="drop samples without targets from the dataset, or return the number of samples: "
+            "(loss_sum, len(batch[1]))",
+        )
+    correction = size / (totals.counted * scale)
+    norm = totals.norm * correction
+    loss = totals.loss_sum / totals.counted
+    factor = correction
+    if clip is not None:
+        factor *= min(1.0, clip / (norm + 1e-6))
+    finite = math.isfinite(norm) and math.isfinite(loss)
+    return Correction(loss, norm, totals.counted, factor, finite)
+
+
+def check_clip(clip: float | None) -> float | None:
+    """`clip` if gradients can be clipped to it."""
+    if clip is not None and not clip > 0:
+        raise StepError(
+            given=f"clip={clip}",
+            found="the largest gradient norm allowed is a positive number",
+            fix="clip=1.0, or leave it out",
+        )
+    return clip
+
+
+class Strategy(Protocol):
+    """Frozen options for one way of spreading a model; `apply` brings them to life."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the layout that it serves, or refuses with a reason of its own."""
+        ...
+
+    @property
+    def defers(self) -> bool:
+        """Whether it takes a model on the meta device, gives it memory, and lets others fill it."""
+        ...
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Spread `model` over `world` in place, its names unchanged, and return what runs it.
+
+        Moves to `world.device` what this rank keeps, which need not be the whole model.
+        """
+        ...
+
+
+@runtime_checkable
+class Spreading(Protocol):
+    """What changes a model and leaves the gradients, and the engine, to the strategy after it."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of the layout that it serves, if any."""
+        ...
+
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Change `model` in place, its names unchanged."""
+        ...
+
+
+class Engine(ABC):
+    """The live counterpart of a Strategy: executes what Step orders, and owns what only it can.
+
+    After each `gradients`, whatever it came to, exactly one of `update` and `discard` follows on every
+    rank, so that both may be collective and may count. State never depends on the rank, but for which
+    part of the model it holds; what differs in between, `settle` makes the same.
+    """
+
+    module: nn.Module
+    """The user's own module."""
+    world: World
+    strategy: str = ""
+    """The strategy that it was made by, as text."""
+    speaks: bool = True
+    """Whether this rank's output, and the loss of it, count: of the ranks that share samples exactly
+    one speaks, or each for its slice of them. Elsewhere `infer` may return None."""
+    unseen: str = ""
+    """Why what it computes can't be counted from where the step is taken; empty where it can."""
+    alone: bool = False
+    """Whether each rank takes steps of its own, so that one may fail where the others have stepped."""
+    told: bool = False
+    """Whether the layers have been named whose numbers depend on the division of the batch."""
+    noise: str = "noise"
+    """The stream of random numbers that this rank's forward draws from; see `World.reseed`."""
+
+    @abstractmethod
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Forward and backward of the whole batch.
+
+        Afterwards the gradients of the parameters that this rank holds are those of
+        `scale * loss_sum / batch.size` summed over the world, and no other module's have changed.
+        `autocast` is the dtype of mixed precision, None for none. Entered in FORWARD of the
+        `world.timeline`, it enters BACKWARD and, before the sums, UPDATE. Collective.
+        """
+
+    @abstractmethod
+    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        """Multiply the gradients by `factor`, take one optimizer step, clear the gradients.
+
+        With a factor of 0 (see `correct`) parameters and moments stay as they are.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Clear the gradients without a step."""
+
+    @abstractmethod
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The model's output on one micro-batch, without gradients; see `speaks`. Collective."""
+
+    def beside(self, output: Any, micro: Micro) -> Micro:
+        """The micro-batch as the loss wants it: on the device of the output."""
+        return micro
+
+    @abstractmethod
+    def compile(self, how: str) -> None:
+        """Run the forward compiled: "inductor" or "script"."""
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Run the forward compiled by `compiler`, wherever the module is called.
+
+        For a model that is given as `torch.compile(model)`, with the backend and options of that call.
+        """
+        raise StepError(
+            given=f"torch.compile({type(self.module).__name__}) and {self.world.layout}",
+            found="its strategy compiles the parts of a model, not the whole",
+            fix="shoal.parallelize(model, world) of the bare model; then shoal.Step(model, …, "
+            "compile='inductor'), or torch.compile(model) in your own loop",
+        )
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027 - nothing may differ
+        """Make buffers, parameters and optimizer state that differ between ranks the same.
+
+        Called before evaluating, where the optimizer may be unknown, and before state is taken.
+        Collective.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What has to be kept besides the module's and the optimizer's state; usually nothing.
+
+        The same on all ranks, so that any number of them can take it back.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - keeping nothing is normal
+        """Take back what `state` returned."""
+
+
+class StepCounter(Protocol):
+    """Counts the optimizer steps of a loop that calls `batch.backward`."""
+
+    def check_loop(self) -> None:
+        """Raise StepError if it has options that such a loop ignores."""
+
+    def try_loss(self, batch: Batch) -> None:
+        """Check on the first batch that the loss adds up, if it has a loss function. Collective."""
+
+    def count(self, result: Result) -> Result:
+        """Count an optimizer step that came to `result`, and return it."""
+        ...
+
+
+class OpenEngine(Engine):
+    """An engine whose forward and backward the user's own loop may call, one micro-batch at a time.
+
+    Nothing tells it when the optimizer of such a loop has stepped: one that must know can't be open.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[weakref.ref[StepCounter]] = []
+
+    def count_in(self, state: StepCounter) -> None:
+        """From now on `state` counts the batches of loops that call `batch.finish` on this model."""
+        self._states = [reference for reference in self._states if reference() is not None]
+        self._states.append(weakref.ref(state))
+
+    @property
+    def states(self) -> list[StepCounter]:
+        """Who counts the batches that are finished on this model, oldest first."""
+        return [state for reference in self._states if (state := reference()) is not None]
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The first `batch.backward` of a batch calls it.
+
+        Forgets a batch that the loop skipped: one whose gradients were cleared, and after which no
+        optimizer has stepped. Raises StepError where a batch was neither skipped nor finished.
+        """
+
+    @abstractmethod
+    def backward(
+        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+    ) -> None:
+        """Backward of one micro-batch of a global batch of `size`; reduce over ranks if `last`.
+
+        Adds to the gradients of this engine's module and of no other, though the loss may have run
+        through others (a GAN's).
+        """
+
+    @abstractmethod
+    def note_gradients(self) -> None:
+        """The last `batch.backward` has run; only `batch.finish` may change the gradients now."""
+
+    @abstractmethod
+    def check_gradients(self) -> None:
+        """Raise StepError where the loop has changed or used the gradients before `batch.finish`."""
+
+    @abstractmethod
+    def totals(self) -> Totals:
+        """The sums of the batch whose last backward has run, and the norm of its gradients."""
+
+    @abstractmethod
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients by `factor`."""

@@ -1,0 +1,52 @@
+"""Layers whose numbers depend on how a global batch is divided: they are named when training begins."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from shoal.strategies.contracts import Engine
+
+_SHOWN = 3
+
+
+def say_division(engine: Engine, micro_batches: int) -> None:
+    """Print once, on rank 0, which layers make the results depend on how the batch is split.
+
+    These are batch normalization, whose statistics cover one micro-batch of one rank, and dropout,
+    which draws by rank. Layers in eval mode and dropout with p=0 are not reported.
+    """
+    world = engine.world
+    if engine.told or (world.data_size == 1 and micro_batches == 1):
+        return
+    engine.told = True
+    modules = [(name, each) for name, each in engine.module.named_modules() if each.training]
+    norms = [
+        f"{name or 'the model'} ({type(each).__name__})"
+        for name, each in modules
+        # SyncBatchNorm takes its statistics over all ranks, but over one micro-batch too.
+        if isinstance(each, _BatchNorm)
+        and (micro_batches > 1 or not isinstance(each, nn.SyncBatchNorm))
+    ]
+    drops = [f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if _drops(each)]
+    found = [
+        f"{_listed(norms)}: statistics cover one micro-batch of one rank" if norms else "",
+        f"{_listed(drops)}: each rank draws its own random numbers" if drops else "",
+    ]
+    if norms or drops:
+        world.say(
+            f"shoal: results depend on how the batch is split, here over {world.data_size} data "
+            f"rank(s) and {micro_batches} micro-batch(es), because of " + "; ".join(filter(None, found))
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

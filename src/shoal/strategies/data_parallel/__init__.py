@@ -1,0 +1,1 @@
+"""Replicas: DDP and its gradient compression, LocalSGD, DiLoCo, nn.DataParallel."""

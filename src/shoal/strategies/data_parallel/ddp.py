@@ -1,0 +1,454 @@
+"""One copy of the model per rank (DDP), per GPU of one process (DataParallel), or just one (Single).
+
+torch's DistributedDataParallel serves as a *reducer* here: it buckets gradients and all-reduces each
+bucket while backward goes on. It is built around a private holder of the user's module, whose forward
+is never called through it. So the module stays the user's own, needs no hooks and no `no_sync`, and
+the engine tells the reducer itself when a backward is the last of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from shoal._torch.autograd import after_backward
+from shoal._torch.ddp import GradientReducer
+from shoal.data.batch import IN_A_LOOP, Count
+from shoal.data.micro import Micro
+from shoal.distributed.layout import AXES
+from shoal.distributed.world import World
+from shoal.strategies.base_engine import as_scalar, first
+from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.data_parallel import choose_compression, compression
+from shoal.strategies.data_parallel.compressed_collectives import Wire
+from shoal.strategies.data_parallel.compression import Compress
+from shoal.strategies.device_placement.multi_device import bring, check_replicas
+from shoal.strategies.dtensor import is_divided
+from shoal.strategies.local import LocalEngine
+from shoal.telemetry.step_timer import COMMUNICATION
+from shoal.util.errors import StepError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single:
+    """The whole model in this process and nothing else; refused in a world of several ranks."""
+
+    axes: ClassVar[tuple[str, ...]] = AXES
+    defers: ClassVar[bool] = False
+    several: ClassVar[bool] = True
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Move the model to the device and return the engine of one process."""
+        if world.size > 1:
+            raise StepError(
+                given=f"shoal.Single() in a world of {world.size} processes",
+                found="every process would train a copy of its own",
+                fix="shoal.DDP(), or leave the strategy out",
+            )
+        bring(model, world)
+        return LocalEngine(model, world)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP:
+    """Replicas that average gradients in buckets during backward (Li et al. 2020).
+
+    `bucket_mb` is the size of a bucket in MiB. `bucket_views` lets gradients live inside the buckets,
+    which saves a copy and their memory. `static_graph` promises that the same parameters are used in
+    the same way at every step, as re-entrant activation checkpointing needs. `unused` allows
+    parameters without a gradient, at the price of a walk over the graph; they are named once.
+    `sync_buffers` sends rank 0's buffers to all after each batch, not only before evaluating and
+    saving. `sync_batch_norm` replaces
+    BatchNorm by SyncBatchNorm (CUDA only, a limit of torch's).
+
+    `compress` sends fewer bytes, which loses something and leaves the promise that one process is the
+    specification: "fp16", "bf16", "int8", `shoal.PowerSGD()`, `shoal.TopK()`, or "auto", which
+    measures the link and takes the one that is worth it, or none.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("replicate",)
+    defers: ClassVar[bool] = False
+    several: ClassVar[bool] = True
+
+    bucket_mb: float = 25.0
+    bucket_views: bool = True
+    static_graph: bool = False
+    unused: bool = False
+    sync_buffers: bool = True
+    sync_batch_norm: bool = False
+    compress: Compress | None = None
+
+    def __post_init__(self) -> None:
+        if self.compress is not None:
+            compression.check(self.compress)
+        if self.bucket_mb <= 0:
+            raise StepError(
+                given=f"shoal.DDP(bucket_mb={self.bucket_mb})",
+                found="a bucket holds at least one parameter",
+                fix="bucket_mb=25, torch's default",
+            )
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Replicate rank 0's parameters and buffers; in a world of one there is nothing to do."""
+        if self.sync_batch_norm:
+            if world.device.type != "cuda":
+                raise StepError(
+                    given="shoal.DDP(sync_batch_norm=True) on the CPU",
+                    found="torch has SyncBatchNorm for CUDA only",
+                    fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
+                )
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if any(map(is_divided, model.parameters())):
+            raise StepError(
+                given="shoal.DDP() around a model whose layers are divided",
+                found="its reducer loses divided parameters after the first forward",
+                fix="shoal.Tensor(plan=…) alone, which sums over replicas too, or followed by "
+                "shoal.FSDP()",
+            )
+        bring(model, world)
+        check_replicas(model, world)
+        return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
+
+
+class DDPEngine(LocalEngine):
+    """Drives torch's gradient reducer; sums of loss and count ride in its first bucket.
+
+    A parameter of two elements, the tally, is reduced along with the user's. Its "gradient" is
+    (loss sum, count) of this rank, so that after backward every rank holds the exact global sums
+    without a collective of their own.
+    """
+
+    def __init__(self, module: nn.Module, world: World, options: DDP) -> None:
+        super().__init__(module, world)
+        self.options = options
+        self.wire = Wire(world)
+        """What compression sends."""
+        self._primed = False
+        self.speaks = world.layout.coordinate(world.rank, "context") == 0
+        # On the device of the last parameters, whose bucket is the first: on all ranks the same.
+        place = self.parameters[-1].device
+        self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(self.parameters), device=place))
+        self._reducer = GradientReducer(
+            _Holder(module, self._tally),
+            process_group=world.group,
+            bucket_cap_mb=options.bucket_mb,
+            gradient_as_bucket_view=options.bucket_views,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.unused,
+        )
+        self._buffers = any(True for _ in module.buffers())
+        self._method: compression.Method | None = None
+        self._scale = 1.0
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        if options.compress is not None:
+            self._compress(options.compress)
+        # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
+        # real backward, because it records how often each parameter is used.
+        self._primed = options.unused and not options.static_graph
+        if not options.unused and not options.static_graph:
+            self._prime()
+        self._last = False
+        self._tally.register_hook(_weakly(self._mark_end))
+
+    def backward(
+        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+    ) -> None:
+        """Backward of one micro-batch; the last one lets the reducer all-reduce. See the contract."""
+        if not loss.requires_grad:
+            super().backward(loss, count, micro, size, scale=scale, last=last)
+        ranks = self.world.size
+        weight = micro.weight * ranks  # the reducer averages over ranks; what is meant is a sum
+        copies = self.world.layout.degree("context")  # of this loss, of which one is counted
+        seed = torch.full_like(loss, scale * weight / size / copies)
+        if loss.device.type == "cpu" and not isinstance(count, Tensor):
+            value = self._tally.new_tensor((loss.item() * weight, count * weight))
+        else:
+            sums = (loss.detach().to(self._tally), as_scalar(count, self._tally))
+            value = torch.stack(sums) * weight
+        if micro.weight == 0 or not self.speaks:
+            value = torch.zeros_like(value)  # not 0 * loss, which is NaN for an infinite loss
+        if not self._primed:
+            # Before any other backward: the reducer takes the first that it sees for the graph.
+            self._prime_static(loss, value)
+        if last:
+            roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
+            self._reducer.begin(roots)
+        self._last, self._scale = last, scale
+        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
+        if last:
+            self._check_reduced()
+
+    def totals(self) -> Totals:
+        """As in one process; then rank 0's buffers go to all, as DDP has it."""
+        totals = super().totals()
+        if self._buffers and self.options.sync_buffers:
+            with self.world.timeline.within(COMMUNICATION):
+                self._reducer.broadcast_buffers()
+        return totals
+
+    def _mark_end(self, _: Tensor) -> None:
+        """Mark where backward has computed all, and begins to wait for buckets that are not reduced.
+
+        The tally is a root of the graph, so its hook runs before any gradient is ready, and what it
+        queues comes before what the reducer queues: that waits.
+        """
+        if self._last:
+            enter = self.world.timeline.enter
+            after_backward(lambda: enter(COMMUNICATION))
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
+        if self._buffers:
+            self._reducer.broadcast_buffers()
+        if self._method is not None:
+            self._method.settle(self.wire)
+
+    def state(self) -> dict[str, Any]:
+        """What compression has left out so far."""
+        return {} if self._method is None else {"compression": self._method.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what was left out; a checkpoint without compression has nothing."""
+        if self._method is not None:
+            self._method.load_state(state.get("compression", {}))
+
+    def _compress(self, how: Compress) -> None:
+        """Let each bucket pass through here on its way to the other ranks."""
+        named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
+        if how == "auto":
+            some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
+            if not some:
+                self.world.say("shoal: compression of gradients: none, since there are no real ones")
+                return
+            choice = choose_compression.choose(some, self.wire)
+            self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
+            if choice.value is None:
+                return
+            how = choice.value
+        self._method = compression.method(how)
+        self._reducer.register_hook(_weakly(self._reduced))
+
+    def _reduced(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """The means of the gradients in a bucket of torch's, nearly."""
+        with self.world.timeline.within(COMMUNICATION):
+            self._reduce(bucket)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def _reduce(self, bucket: Any) -> None:
+        if any(p.is_complex() for p in bucket.parameters()):
+            # They pass as they are; and torch cuts the gradients of such a bucket wrongly.
+            self.wire.mean(bucket.buffer())
+            return
+        own = []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter is self._tally:
+                self.wire.mean(gradient)  # the sums of loss and count stay exact
+            else:
+                own.append((self._names[id(parameter)], gradient))
+        if own:
+            names, gradients = zip(*own, strict=True)
+            found = compression.Bucket(names, gradients, self._scale)
+            compression.reduce(self._method if self._primed else None, found, self.wire)
+
+    def multiply(self, factor: float) -> None:
+        """The batch has come to its end: what compression has left out of it is kept."""
+        if self._method is not None:
+            named = self.module.named_parameters()
+            # Compression has sent what was left of these too, and it reached no gradient.
+            self._method.keep([n for n, p in named if p.requires_grad and p.grad is None])
+        super().multiply(factor)
+
+    def discard(self) -> None:
+        """Drop the gradients, the tally's too, and what compression has left out of a failed batch."""
+        super().discard()
+        self._tally.grad = None
+        if self._method is not None:
+            self._method.forget()
+
+    def _pending(self) -> bool:
+        return self._tally.grad is not None
+
+    def _check_reduced(self) -> None:
+        """Raise StepError if a bucket still waits for a gradient: all in it would stay this rank's."""
+        if not self._unused_checked:
+            self._check_unused()
+        try:
+            self._reducer.rebuild_buckets()  # done long ago; it still checks that all are reduced
+        except RuntimeError:
+            self._check_converted()
+            self._check_replaced()
+            names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+            some = f": {first(names)}" if names else ""
+            raise StepError(
+                given=f"shoal.DDP() around {type(self.module).__name__}",
+                found="parameters that earlier batches used got no gradient in the last micro-batch "
+                f"of this one{some}; the parameters were not touched",
+                fix="shoal.DDP(unused=True) where the loss does not always use all of them; freeze or "
+                "convert parameters before parallelize",
+            ) from None
+
+    def _inputs(self) -> list[nn.Parameter] | None:
+        leaves = super()._inputs()
+        return None if leaves is None else [*leaves, self._tally]
+
+    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
+        tally = self._tally.grad
+        if tally is None:
+            raise StepError(
+                given="the gradients of a batch",
+                found="no backward of its last micro-batch",
+                fix=IN_A_LOOP,
+            )
+        self._tally.grad = None
+        if norm.device.type == "cpu":
+            loss_sum, count = tally.tolist()
+            value = norm.item()
+        else:
+            loss_sum, count, value = torch.cat((tally, norm.to(tally).reshape(1))).tolist()
+        return loss_sum, whole(count, tally.dtype, self.world.size), value
+
+    def _prime(self) -> None:
+        """Reduce gradients of zeros once, so that the reducer rebuilds its buckets now.
+
+        The reducer rebuilds its buckets after the first backward anyway, in the order in which
+        gradients arrived. A resumed run would do so again and sum in another order than the
+        uninterrupted run in that one step, which shows in the last bit from 3 ranks on. Priming fixes
+        the order to the reverse order of the parameters, torch's own first guess, whether the run is
+        fresh or resumed.
+
+        Each leaf gets a backward of its own: autograd runs the roots of one backward in an arbitrary
+        order, and buckets in that order would hold the last gradients first, so that no all-reduce
+        could start before backward has ended.
+        """
+        self._reducer.begin()
+        for leaf in reversed([*self.parameters, self._tally]):
+            torch.autograd.backward(leaf, torch.zeros_like(leaf))
+        self.discard()
+        self._reducer.rebuild_buckets()
+        self._primed = True
+
+    def _prime_static(self, loss: Tensor, value: Tensor) -> None:
+        """The same with the real graph, whose gradients are then thrown away."""
+        kept = [(leaf, leaf.grad) for leaf in (*self.parameters, self._tally)]
+        for leaf, _ in kept:
+            leaf.grad = None
+        self._reducer.begin()
+        handle = loss.register_hook(lambda _: self._reducer.reduce_after_backward())
+        roots, seeds = [loss, self._tally], [torch.zeros_like(loss), value]
+        torch.autograd.backward(roots, seeds, retain_graph=True)
+        handle.remove()
+        # The reducer notes the order of the gradients only in the second backward of a static graph.
+        self._reducer.begin()
+        torch.autograd.backward(roots, seeds, retain_graph=True)
+        for leaf, gradient in kept:
+            leaf.grad = gradient
+        self._reducer.rebuild_buckets()
+        self._primed = True
+
+    def _report_unused(self, names: Sequence[str]) -> None:
+        if self.options.unused or self.options.static_graph:
+            super()._report_unused(names)
+            return
+        raise StepError(
+            given=f"shoal.DDP() around {type(self.module).__name__}",
+            found=f"parameters that the loss does not use: {', '.join(names)}",
+            fix="shoal.DDP(unused=True), or freeze them with requires_grad_(False) beforehand",
+        )
+
+
+def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`method` for a hook on something that its object holds.
+
+    A circle would keep the engine, its reducer and their threads after the model is gone.
+    """
+    reference = WeakMethod(method)
+
+    def call(given: Any) -> Any:
+        found = reference()
+        return None if found is None else found(given)
+
+    return call
+
+
+def _first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
+    """Of the real dtype that most bytes are of as many as have so many bytes, one at least."""
+    bytes_of: Counter[torch.dtype] = Counter()
+    for _, tensor in named:
+        if tensor.is_floating_point() and tensor.numel():
+            bytes_of[tensor.dtype] += tensor.nbytes
+    most_of = max(bytes_of, key=bytes_of.__getitem__, default=None)
+    size = 0
+    for name, tensor in named:
+        if tensor.dtype == most_of and tensor.numel() and (not size or size + tensor.nbytes <= most):
+            size += tensor.nbytes
+            yield name, tensor
+
+
+class _Holder(nn.Module):
+    def __init__(self, module: nn.Module, tally: nn.Parameter) -> None:
+        super().__init__()
+        self.module = module
+        self.tally = tally
+
+
+def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
+    """The widest real floating dtype among `parameters`, at least float32.
+
+    Sharing a dtype with the parameters lets the tally share a bucket with them.
+    """
+    wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if wide else torch.float32
+
+
+def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
+    """`count` without the rounding that averaging over ranks left on a whole number."""
+    if not math.isfinite(count):
+        return count
+    nearest = float(round(count))
+    return nearest if abs(count - nearest) <= 4 * ranks * torch.finfo(dtype).eps * nearest else count
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """One process, several GPUs: scatter, replicate, gather at each forward (torch.nn.DataParallel).
+
+    For scripts that need it; DDP with a process per GPU is faster. Without two GPUs it does nothing
+    and says so.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = AXES
+    defers: ClassVar[bool] = False
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Return an engine that spreads each forward over the visible GPUs."""
+        if world.size > 1:
+            raise StepError(
+                given=f"shoal.DataParallel() in a world of {world.size} processes",
+                found="it spreads one process over several GPUs; processes are spread by DDP",
+                fix="shoal.DDP(), or start one process",
+            )
+        visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
+        if visible < 2:
+            world.say(
+                f"shoal: DataParallel does nothing here: it needs two GPUs, and {visible} are visible "
+                f"on {world.device}"
+            )
+            return LocalEngine(model.to(world.device), world)
+        return DataParallelEngine(model.to(world.device), world)
+
+
+class DataParallelEngine(LocalEngine):
+    """Calls the module through nn.DataParallel; a loop of one's own uses one GPU."""
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        super().__init__(module, world)
+        self.call = nn.DataParallel(module)

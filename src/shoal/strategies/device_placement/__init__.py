@@ -1,0 +1,1 @@
+"""Modules on several devices of one process, by a map or balanced."""

@@ -1,0 +1,240 @@
+"""Which device each module of a model belongs to: by a map of names, or balanced by memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal._torch.modules import buffers, children, parameters
+from shoal.strategies.base_engine import first
+from shoal.strategies.module_patterns import alike, find_units
+from shoal.strategies.partition.stages import balanced
+from shoal.util.errors import StepError
+
+
+class Spot(NamedTuple):
+    """A device; `number` tells apart those that are one device, as the CPU taken for two."""
+
+    device: torch.device
+    number: int = 0
+
+
+@dataclass
+class Piece:
+    """A module that stays whole, or with `own` what it holds itself besides its modules."""
+
+    name: str
+    own: bool
+    point: bool
+    tensors: dict[int, int] = field(default_factory=dict)
+    """The bytes of its parameters and buffers, by id."""
+
+
+class Held(NamedTuple):
+    """Names of neighbours on a spot, of what shares parameters with them, and all of their bytes."""
+
+    names: list[str]
+    tied: list[str]
+    size: int
+
+    def __str__(self) -> str:
+        ends = dict.fromkeys((self.names[0], self.names[-1]))
+        neighbours = " to ".join(name or "what is the model's own" for name in ends)
+        tied = "".join(f" and {name}" for name in self.tied)
+        return f"{neighbours}{tied}, {self.size / 2**20:.3g} MiB"
+
+
+def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[nn.Module, Spot]:
+    """The spot of each module that `entries` name, or that is inside of one; the innermost decides.
+
+    `entries` are names as in named_modules(), or patterns in which `*` stands for one part of a name.
+    Left out are modules without tensors that are not named: they take what comes. Raises StepError,
+    with `given` for what was asked, for names that there are not, contradictions, parameters that
+    belong nowhere or to two spots.
+    """
+    named = _named(model, entries, given)
+    spots: dict[nn.Module, Spot] = {}
+    names: dict[nn.Module, str] = {}
+
+    def visit(name: str, module: nn.Module, inherited: Spot | None) -> None:
+        spot = named.get(name, inherited)
+        if spot is not None and (name in named or any(True for _ in _tensors(module))):
+            if spots.setdefault(module, spot) != spot:
+                raise _contradiction(given, f"{names[module]} and {name} are one module", spots[module])
+            names.setdefault(module, name)
+        for key, child in children(module).items():  # named_children leaves out second names
+            if child is not None:
+                visit(f"{name}.{key}".lstrip("."), child, spot)
+
+    visit("", model, None)
+    _check_tensors(model, spots, given)
+    return spots
+
+
+def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[str, Spot], list[Held]]:
+    """Entries for `assigned` by which the fullest spot has as little to hold as can be.
+
+    Neighbours in the order of registration stay together. The model is cut before its repeated
+    blocks and after them; one without, between the layers of its Sequentials, or else between its
+    children. What shares a parameter goes where that is. Besides, what is then on each spot.
+    """
+    pieces = list(_pieces(model))
+    hosts, sizes = _hosts(pieces)
+    atoms: list[list[int]] = []
+    for number, piece in enumerate(pieces):
+        if hosts[number] != number:
+            continue
+        before = pieces[atoms[-1][-1]] if atoms else None
+        if before is None or piece.point or before.point:
+            atoms.append([])
+        atoms[-1].append(number)
+    costs = [(str(number), float(sum(sizes[n] for n in atom))) for number, atom in enumerate(atoms)]
+    try:
+        begins = [0, *map(int, balanced(costs, len(spots))), len(atoms)]
+    except ValueError:
+        raise StepError(
+            given=given,
+            found=f"{len(spots)} devices, and {len(atoms)} part(s) of {type(model).__name__} that can "
+            "be placed apart",
+            fix="fewer devices, or a map: shoal.Placed({'encoder': 0, 'decoder': 1})",
+        ) from None
+    entries: dict[str, Spot] = {}
+    held = []
+    for spot, begin, end in zip(spots, begins, begins[1:], strict=False):
+        mine = {number for atom in atoms[begin:end] for number in atom}
+        names = [pieces[number].name for number in sorted(mine)]
+        tied = [
+            p.name
+            for p, host in zip(pieces, hosts, strict=True)
+            if host in mine and p.name not in names
+        ]
+        entries |= dict.fromkeys((*names, *tied), spot)
+        held.append(Held(names, tied, sum(sizes[number] for number in mine)))
+    return entries, held
+
+
+def place(model: nn.Module, spots: Mapping[nn.Module, Spot]) -> None:
+    """Move the tensors of each module to its spot; what was one parameter stays one."""
+    if model in spots and len({spots.get(part, spots[model]) for part in model.modules()}) == 1:
+        model.to(spots[model].device)
+        return
+    for part in model.children():
+        place(part, spots)
+    if model in spots:
+        device = spots[model].device
+        # Its own alone: torch's, since a module's own `_apply` need not know of `recurse`.
+        nn.Module._apply(model, lambda tensor: tensor.to(device), recurse=False)
+
+
+def _named(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[str, Spot]:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    named: dict[str, Spot] = {}
+    for pattern, spot in entries.items():
+        wanted = pattern.split(".")
+        found = [name for name in names if alike(name.split("."), wanted)]
+        if not found:
+            near = get_close_matches(pattern, names) or [n for n, _ in model.named_children()]
+            raise StepError(
+                given=given,
+                found=f"no module of {type(model).__name__} is named like {pattern!r}",
+                fix=f"one of these: {', '.join(map(repr, near))}"
+                if near
+                else "'' for the whole model, which has no parts",
+            )
+        for name in found:
+            if named.setdefault(name, spot) != spot:
+                raise _contradiction(given, f"two entries of the map name {name!r}", named[name])
+    return named
+
+
+def _contradiction(given: str, found: str, spot: Spot) -> StepError:
+    return StepError(
+        given=given,
+        found=f"{found}, placed on {spot.device} by one and elsewhere by the other",
+        fix="one device for each module; of a name and one inside of it the inner one holds",
+    )
+
+
+def _check_tensors(model: nn.Module, spots: Mapping[nn.Module, Spot], given: str) -> None:
+    loose: list[str] = []
+    known: dict[int, tuple[str, Spot]] = {}
+    for name, module in model.named_modules():
+        for key, tensor in _own(module):
+            full = f"{name}.{key}".lstrip(".")
+            if module not in spots:
+                loose.append(full)
+                continue
+            other, spot = known.setdefault(id(tensor), (full, spots[module]))
+            if spot != spots[module]:
+                raise StepError(
+                    given=given,
+                    found=f"{other} and {full} are one tensor, placed on {spot.device} and on "
+                    f"{spots[module].device}",
+                    fix="one device for both modules; what comes to the second is moved there",
+                )
+    if loose:
+        raise StepError(
+            given=given,
+            found=f"no entry of the map places {first(loose)}",
+            fix="their modules too; or '': 0 for all that is not named otherwise",
+        )
+
+
+def _pieces(model: nn.Module) -> Iterator[Piece]:
+    points = set(_points(model))
+
+    def visit(name: str, module: nn.Module) -> Iterator[Piece]:
+        inside = any(part in points for part in module.modules() if part is not module)
+        point = module in points
+        whole = point or not inside
+        tensors = _tensors(module) if whole else (tensor for _, tensor in _own(module))
+        held = {id(tensor): tensor.nbytes for tensor in tensors}
+        if held:
+            yield Piece(name, own=not whole, point=point, tensors=held)
+        if not whole:
+            for key, child in module.named_children():
+                yield from visit(f"{name}.{key}".lstrip("."), child)
+
+    return visit("", model)
+
+
+def _points(model: nn.Module) -> list[nn.Module]:
+    """Before what a model may be cut."""
+    return find_units(model, None) or list(_layers(model)) or list(model.children())
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The layers of the outermost Sequentials."""
+    if isinstance(model, nn.Sequential):
+        yield from model.children()
+        return
+    for part in model.children():
+        yield from _layers(part)
+
+
+def _hosts(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
+    """Of each piece the one that it goes with, itself or an earlier one, and what that then holds."""
+    hosts, sizes = list(range(len(pieces))), [0] * len(pieces)
+    holder: dict[int, int] = {}
+    for number, piece in enumerate(pieces):
+        sharing = [holder[key] for key in piece.tensors if key in holder]
+        hosts[number] = hosts[min(sharing)] if sharing else number
+        for key, size in piece.tensors.items():
+            sizes[hosts[number]] += 0 if key in holder else size
+            holder.setdefault(key, number)
+    return hosts, sizes
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    held = chain(parameters(module).items(), buffers(module).items())
+    return ((key, tensor) for key, tensor in held if tensor is not None)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())

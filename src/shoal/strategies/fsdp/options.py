@@ -1,0 +1,119 @@
+"""Parameters, gradients and moments divided over ranks: fully sharded data parallelism (FSDP2).
+
+Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP). torch's `fully_shard` gathers the parameters
+of one unit at a time and scatters its gradients; the engine here says what is summed and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from shoal.distributed.world import World
+from shoal.strategies.contracts import Engine
+from shoal.strategies.local import LocalEngine
+from shoal.strategies.module_patterns import find_units
+from shoal.util.errors import LayoutError, StepError
+
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP:
+    """Each rank keeps a share of every parameter, its gradient and its moments (FSDP2, HSDP).
+
+    On the axis `shard` of the layout; with `replicate` besides, shares are kept that many times and
+    gradients are summed over both (HSDP). `units` are the modules whose parameters are gathered at
+    once: patterns of names such as "blocks.*", or None for the repeated blocks of the model. `reshard`
+    frees a unit's parameters between forward and backward (ZeRO-3); without it they stay gathered
+    until the backward has used them (ZeRO-2). `gather` is the dtype in which parameters are gathered
+    and computed with, "bf16" or "fp16" (default: their own), `reduce` the one in which gradients are
+    summed. `accumulate` is "sharded" to sum gradients over ranks after each micro-batch, which keeps
+    only a share of them, or "whole" to do so after the last one, which moves fewer bytes. `offload`
+    keeps the shares in the memory of the CPU (CUDA only).
+
+    `parallelize(Model, world, FSDP())`, with a function that makes the model instead of the model,
+    never has the whole of it in memory; it gets the same values.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("replicate", "shard")
+    defers: ClassVar[bool] = True
+
+    units: Sequence[str] | None = None
+    reshard: bool = True
+    gather: str | None = None
+    reduce: str = "fp32"
+    accumulate: str = "sharded"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        chosen: dict[str, tuple[str | None, tuple[str | None, ...]]] = {
+            "gather": (self.gather, (None, *DTYPES)),
+            "reduce": (self.reduce, DTYPES),
+            "accumulate": (self.accumulate, ("sharded", "whole")),
+        }
+        for option, (value, allowed) in chosen.items():
+            if value not in allowed:
+                raise StepError(
+                    given=f"shoal.FSDP({option}={value!r})",
+                    found=f"it is one of {', '.join(map(repr, allowed))}",
+                    fix="shoal.FSDP(gather='bf16', reduce='fp32'), or leave it out",
+                )
+
+    def apply(self, model: nn.Module, world: World) -> Engine:
+        """Divide the model in place; in a world of one there is nothing to divide."""
+        if self.offload and world.device.type != "cuda":
+            raise StepError(
+                given="shoal.FSDP(offload=True) on the CPU",
+                found="the shares are in its memory already",
+                fix="leave offload out",
+            )
+        units = find_units(model, self.units)
+        _check_parameters(model, units)
+        if world.size == 1:
+            return LocalEngine(model.to(world.device), world)
+        if world.layout.degree("shard") * world.layout.degree("context") == 1:
+            raise LayoutError(
+                given=f"shoal.FSDP() with layout='{world.layout}'",
+                found="no axis over which parameters could be divided",
+                fix="shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
+            )
+        from shoal.strategies.fsdp.engine import FSDPEngine  # which brings DTensor and half a second
+
+        return FSDPEngine(model, world, self, units)
+
+
+def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Refuse what FSDP2 would divide wrongly: parameters that units share, complex or mixed ones."""
+    inside = {id(part): number for number, unit in enumerate(units) for part in unit.modules()}
+    owners: dict[int, tuple[int, str]] = {}
+    kinds: dict[int, tuple[torch.dtype, str]] = {}
+    for prefix, part in model.named_modules(remove_duplicate=False):
+        for name, parameter in part.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            unit = inside.get(id(part), -1)
+            owner, other = owners.setdefault(id(parameter), (unit, name))
+            dtype, typical = kinds.setdefault(unit, (parameter.dtype, name))
+            if parameter.is_complex():
+                found = f"{name} is complex, and FSDP2 sums real numbers"
+                fix = (
+                    "nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward"
+                )
+            elif owner != unit:
+                found = (
+                    f"{other} and {name} are one parameter of two units, gathered at different times"
+                )
+                fix = "units that hold both or neither: shoal.FSDP(units=()) makes the model one unit"
+            elif dtype != parameter.dtype:
+                found = f"{typical} is {dtype} and {name} {parameter.dtype}; a unit has one dtype"
+                fix = "model.to(torch.float32), or units=(…) that separate them"
+            else:
+                continue
+            raise StepError(
+                given=f"shoal.FSDP() around {type(model).__name__}",
+                found=found.replace("torch.", ""),
+                fix=fix,
+            )

@@ -1,0 +1,167 @@
+"""Backward and the end of a batch in your own loop: what `batch.backward` and `batch.finish` do."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, Result, not_one_model
+from shoal.distributed.consistency import check_same_environment
+from shoal.distributed.world import World
+from shoal.strategies.compiled import bare
+from shoal.strategies.contracts import Correction, Engine, OpenEngine, check_clip, correct
+from shoal.strategies.coupled_layers import say_division
+from shoal.strategies.registry import engines_of
+from shoal.strategies.task import check_loss
+from shoal.telemetry.step_timer import BACKWARD, UPDATE
+from shoal.util.errors import ShoalError, StepError
+
+
+class EngineLoop(ManualLoop):
+    """Drives the engines of a World for loops over a Batch; see `shoal.data.batch.ManualLoop`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def backward(
+        self,
+        batch: Batch,
+        positional: tuple[object, ...],
+        *,
+        total: Tensor | None,
+        mean: Tensor | None,
+        count: Count | None,
+        model: nn.Module | None,
+    ) -> None:
+        """Run backward for the current micro-batch; the last one reduces the gradients over ranks."""
+        micro = batch.micro
+        loss = _loss_sum(positional, total, mean, count)
+        engine = self._engine(model)
+        if engine not in batch.backwards:
+            _begin(engine, batch)
+        last = micro is batch.micros[-1]
+        with engine.world.timeline.within(BACKWARD):
+            engine.backward(*loss, micro, batch.size, scale=1.0, last=last)
+            if last:
+                engine.note_gradients()
+        batch.backwards.append(engine)
+
+    def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> Result:
+        """Correct and clip the gradients, and count the step; see `Batch.finish`."""
+        engine = self._engine(model)
+        _check_backwards(engine, batch)
+        check_clip(clip)
+        engine.world.stepping()
+        states = engine.states
+        with engine.world.timeline.within(UPDATE):
+            try:
+                engine.check_gradients()
+                for state in states:
+                    state.try_loss(batch)
+                decided = correct(engine.totals(), size=batch.size, scale=1.0, clip=clip)
+                if not decided.finite:
+                    raise not_finite(decided, batch)
+            except ShoalError:
+                engine.discard()
+                raise
+            engine.multiply(decided.factor)
+        result = Result(decided.loss, decided.norm, decided.counted)
+        for state in states:
+            state.count(result)
+        batch.taken = True
+        return result
+
+    def _engine(self, model: nn.Module | None) -> OpenEngine:
+        engines = self._engines(model)
+        if len(engines) > 1:
+            del engines
+            gc.collect()  # models that were dropped live on in reference cycles until now
+            engines = self._engines(model)
+        if len(engines) != 1:
+            raise not_one_model(
+                f"{len(engines)} parallelized models"
+                if engines
+                else "the model given has no engine"
+                if self._engines(None)
+                else "no parallelized model"
+            )
+        engine = engines[0]
+        if not isinstance(engine, OpenEngine):
+            raise StepError(
+                given="your own loop over a Batch",
+                found="its strategy takes whole steps: it runs backward itself, or has to know when "
+                "the optimizer steps",
+                fix="step = shoal.Step(model, optimizer, task), then step(batch)",
+            )
+        return engine
+
+    def _engines(self, model: nn.Module | None) -> list[Engine]:
+        wanted = None if model is None else bare(model)
+        return [engine for engine in engines_of(self._world) if wanted in (None, engine.module)]
+
+
+def _begin(engine: OpenEngine, batch: Batch) -> None:
+    for state in engine.states:
+        state.check_loop()
+    engine.begin()
+    check_same_environment(engine.world)
+    batch.compare_ranks()
+    say_division(engine, len(batch))
+
+
+def _check_backwards(engine: OpenEngine, batch: Batch) -> None:
+    done = sum(other is engine for other in batch.backwards)
+    batch.backwards = [other for other in batch.backwards if other is not engine]
+    if done != len(batch):
+        raise StepError(
+            given=f"batch.finish(model) for {len(batch)} micro-batch(es)",
+            found=f"batch.backward was called {done} times, not once for each",
+            fix=f"{IN_A_LOOP}, and add several losses of a model up before it",
+        )
+
+
+def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> StepError:
+    """The error of a step whose loss or gradients are not numbers."""
+    what = "loss" if not math.isfinite(result.loss) else "gradient norm"
+    value = result.loss if what == "loss" else result.norm
+    start, stop = batch.share
+    share = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
+    return StepError(
+        given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
+        f"(this rank: {share})",
+        found=f"a {what} of {value}, over {over}; the parameters were not touched",
+        fix="lower the learning rate, clip gradients (clip=1.0), or look at these samples with "
+        "torch.autograd.set_detect_anomaly(True)",
+    )
+
+
+def _loss_sum(
+    positional: tuple[object, ...], total: Tensor | None, mean: Tensor | None, count: Count | None
+) -> tuple[Tensor, Count]:
+    """The sum of the losses of a micro-batch, and its count; StepError where that can't be known."""
+    named = {"total": total, "mean": mean, "count": count}
+    given = [*("…" for _ in positional), *(f"{n}=…" for n, v in named.items() if v is not None)]
+    call = f"batch.backward({', '.join(given)})"
+    if positional:
+        found = "positional arguments: the loss could be a sum or a mean"
+    elif total is not None and mean is not None:
+        found = "both a total and a mean; pass only one of them"
+    elif total is None and mean is None:
+        found = "no loss"
+    elif count is None:
+        found = "no count, the number of samples or tokens in the loss"
+    else:
+        loss, count = check_loss((total if mean is None else mean, count), call=call)
+        if mean is None:
+            return loss, count
+        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed float16
+        return loss * (count.reshape(()).to(loss.device) if isinstance(count, Tensor) else count), count
+    raise StepError(
+        given=call,
+        found=found,
+        fix="batch.backward(total=loss, count=len(y)) with reduction='sum', or "
+        "batch.backward(mean=loss, count=len(y)) with a mean loss",
+    )

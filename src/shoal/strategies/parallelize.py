@@ -1,0 +1,234 @@
+"""parallelize: the user's own module, with an engine attached to it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
+from typing import Any, TypeGuard, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shoal.data.batch import ManualLoop
+from shoal.distributed.layout import AXES
+from shoal.distributed.world import World
+from shoal.strategies.compiled import bare, compiler_of
+from shoal.strategies.contracts import Engine, Spreading, Strategy
+from shoal.strategies.data_parallel.ddp import DDP
+from shoal.strategies.device_placement.multi_device import check_strategies
+from shoal.strategies.fsdp.options import FSDP
+from shoal.strategies.manual_loop import EngineLoop
+from shoal.strategies.registry import engines_of, register
+from shoal.util.errors import LayoutError, StepError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+ATTRIBUTE = "_shoal_engine"
+
+_SERVING = {
+    "replicate": "shoal.DDP()",
+    "shard": "shoal.FSDP()",
+    "context": "shoal.Context()",
+    "tensor": "shoal.Tensor(plan=…)",
+    "pipeline": "shoal.Pipeline(split=…)",
+}
+"""What to type for each axis of a layout."""
+
+
+class Attachment:
+    """Holds the engine of a module. A copied or pickled module has none: it belongs to one world."""
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: object) -> Attachment:
+        return Attachment()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Attachment, ()
+
+
+def parallelize(
+    model: Model | Callable[[], Model],
+    world: World,
+    strategy: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
+) -> Model:
+    """Spread `model` over `world` in place and return it: the same object, with the same names.
+
+    The model is moved to the world's device; build the optimizer afterwards. Without a `strategy` the
+    layout decides: replicated data-parallel ranks, or nothing in a world of one. Several strategies
+    are applied in their order; the last one sums gradients. A function that makes the model may be
+    given in its place; strategies that divide models (FSDP) then never hold the whole of it, and its
+    parameters get the same values. Given `torch.compile(model)`, it returns `model`, which from then
+    on runs compiled.
+
+    It seeds the global generators of Python, NumPy and torch differently on each data rank, so that
+    dropout draws different numbers for different samples. Create data before this call, or with a
+    `torch.Generator` that has a fixed seed.
+
+    Raises StepError for what is no model or no strategy and for a model that shares parameters with
+    one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
+    ranks have models of other parameters. Collective.
+    """
+    *before, chosen = _checked(strategy, world)
+    module: Any = model
+    deferred = None
+    if not isinstance(model, nn.Module) and _makes(model):
+        from shoal.strategies.deferred_init import construct  # which few need
+
+        defers = world.size > 1 and chosen.defers and not before
+        deferred = construct(model) if defers else None
+        module = model() if deferred is None else deferred.module
+    compiler, module = compiler_of(module), bare(module)
+    _check_model(module, world)
+    _check_same(module, world)
+    check_strategies(module, [*before, chosen])
+    for each in before:
+        each.spread(module, world)
+    check_strategies(module, [*before, chosen])
+    engine = chosen.apply(module, world)
+    if compiler is not None:
+        engine.compile_with(compiler)
+    engine.strategy = repr([*before, chosen] if before else chosen)
+    if deferred is not None:
+        deferred.fill()
+    register(engine)
+    world.provide(ManualLoop, EngineLoop(world))
+    object.__setattr__(module, ATTRIBUTE, Attachment(engine))
+    world.reseed(engine.noise)
+    return cast(Model, module)
+
+
+def _checked(strategy: Any, world: World) -> list[Any]:
+    """The strategies, refused where they are none, can't be combined or leave an axis alone."""
+    given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
+    if strategy is None or (given and isinstance(given[-1], Spreading) and not _complete(given[-1])):
+        given = [*filter(None, given), FSDP() if world.layout.degree("shard") > 1 else DDP()]
+    for each in given or [None]:
+        usable = _complete(each) or isinstance(each, Spreading)
+        if isinstance(each, str | type | nn.Module) or not usable:
+            raise StepError(
+                given=f"parallelize(model, world, {strategy!r})",
+                found="a strategy is a value such as shoal.DDP(), not a name or a class",
+                fix="shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
+            )
+    for each in given[:-1]:
+        if not isinstance(each, Spreading):
+            raise StepError(
+                given=f"parallelize(model, world, {strategy!r})",
+                found=f"{type(each).__name__} sums gradients by itself, so nothing can follow it",
+                fix="[shoal.Tensor(plan=…), shoal.FSDP()], in this order",
+            )
+    served = {axis for each in given for axis in each.axes}
+    idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in served]
+    if idle:
+        own = next(iter(given[-1].axes), "replicate")
+        raise LayoutError(
+            given=f"layout='{world.layout}' with {strategy!r}",
+            found=f"no strategy given serves the axis {idle[0]!r}",
+            fix=f"shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
+        )
+    return given
+
+
+def _complete(strategy: object) -> bool:
+    return hasattr(strategy, "apply") and hasattr(strategy, "axes")
+
+
+def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:
+    """Whether `model` can be called without arguments."""
+    if not callable(model):
+        return False
+    try:
+        inspect.signature(model).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_model(model: object, world: World) -> None:
+    _check_bare(model)
+    if not isinstance(model, nn.Module):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, …)",
+            found="it is not a torch.nn.Module, nor a function that makes one",
+            fix="model = shoal.parallelize(Model(), world)",
+        )
+    synced = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    if synced and world.size > 1 and world.device.type == "cpu":
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, world) on the CPU, with {synced[0]}",
+            found="torch has SyncBatchNorm for CUDA only",
+            fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
+        )
+    if _sharing(model, world):
+        gc.collect()  # models that were dropped live on in reference cycles until now
+    for other in _sharing(model, world):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, world)",
+            found=f"its parameters already belong to a parallelized {type(other).__name__}; they "
+            "would be reduced over ranks twice",
+            fix="call parallelize once, on the module that holds all of them, or on a "
+            "copy.deepcopy(model)",
+        )
+
+
+def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
+    """The parallelized models that share parameters with `model`."""
+    own = {id(parameter) for parameter in model.parameters()}
+    others = [engine.module for engine in engines_of(world)]
+    return [other for other in others if any(id(p) in own for p in other.parameters())]
+
+
+def _check_same(model: nn.Module, world: World) -> None:
+    """Raise AgreementError, on all ranks, unless their models have the same tensors in the same order.
+
+    Gloo would add up bytes of float32 and float64 without a word, and match other shapes by chance.
+    """
+    tensors = [_described(*item) for item in chain(model.named_parameters(), model.named_buffers())]
+    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
+    if len(set(world.gather(digest))) == 1:
+        return
+    for number, found in enumerate(zip_longest(*world.gather(tensors), fillvalue="none")):
+        if len(set(found)) > 1:
+            world.agree(found[world.rank], f"tensor {number} of the {type(model).__name__}")
+
+
+def _described(name: str, tensor: Tensor) -> str:
+    shape = "no shape yet" if is_lazy(tensor) else tuple(tensor.shape)
+    learns = ", learns" if tensor.requires_grad else ""
+    return f"{name}: {shape} {tensor.dtype}{learns}".replace("torch.", "")
+
+
+def _check_bare(model: object) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise StepError(
+            given=f"a model in torch's {type(model).__name__}",
+            found="its gradients would be reduced twice, and its names begin with 'module.'",
+            fix="shoal.parallelize(model, world) with the bare model; shoal.DDP(…) takes the options",
+        )
+
+
+def known_engine(model: nn.Module) -> Engine | None:
+    """The engine that `parallelize` attached, if it did."""
+    attachment = getattr(model, ATTRIBUTE, None)
+    return attachment.engine if isinstance(attachment, Attachment) else None
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that `parallelize` attached; StepError if there is none."""
+    _check_bare(model)
+    model = bare(model)
+    engine = known_engine(model)
+    if engine is None:
+        copied = getattr(model, ATTRIBUTE, None) is not None
+        raise StepError(
+            given=f"{type(model).__name__}, a model that was not parallelized"
+            + (" (a copy of one that was)" if copied else ""),
+            found="no engine that could run its step",
+            fix="model = shoal.parallelize(model, world)",
+        )
+    return engine

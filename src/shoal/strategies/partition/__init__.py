@@ -1,0 +1,1 @@
+"""Models cut into stages: the trace, the stages, the check against the whole model."""

@@ -1,0 +1,238 @@
+"""Checks that a split model computes the same as the whole one: both run on the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.distributed.to_device import values_kept
+from shoal.distributed.world import World
+from shoal.strategies.eval_mode import random_states_kept
+from shoal.strategies.local import mixed
+from shoal.strategies.partition.inputs import Inputs
+from shoal.strategies.partition.members import CannotTravelError
+from shoal.strategies.partition.unsplit import DiffersError, FailsUncutError, Uncut, tensors_in
+from shoal.strategies.tolerance import TOLERANCES, distance
+from shoal.util.errors import ShoalError, StepError
+
+
+class CutProof:
+    """Runs stages and uncut model on the first batch of each structure, in each mode, and compares.
+
+    Memory: the outputs, and where they differ what comes to each module of this rank. Random states
+    buffers and the tensors of the batch are put back.
+    """
+
+    def __init__(self, uncut: Uncut, model: nn.Module, world: World, given: str) -> None:
+        self._uncut = uncut
+        self._model = model
+        self._world = world
+        self._given = given
+        self._proved: set[object] = set()
+
+    @torch.no_grad()
+    def check(
+        self,
+        structure: object,
+        inputs: Callable[[], Inputs],
+        flow: Callable[[], Any],
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Raise StepError on all ranks where the two differ on a batch of a new structure. Collective.
+
+        `structure` is that of the batch, the same on all ranks of the line.
+        """
+        key = (structure_of(structure), self._model.training, autocast)
+        if key in self._proved:
+            return
+        # The first proof is of all ranks at the same time, a later one of those that share the batch.
+        gather = self._uncut.members.gather if self._proved else self._world.gather
+        runs, output = self._run(inputs, flow, gather)
+        if not runs:
+            return
+        found = self._found(output, inputs, flow, autocast)
+        found = next(filter(None, gather(found)), None)
+        if found is not None:
+            raise StepError(
+                given=self._given,
+                found=f"the split model differs from the whole one: {found}",
+                fix="move that code of the model's own forward into a submodule, which then stays "
+                "whole, or choose split points further outside",
+            )
+        self._proved.add(key)
+
+    def _run(
+        self,
+        inputs: Callable[[], Inputs],
+        flow: Callable[[], Any],
+        gather: Callable[[object], list[Any]],
+    ) -> tuple[bool, Any]:
+        """Whether the stages run on all ranks, and their output; a ShoalError of one is raised on all.
+
+        Any other error shows where the stages run again, with its own traceback.
+        """
+        output, error = None, None
+        try:
+            with self._aside(inputs):
+                output = flow()
+        except Exception as caught:
+            error = caught
+        shown = error if error is None or isinstance(error, ShoalError) else repr(error)
+        try:
+            errors = [other for other in gather(shown) if other is not None]
+        except RuntimeError:
+            if error is not None:  # it explains more than the loss of a rank
+                raise error from None
+            raise
+        if error is not None:
+            raise error
+        for other in errors:
+            if isinstance(other, ShoalError):
+                raise other
+        return not errors, output
+
+    def _found(
+        self,
+        output: Any,
+        inputs: Callable[[], Inputs],
+        flow: Callable[[], Any],
+        autocast: torch.dtype | None,
+    ) -> str | None:
+        """How the two differ, if they do; the same on all ranks of the line."""
+        try:
+            expected = self._expected(inputs, autocast)
+        except DiffersError as error:
+            return str(error)
+        except CannotTravelError as error:
+            self._say(f"a module returns what can't be sent to other ranks ({error})")
+            return None
+        except Exception as error:
+            text = (
+                str(error) if isinstance(error, FailsUncutError) else f"{type(error).__name__}: {error}"
+            )
+            return f"it runs where one process fails: {text}"
+        if not self._anywhere(self._apart(output, expected, autocast)):
+            return None
+        return self._place(inputs, flow, output, autocast)
+
+    def _expected(self, inputs: Callable[[], Inputs], autocast: torch.dtype | None) -> Any:
+        with self._aside(inputs), mixed(self._world.device, autocast):
+            return self._uncut(inputs())
+
+    def _place(
+        self,
+        inputs: Callable[[], Inputs],
+        flow: Callable[[], Any],
+        output: Any,
+        autocast: torch.dtype | None,
+    ) -> str | None:
+        """Where the two differ first: both run again, and what comes to each module is compared."""
+        found: dict[int, list[Tensor]] = {}
+        with self._aside(inputs), _noting(self._uncut, found):
+            again = flow()
+        self._uncut.seen = []
+        self._expected(inputs, autocast)
+        seen, self._uncut.seen = self._uncut.seen, None
+        if self._anywhere(self._apart(again, output, autocast)):
+            self._say("its stages compute something else each time they run")
+            return None
+        mine = [i for i, tensors in seen if self._apart(found.get(i), tensors, autocast)]
+        everyone = self._uncut.members.gather(min(mine, default=None))
+        places = [index for index in everyone if index is not None]
+        if not places:
+            return "its output differs from that of one process, after the last module"
+        name = self._uncut.name_of(min(places))
+        return f"the input of {name} differs from that in one process"
+
+    def _anywhere(self, apart: bool) -> bool:
+        return any(self._uncut.members.gather(apart))
+
+    def _apart(self, found: Any, expected: Any, autocast: torch.dtype | None) -> bool:
+        """Whether two trees differ by more than rounding; a rank without an output says no."""
+        if found is None:
+            return False
+        ours, theirs = _leaves(found), _leaves(expected)
+        dtypes = {p.dtype for p in self._model.parameters()} | {autocast}
+        if len(ours) != len(theirs):
+            return True
+        return any(_differ(*pair, dtypes) for pair in zip(ours, theirs, strict=True))
+
+    def _say(self, why: str) -> None:
+        self._world.say(f"shoal: {self._given} can't be compared with the whole model: {why}")
+
+    @contextmanager
+    def _aside(self, inputs: Callable[[], Inputs]) -> Iterator[None]:
+        kept = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        try:
+            with random_states_kept(self._model), values_kept(inputs()):
+                yield
+        finally:
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@contextmanager
+def _noting(uncut: Uncut, found: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Note what comes to the modules of this rank's stages."""
+
+    def hook(places: Iterator[int]) -> Callable[..., None]:
+        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+            index = next(places, None)
+            if index is not None:
+                found[index] = tensors_in((args, kwargs))
+
+        return note
+
+    handles = [
+        module.register_forward_pre_hook(hook(iter(places)), with_kwargs=True)
+        for module, places in uncut.own_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def structure_of(tree: Any) -> object:
+    """What a forward may decide by without reading tensors: classes, dtypes, None, flags."""
+    if isinstance(tree, Tensor):
+        return tree.dtype, tree.dim()
+    if isinstance(tree, dict):
+        return tuple((str(key), structure_of(value)) for key, value in tree.items())
+    if isinstance(tree, tuple):
+        return type(tree), tuple(structure_of(value) for value in tree)
+    if isinstance(tree, list):  # of any length, as of one item for each sample
+        return type(tree), frozenset(structure_of(value) for value in tree)
+    return tree if tree is None or isinstance(tree, bool) else type(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, and of objects in it that torch does not know."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(tree):
+        inside = None if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", None)
+        leaves += [leaf] if inside is None else [type(leaf), *tree_leaves(inside)]
+    return leaves
+
+
+def _differ(found: Any, expected: Any, dtypes: Set[Any]) -> bool:
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return type(found) is not type(expected) or (_is_plain(found) and found != expected)
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return True
+    if not found.is_floating_point() and not found.is_complex():
+        return not torch.equal(found, expected)
+    if found.is_complex():
+        found, expected = torch.view_as_real(found), torch.view_as_real(expected)
+    tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in (found.dtype, *dtypes))
+    return distance(found, expected) > tolerance
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, int | float | str | bytes | type)

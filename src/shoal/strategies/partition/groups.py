@@ -1,0 +1,31 @@
+"""Which ranks of a world run the same stage, and which the stages of one copy of the model."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from shoal.distributed.world import World
+from shoal.strategies.partition.assignment import Crew
+from shoal.strategies.partition.members import Members
+
+
+def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
+    """The ranks that run this rank's stage, and their group if there are several. Collective."""
+    lines = list(world.layout.groups("pipeline"))
+    mine = world.layout.group(world.rank, "pipeline")
+    found: tuple[tuple[int, ...], dist.ProcessGroup | None] = ((), None)
+    for ranks in crew.ranks:
+        places = [mine.index(rank) for rank in ranks]
+        members = tuple(line[place] for line in lines for place in places)
+        group = dist.new_group(list(members)) if len(members) > 1 else None
+        if world.rank in members:
+            found = members, group
+    return found
+
+
+def members_of(world: World, crew: Crew) -> Members:
+    """The ranks of this copy of the model, the first of each stage as its owner. Collective."""
+    mine = world.layout.group(world.rank, "pipeline")
+    owners = [mine.index(ranks[0]) for ranks in crew.ranks]
+    group = world.mesh["pipeline"].get_group()
+    return Members(group, mine.index(world.rank), owners, world.device)

@@ -1,0 +1,356 @@
+"""A model cut into consecutive stages: its outer forward as a graph, cut before modules that are named.
+
+Only what holds a split point is traced, by torch.fx, without running anything; every module inside of
+that stays whole and the user's own. What a later stage needs travels through the stages in between, but
+for what follows from the model's inputs alone: these every stage has.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
+from shoal.util.errors import StepError
+
+_DRAWING = ("dropout", "rand", "bernoulli", "normal", "multinomial")
+"""What functions that draw random numbers are called like: two stages must not draw twice."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: what runs it, what it is made of, and what reaches it from the stage before."""
+
+    body: fx.GraphModule
+    """Called with what is received, then with those of the model's inputs that it needs."""
+    received: tuple[str, ...]
+    needed: tuple[str, ...]
+    names: frozenset[str]
+    """The user's names of its parameters and buffers."""
+    modules: frozenset[str]
+    """The modules that it calls."""
+
+    def learning_twice(self) -> list[str]:
+        """The modules with parameters that it calls more than once."""
+        calls = Counter(str(n.target) for n in self.body.graph.nodes if n.op == "call_module")
+        return [
+            name
+            for name, times in calls.items()
+            if times > 1 and any(p.requires_grad for p in self.body.get_submodule(name).parameters())
+        ]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The forward of a model as a graph in which each module that is not cut is one node."""
+
+    model: nn.Module
+    graph: fx.Graph
+    signature: inspect.Signature
+    """Of the inputs that the model is called with."""
+    asked: str = "shoal.Pipeline(…)"
+    """What the user has written to have it cut."""
+
+    @property
+    def given(self) -> str:
+        """The same, with the model."""
+        return f"{self.asked} around {type(self.model).__name__}"
+
+    def calls(self) -> list[str]:
+        """The names of the modules that are called, in their order."""
+        return [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
+
+    def cut(self, before: Sequence[str], given: str) -> list[Stage]:
+        """The stages between the modules `before`; StepError, with `given`, where they can't be."""
+        nodes = list(self.graph.nodes)
+        numbers = [self._number(nodes, name, given) for name in before]
+        if sorted(set(numbers)) != numbers or 0 in numbers:
+            raise StepError(
+                given=given,
+                found="stages follow each other in the order in which the model calls its parts: "
+                + ", ".join(self.calls()),
+                fix="each split point once, in this order, and not the first part",
+            )
+        stage_of = {
+            node: sum(number <= index for number in numbers) for index, node in enumerate(nodes)
+        }
+        local = _local(nodes)
+        self._refuse_changes(local)
+        return [_Part(self, stage_of, local, number).stage() for number in range(len(before) + 1)]
+
+    def changes(self, node: fx.Node) -> fx.Node | None:
+        """What this node changes in place, if anything."""
+        name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op == "call_module":
+            there = getattr(self.model.get_submodule(str(node.target)), "inplace", False) is True
+        else:
+            there = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            there = there or node.kwargs.get("inplace") is True
+        changed = node.kwargs.get("out") or (node.args[0] if there and node.args else None)
+        return changed if isinstance(changed, fx.Node) else None
+
+    def _refuse_changes(self, local: set[fx.Node]) -> None:
+        """Each stage has the inputs of its own: what one of them changes, the others don't see."""
+        for node in self.graph.nodes:
+            changed = self.changes(node)
+            if changed in local or (changed is not None and changed.op == "get_attr"):
+                raise StepError(
+                    given=self.given,
+                    found=f"its own forward changes {changed} in place ({node.target})",
+                    fix="x = x * 2 in place of x *= 2 or x.mul_(2); what counts calls, into a module "
+                    "of its own",
+                )
+
+    def _number(self, nodes: Sequence[fx.Node], name: str, given: str) -> int:
+        for number, node in enumerate(nodes):
+            if node.op == "call_module" and f"{node.target}.".startswith(f"{name}."):
+                first_module = not any(earlier.op == "call_module" for earlier in nodes[:number])
+                return 0 if first_module else number
+        raise StepError(
+            given=given,
+            found=f"{type(self.model).__name__} calls no part {name!r}; it calls "
+            + ", ".join(self.calls()),
+            fix="split points are names of modules, as in named_modules(), before which to cut",
+        )
+
+
+def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> Outer:
+    """The forward of `model` and of the modules `opened`, as a graph; nothing is run.
+
+    `asked` is what the user has written to have it cut. Raises StepError for what can't be traced:
+    decisions that depend on tensors, and code that differs between training and evaluation.
+    """
+    given = f"{asked} around {type(model).__name__}"
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    several = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if several:
+        raise StepError(
+            given=given,
+            found=f"its forward takes any number of inputs, as {several[0]}",
+            fix="def forward(self, x): …, with the inputs by name",
+        )
+    signature = inspect.Signature([p for p in parameters if p.default is p.empty])
+    return Outer(model, graph_of(model, set(opened), signature, given), signature, asked)
+
+
+def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What follows from the model's inputs alone, without its modules and parameters."""
+    local: set[fx.Node] = set()
+    for node in nodes:
+        draws = any(word in str(node.target) for word in _DRAWING)
+        computed = node.op in ("call_function", "call_method") and not draws
+        computed = computed and node.target is not expect_tensor  # which each stage would repeat
+        if node.op == "placeholder" or (
+            computed and node.all_input_nodes and local.issuperset(node.all_input_nodes)
+        ):
+            local.add(node)
+    return local
+
+
+class _Part:
+    """Builds one stage."""
+
+    def __init__(
+        self, outer: Outer, stage_of: Mapping[fx.Node, int], local: set[fx.Node], number: int
+    ) -> None:
+        self._outer = outer
+        self._stage_of = stage_of
+        self._local = local
+        self._number = number
+        self._last = number == max(stage_of.values())
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._needed: list[str] = []
+
+    def stage(self) -> Stage:
+        received = self._crossing(self._number)
+        for node in received:
+            self._copies[node] = self._graph.placeholder(node.name)
+        mine = [node for node, stage in self._stage_of.items() if stage == self._number]
+        changed = {self._outer.changes(node) for node in mine}
+        sent = [] if self._last else self._crossing(self._number + 1)
+        used = {i for node in mine for i in node.all_input_nodes} & self._local
+        self._place_inputs([*used, *(node for node in mine if node in self._local)])
+        for node in received:
+            if node in changed:  # autograd refuses it for what arrives
+                self._copies[node] = self._graph.call_method("clone", (self._copies[node],))
+        for node in mine:
+            if node.op == "output":
+                self._graph.output(fx.node.map_arg(node.args[0], self._copy))
+            elif node not in self._local:
+                self._copy(node)
+        if not self._last:
+            self._graph.output(tuple(self._copy(node) for node in sent))
+        body = fx.GraphModule(self._outer.model, self._graph)
+        return Stage(
+            body,
+            tuple(node.name for node in received),
+            tuple(self._needed),
+            frozenset(name for name, _ in _tensors(body)),
+            frozenset(str(node.target) for node in mine if node.op == "call_module"),
+        )
+
+    def _crossing(self, boundary: int) -> list[fx.Node]:
+        """What was computed before stage `boundary` and is used there or later."""
+        return [
+            node
+            for node, stage in self._stage_of.items()
+            if stage < boundary
+            and node not in self._local
+            and any(self._stage_of[user] >= boundary for user in node.users)
+        ]
+
+    def _place_inputs(self, wanted: Sequence[fx.Node]) -> None:
+        """The model's inputs that this stage needs, in the order in which the model takes them."""
+        found: set[fx.Node] = set()
+        pending = list(wanted)
+        while pending:
+            node = pending.pop()
+            if node.op == "placeholder":
+                found.add(node)
+            else:
+                pending.extend(node.all_input_nodes)
+        for node in self._outer.graph.nodes:
+            if node in found:
+                self._copies[node] = self._graph.placeholder(str(node.target))
+                self._needed.append(str(node.target))
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        if node not in self._copies:
+            self._copies[node] = self._graph.node_copy(node, self._copy)
+        return self._copies[node]
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    found = list(module.named_parameters(remove_duplicate=False))
+    return [*found, *module.named_buffers(remove_duplicate=False)]
+
+
+def tied(stages: Sequence[Stage], owners: Sequence[int]) -> tuple[str, str] | None:
+    """Two names of one parameter that stages of different owners hold, if there are such."""
+    seen: dict[int, tuple[int, str]] = {}
+    for stage, owner in zip(stages, owners, strict=True):
+        for name, parameter in stage.body.named_parameters(remove_duplicate=False):
+            other, first = seen.setdefault(id(parameter), (owner, name))
+            if other != owner:
+                return first, name
+    return None
+
+
+def refuse_tied(stages: Sequence[Stage], owners: Sequence[int], given: str, fix: str) -> None:
+    """StepError where stages on different ranks hold one parameter."""
+    both = tied(stages, owners)
+    if both is not None:
+        one, other = both
+        found = f"{one} and {other} are one parameter" if one != other else f"{one} is used"
+        raise StepError(given=given, found=f"{found} of two stages on different ranks", fix=fix)
+
+
+def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) -> None:
+    """Take out of `model` what only `others` need; the names of the rest stay."""
+    kept = frozenset[str]().union(*(stage.names for stage in mine))
+    called = frozenset[str]().union(*(stage.modules for stage in mine))
+    for stage in others:
+        for name in stage.modules - called:
+            owner, _, attribute = name.rpartition(".")
+            model.get_submodule(owner)._modules.pop(attribute, None)
+        for name in stage.names - kept:
+            owner, _, attribute = name.rpartition(".")
+            try:
+                part = model.get_submodule(owner)
+            except AttributeError:  # went with its module
+                continue
+            part._parameters.pop(attribute, None)
+            part._buffers.pop(attribute, None)
+
+
+def opened_by(names: Iterable[str]) -> set[str]:
+    """The modules that hold those of `names`, without the model itself."""
+    return {
+        ".".join(parts[:end])
+        for parts in (name.split(".") for name in names)
+        for end in range(1, len(parts))
+    }
+
+
+def chains(model: nn.Module) -> set[str]:
+    """The Sequentials and lists of the model that are no part of a block: what may be cut anywhere."""
+    found: set[str] = set()
+    pending = [("", model)]
+    while pending:
+        prefix, part = pending.pop()
+        for name, child in part.named_children():
+            if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+                path = f"{prefix}.{name}" if prefix else name
+                found.add(path)
+                pending.append((path, child))
+    return found
+
+
+def seconds(outer: Outer, arguments: Sequence[Any], device: torch.device) -> list[float]:
+    """How long each node of the graph takes forward on `arguments`: the least of three runs."""
+    timed = [0.0] * len(outer.graph.nodes)
+    module = fx.GraphModule(copy.deepcopy(outer.model).eval().to(device), outer.graph)
+    arguments = [tree_map(lambda leaf: _on(device, leaf), argument) for argument in arguments]
+    numbers = {node: number for number, node in enumerate(module.graph.nodes)}
+
+    class Timed(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            begun = perf_counter()
+            result = super().run_node(n)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found[numbers[n]] = perf_counter() - begun
+            return result
+
+    runs: list[list[float]] = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for _ in range(4):
+            found = list(timed)
+            Timed(module).run(*arguments)
+            runs.append(found)
+    return [min(times) for times in zip(*runs[1:], strict=True)]
+
+
+def _on(device: torch.device, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+
+def balanced(costs: Sequence[tuple[str | None, float]], stages: int) -> list[str]:
+    """Where to cut so that the most expensive of `stages` costs least; costs in the nodes' order.
+
+    A node with a name may begin a stage. Raises ValueError where there are too few of them.
+    """
+    starts = [0, *(number for number, (name, _) in enumerate(costs) if name is not None)][1:]
+    if len(starts) < stages:
+        raise ValueError(f"{len(starts)} parts for {stages} stages")
+    sums = [0.0]
+    for _, cost in costs:
+        sums.append(sums[-1] + cost)
+    bounds = [0, *starts[1:], len(costs)]  # what comes before the first part goes with it
+    # best[k][i]: the least possible maximum of k stages over what comes before bounds[i].
+    best = [[float("inf")] * len(bounds) for _ in range(stages + 1)]
+    came = [[0] * len(bounds) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for count in range(1, stages + 1):
+        for end in range(count, len(bounds)):
+            options = [
+                (max(best[count - 1][begin], sums[bounds[end]] - sums[bounds[begin]]), begin)
+                for begin in range(count - 1, end)
+            ]
+            best[count][end], came[count][end] = min(options)
+    points: list[str] = []
+    end = len(bounds) - 1
+    for count in range(stages, 1, -1):
+        end = came[count][end]
+        points.append(str(costs[bounds[end]][0]))
+    return points[::-1]

@@ -1,0 +1,271 @@
+"""The forward of the whole model, run by all ranks that have its stages together.
+
+No rank holds the whole model. So each runs the user's outer forward, line by line, on a shell of the
+model, and where that calls a module, the rank that holds it computes and tells the others. Nothing is
+traced: whatever Python decides, it decides with real values.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from shoal.distributed.to_device import version
+from shoal.strategies.deferred_init import like
+from shoal.strategies.dtensor import whole
+from shoal.strategies.partition.inputs import Inputs
+from shoal.strategies.partition.members import Members
+from shoal.strategies.partition.stages import Outer, Stage
+from shoal.strategies.partition.trace import HOOKS, by_kind
+
+_META = torch.device("meta")
+
+
+class DiffersError(Exception):
+    """The forward calls other modules than the stages do."""
+
+
+class FailsUncutError(Exception):
+    """A module fails in the uncut model, on the rank that holds it."""
+
+
+class Uncut:
+    """Runs the outer forward of the model as the user wrote it; made before stages are taken out.
+
+    `compute` calls a module of this rank's stages, given the number of the stage and its name.
+    """
+
+    def __init__(
+        self,
+        outer: Outer,
+        stages: Sequence[Stage],
+        members: Members,
+        compute: Callable[[int, str, Any, Any], Any],
+    ) -> None:
+        self.members = members
+        self._model = outer.model
+        self._signature: inspect.Signature = outer.signature
+        self._stages = stages
+        self._compute = compute
+        self._order: list[tuple[str, int]] = [
+            (str(node.target), number)
+            for number, stage in enumerate(stages)
+            for node in stage.body.graph.nodes
+            if node.op == "call_module"
+        ]
+        self._places: dict[str, list[int]] = defaultdict(list)
+        for index, (name, _) in enumerate(self._order):
+            self._places[name].append(index)
+        self._shells: dict[str, nn.Module] = {}
+        self._read = {str(node.target) for node in outer.graph.nodes if node.op == "get_attr"}
+        self._shell = self._made(outer.model, "", {})
+        self._needed = self._aliases(self._read | self._outside())
+        self._made_calls: Counter[str] = Counter()
+        self._running = 0
+        self._states: list[Tensor] = []
+        self.seen: list[tuple[int, list[Tensor]]] | None = None
+        """What came to each module of this rank, by its place in the order of calls, if asked for."""
+
+    def __call__(self, inputs: Inputs) -> Any:
+        """The output of the forward. Collective, with the same errors on all ranks."""
+        self._made_calls.clear()
+        self._running = self.members.owners[0]
+        self._states = _random_states(self.members.device)
+        self._fill()
+        try:
+            _set_random_states(self.members.device, self.members.tell(self._running, self._states))
+            positional, named = by_kind(self._signature, inputs)
+            output = self._shell.forward(*positional, **named)
+        finally:
+            self._empty()
+        made = self._made_calls
+        missing = [name for name, places in self._places.items() if made[name] < len(places)]
+        if missing:
+            raise DiffersError(f"in one process its forward calls {missing[0]} less often")
+        return output
+
+    def name_of(self, index: int) -> str:
+        """The module at this place in the order of calls."""
+        return self._order[index][0]
+
+    def own_modules(self) -> list[tuple[nn.Module, list[int]]]:
+        """The modules of this rank's stages, each with the places of its calls here."""
+        found: dict[str, tuple[nn.Module, list[int]]] = {}
+        for index, (name, stage) in enumerate(self._order):
+            if self.members.owners[stage] == self.members.place:
+                module = self._stages[stage].body.get_submodule(name)
+                found.setdefault(name, (module, []))[1].append(index)
+        return list(found.values())
+
+    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A module is called: its rank computes, draws as in its stage, and tells the others."""
+        number = self._made_calls[name]
+        self._made_calls[name] += 1
+        if number >= len(self._places[name]):
+            raise DiffersError(f"in one process its forward calls {name} more often")
+        index = self._places[name][number]
+        stage = self._order[index][1]
+        owner, members = self.members.owners[stage], self.members
+        if owner != self._running:
+            if self._running == members.place:
+                self._states = _random_states(members.device)
+            if owner == members.place:
+                _set_random_states(members.device, self._states)
+            self._running = owner
+        told: Any = None
+        given = _Given((args, kwargs))
+        failure: Exception | None = None
+        if owner == members.place:
+            if self.seen is not None:
+                self.seen.append((index, tensors_in((args, kwargs))))
+            try:
+                found = self._compute(stage, name, args, kwargs)
+                told = found, given.changes(found), _random_states(members.device), None
+            except Exception as error:
+                failure = error
+                told = None, ({}, {}), [], f"{type(error).__name__}: {error}".partition("\n")[0]
+        output, changes, states, text = members.tell(owner, told)
+        if text is not None:
+            raise FailsUncutError(f"{name}: {text}") from failure
+        _set_random_states(members.device, states)
+        return output if owner == members.place else given.follow(output, *changes)
+
+    def _made(self, module: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Module:
+        """A module of the same class and attributes, without memory, whose parts are called above."""
+        if id(module) in memo:
+            return memo[id(module)]
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        shell = nn.Module() if scripted else nn.Module.__new__(type(module))
+        memo[id(module)] = shell
+        own = vars(shell)
+        if not scripted:
+            own.update(vars(module))
+            own.pop("_compiled_call_impl", None)
+            own.update({kind: OrderedDict() for kind in HOOKS})
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor) and f"{name}.{key}".lstrip(".") not in self._read:
+                    own[key] = _absent(value)
+            own["_parameters"] = {key: _absent(p) for key, p in module._parameters.items()}
+            own["_buffers"] = {key: _absent(b) for key, b in module._buffers.items()}
+            own["_modules"] = {
+                key: None if part is None else self._made(part, f"{name}.{key}".lstrip("."), memo)
+                for key, part in module._modules.items()
+            }
+        forward = own.get("forward")
+        if name in self._places:
+            own["forward"] = partial(self._called, name)
+        elif isinstance(forward, MethodType) and forward.__self__ is module:
+            own["forward"] = MethodType(forward.__func__, shell)
+        self._shells[name] = shell
+        return shell
+
+    def _outside(self) -> set[str]:
+        """The tensors of modules that no stage calls, and that are in none that it calls."""
+        found: set[str] = set()
+        for name, module in self._model.named_modules(remove_duplicate=False):
+            parts = name.split(".")
+            if not any(".".join(parts[:end]) in self._places for end in range(1, len(parts) + 1)):
+                tensors = {**module._parameters, **module._buffers}
+                found |= {f"{name}.{key}".lstrip(".") for key, t in tensors.items() if t is not None}
+        return found
+
+    def _aliases(self, wanted: set[str]) -> list[list[str]]:
+        """All names of each of these tensors, since the forward may use a tied one by any of them."""
+        model, known = self._model, defaultdict[int, list[str]](list)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
+            known[id(tensor)].append(name)
+        # A tensor that is neither, which every rank has, has no name here.
+        return [names for names in known.values() if not wanted.isdisjoint(names)]
+
+    def _fill(self) -> None:
+        """Give the shell the tensors that the forward itself may use."""
+        for names in self._needed:
+            held = [(n, s) for s, stage in enumerate(self._stages) for n in names if n in stage.names]
+            name, stage = held[0] if held else (names[0], None)
+            owner = self.members.place if stage is None else self.members.owners[stage]
+            tensor = None
+            if owner == self.members.place:
+                source = self._model if stage is None else self._stages[stage].body
+                path, _, key = name.rpartition(".")
+                tensor = whole(getattr(source.get_submodule(path), key).detach())
+            if stage is not None:
+                tensor = self.members.tell(owner, tensor)
+            self._put(names, tensor)
+
+    def _empty(self) -> None:
+        for names in self._needed:
+            self._put(names, None)
+
+    def _put(self, names: Sequence[str], tensor: Tensor | None) -> None:
+        """Place a tensor under its names; None takes its memory back."""
+        for name in names:
+            path, _, key = name.rpartition(".")
+            shell: Any = self._shells.get(path)
+            if shell is None:  # a further name of a module
+                continue
+            for held in (shell._parameters, shell._buffers):
+                if held.get(key) is not None:
+                    value = like(held[key], _META) if tensor is None else tensor
+                    held[key] = nn.Parameter(value, False) if held is shell._parameters else value
+
+
+class _Given:
+    """The tensors that a module is called with, which it may change in place and return."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        self._versions = [version(tensor) for tensor in self._tensors]
+
+    def changes(self, output: Any) -> tuple[dict[int, Tensor], dict[int, int]]:
+        """The tensors that the module has changed, and which leaf of its output is which tensor."""
+        changed = {
+            index: tensor
+            for index, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True))
+            if version(tensor) != before
+        }
+        leaves = enumerate(tree_leaves(output))
+        places = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        same = {at: places[id(leaf)] for at, leaf in leaves if id(leaf) in places}
+        return changed, same
+
+    def follow(self, output: Any, changed: dict[int, Tensor], same: dict[int, int]) -> Any:
+        """Make the same changes where another rank has run the module, and return its output."""
+        for index, value in changed.items():
+            self._tensors[index].copy_(value)
+        if not same:
+            return output
+        leaves, form = tree_flatten(output)
+        return tree_unflatten(
+            [self._tensors[same[at]] if at in same else leaf for at, leaf in enumerate(leaves)], form
+        )
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Copies of the tensors in a tree."""
+    return [leaf.detach().clone() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _absent(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or nn.parameter.is_lazy(tensor) else like(tensor, _META)
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
+
+
+def _set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages cut from an ordinary model, and their schedules."""

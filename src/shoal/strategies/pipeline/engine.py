@@ -1,0 +1,441 @@
+"""The engine of a pipeline: torch's schedules over this rank's stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils._pytree import tree_flatten, tree_map
+
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.distributed import objects
+from shoal.distributed.layout import AXES
+from shoal.distributed.to_device import values_kept
+from shoal.distributed.world import World
+from shoal.strategies.contracts import Totals
+from shoal.strategies.local import mixed
+from shoal.strategies.mesh_engine import MeshEngine, sum_over, summing_group
+from shoal.strategies.module_patterns import find_units
+from shoal.strategies.partition.check import CutProof
+from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
+from shoal.strategies.partition.members import Members
+from shoal.strategies.partition.stages import Outer, Stage, keep_only, tied
+from shoal.strategies.partition.unsplit import Uncut
+from shoal.strategies.pipeline.schedules import SCHEDULES, micro_batches_refused
+from shoal.strategies.pipeline.stage import Part, learns
+from shoal.strategies.pipeline.timed_stage import MarkedStage, schedule_marked
+from shoal.strategies.task import Task
+from shoal.strategies.tensor_parallel.plan_check import prove
+from shoal.strategies.tensor_parallel.sharded_modules import Division, divide_alike, division_of
+from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
+from shoal.util.errors import ShoalError, StepError
+
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline.options import Pipeline
+
+Form = tuple[tuple[torch.Size, torch.dtype], ...]
+"""Shapes and dtypes of tensors."""
+
+
+class PipelineEngine(MeshEngine):
+    """Runs the stages of this rank, as the schedule has it, and speaks where the last of them is.
+
+    All micro-batches of a batch get one shape: shorter ones are filled up with copies of their last
+    sample, and the loss sees the output of the real ones only. torch has to be told the shapes of
+    what travels; they are learned by one forward of a micro-batch whenever its shape is a new one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        options: Pipeline,
+        outer: Outer,
+        stages: Sequence[Stage],
+        owners: Sequence[int],
+    ) -> None:
+        self._division = division_of(module)
+        _refuse_slices(self._division)
+        self._kind = SCHEDULES[options.schedule]
+        self._name = options.schedule
+        self._signature = outer.signature
+        self._owners = list(owners)
+        self._place = world.layout.coordinate(world.rank, "pipeline")
+        self._group = world.mesh["pipeline"].get_group()
+        mine = [number for number, owner in enumerate(owners) if owner == self._place]
+        last = len(stages) - 1
+        self._parts = {number: Part(stages[number], world, last=number == last) for number in mine}
+        self._sharded = world.layout.degree("shard") > 1
+        kept = [stages[number] for number in mine]
+        units = find_units(module, options.stage.units) if self._sharded else []
+        members = Members(self._group, self._place, self._owners, world.device)
+        uncut = Uncut(outer, stages, members, self._compute_alone)
+        self._proof = CutProof(uncut, module, world, outer.given)
+        keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
+        self._place_parameters(module, world, options, kept, units)
+        super().__init__(module, world)
+        inner = [axis for axis in AXES if axis in ("context", "tensor")]
+        self.speaks = last in mine and all(
+            world.layout.coordinate(world.rank, axis) == 0 for axis in inner
+        )
+        self._summing = summing_group(world)
+        self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
+        self._built: tuple[object, Any, list[PipelineStage]] | None = None
+        self._compiled = False
+        self._sums_up = False
+        """Whether a short micro-batch gave a number that the model itself computed over its samples."""
+        self._reduce: Callable[[Any, int], Tensor]
+        """What torch differentiates, of an output and the number of its micro-batch."""
+        _refuse_calls(module)
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Run the schedule, then sum gradients over replicas; see the contract."""
+        timeline = self.world.timeline
+        timeline.enter(FORWARD)
+        self._check_converted()
+        self._compute_in(autocast)
+        inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
+        for one in inputs:
+            self._prove(one, autocast)
+        # Of this batch alone: a run that resumes here must not know of the batches before.
+        rows = max(micro.samples for micro in batch.micros)
+        for one, micro in zip(inputs, batch.micros, strict=True):
+            one.update(_filled_up(one, micro.samples, rows))
+        schedule, stages = self._schedule(inputs, autocast)
+        for part in self._parts.values():
+            part.inputs = inputs
+        for stage in stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self._sums_up = False
+        self._reduce = partial(self._loss, task, batch, scale, rows)
+        timeline.enter(BACKWARD)
+        tensors = self._division is not None and not self._compiled
+        with self.others_aside(), schedule_marked(timeline, tensors=tensors):
+            try:
+                # The public `step` would join the micro-batches and cut them anew.
+                numbers = list(range(len(inputs)))
+                named = [{"micro": number} for number in numbers]
+                schedule._step_microbatches(None, named, numbers, return_outputs=False)
+            except Exception as error:
+                self._built = None  # it was left in the middle
+                if isinstance(error.__cause__, ShoalError):
+                    raise error.__cause__ from None
+                if self._kind.splits and isinstance(error, RuntimeError):
+                    raise self._not_split(error) from error
+                raise
+        self._refuse_sums(batch)
+        if not self._unused_checked:
+            self._check_unused()  # after the sums all have gradients
+        self._sum_over_replicas()
+        timeline.enter(UPDATE)
+        return self.totals()
+
+    def _not_split(self, error: RuntimeError) -> StepError:
+        return StepError(
+            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self.module).__name__}",
+            found="torch failed where backward runs in two parts, which it can't for all models: "
+            f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
+            fix="schedule='interleaved', whose backward is whole",
+        )
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The output where the last stage is, None elsewhere. Collective."""
+        self._compute_in(autocast)
+        inputs = self._inputs(task, micro, seed)
+        if self._division is not None and not self._division.proved:
+            prove(self._division, self.module, self.world, lambda: self._flow(inputs)[0])
+        self._prove(inputs, autocast)
+        output, _ = self._flow(inputs)
+        return output
+
+    def compile(self, how: str) -> None:
+        """Compile each stage; what travels between them stays outside."""
+        if how == "script" or self._kind.splits:
+            found = (
+                "TorchScript can't call a part of a model that was traced"
+                if how == "script"
+                else "it runs backward in two parts, and compiled code has only one"
+            )
+            raise StepError(
+                given=f"compile={how!r} with shoal.Pipeline(schedule={self._name!r})",
+                found=found,
+                fix="compile='inductor' with schedule='1f1b' or 'interleaved'",
+            )
+        for part in self._parts.values():
+            part.compile()
+        self._compiled = True
+
+    def _place_parameters(
+        self,
+        module: nn.Module,
+        world: World,
+        options: Pipeline,
+        kept: Sequence[Stage],
+        units: Sequence[nn.Module],
+    ) -> None:
+        """Give stages memory on the device, divide them if asked; stages and module share tensors."""
+        if self._sharded:
+            from shoal.strategies.fsdp.engine import divide
+
+            if tied(kept, range(len(kept))) is not None:
+                raise StepError(
+                    given=f"shoal.Pipeline(…) around {type(module).__name__} with '{world.layout}'",
+                    found="a parameter of two stages on one rank can't be divided twice",
+                    fix="layout='replicate=…,pipeline=…', or copies of their own",
+                )
+            meta = any(p.is_meta for p in module.parameters())
+            for part in self._parts.values():
+                inside = {id(one) for one in part.modules()}
+                divide(part, [unit for unit in units if id(unit) in inside], options.stage, world)
+                if meta:
+                    part.to_empty(device=world.device)
+            bring(module, kept, world.device)
+        else:
+            hold(module, kept, world.device)
+
+    def _prove(self, inputs: Inputs, autocast: torch.dtype | None) -> None:
+        """Compare the stages with the uncut model, if inputs like these come for the first time."""
+        if self._compiled and self.module.training:
+            return  # compiled code draws other numbers than the same code that is not
+        # Divided stages are gathered by ranks with other samples, which may have been proved already.
+        structure = None if self._sharded else inputs
+        self._proof.check(structure, lambda: inputs, lambda: self._flow(inputs)[0], autocast)
+
+    def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
+        """Call one module of a stage, as within the stage."""
+        part = self._parts[number]
+        call = partial(part.body.get_submodule(name), *args, **kwargs)
+        return part.run_alone(call) if self._sharded else call()
+
+    def _compute_in(self, autocast: torch.dtype | None) -> None:
+        for part in self._parts.values():
+            part.autocast = autocast
+
+    def _inputs(self, task: Task, micro: Micro, seed: int) -> Inputs:
+        return by_name(self._signature, *task.arguments(micro, seed), type(self.module).__name__)
+
+    def _schedule(
+        self, inputs: Sequence[Inputs], autocast: torch.dtype | None
+    ) -> tuple[Any, list[PipelineStage]]:
+        """The schedule for inputs of this form, made when the form is another than before."""
+        forms = {_form_of(one) for one in inputs}
+        if len(forms) > 1:
+            shapes = sorted({str([tuple(size) for _, size, _ in form]) for form in forms})
+            raise StepError(
+                given=f"{len(inputs)} micro-batches of one batch in a pipeline",
+                found=f"inputs of different shapes: {' and '.join(shapes[:2])}",
+                fix="collate them to one length, or shoal.Loader(…, micro_batches=1)",
+            )
+        key = (forms.pop(), autocast, len(inputs))
+        if self._built is None or self._built[0] != key:
+            if key not in self._forms:
+                self._forms[key] = self._learned(inputs[0])
+            self._built = (key, *self._build(self._forms[key], len(inputs)))
+        return self._built[1], self._built[2]
+
+    @torch.no_grad()
+    def _learned(self, inputs: Inputs) -> dict[int, tuple[Form, Form]]:
+        """The forms of what travels, from a forward that leaves nothing behind.
+
+        In the mode that there is: in the other one layers may compute in another dtype.
+        """
+        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        with torch.random.fork_rng(), values_kept(inputs):
+            _, forms = self._flow(inputs)
+        for buffer, value in kept:
+            buffer.copy_(value)
+        return forms
+
+    def _build(
+        self, forms: Mapping[int, tuple[Form, Form]], micro_batches: int
+    ) -> tuple[Any, list[PipelineStage]]:
+        stages: list[PipelineStage] = [
+            MarkedStage(
+                self.world.timeline,
+                part,
+                number,
+                len(self._owners),
+                self.world.device,
+                input_args=_examples(forms[number][0]),
+                output_args=_examples(forms[number][1]),
+                group=self._group,
+            )
+            for number, part in self._parts.items()
+        ]
+        kind: Any = get_schedule_class(self._kind.torchs)
+        single = issubclass(kind, PipelineScheduleSingle)
+        try:
+            schedule = kind(
+                stages[0] if single else stages,
+                micro_batches,
+                loss_fn=self._loss_under_way,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            ranks = self.world.layout.degree("pipeline")
+            raise micro_batches_refused(self._name, ranks, micro_batches, error) from None
+        return schedule, stages
+
+    def _loss_under_way(self, output: Any, number: int) -> Tensor:
+        with self.world.timeline.within(FORWARD):
+            return self._reduce(output, number)
+
+    def _loss(
+        self, task: Task, batch: Batch, scale: float, rows: int, output: Any, number: int
+    ) -> Tensor:
+        micro = batch.micros[number]
+        part = self._parts[len(self._owners) - 1]
+        with mixed(self.world.device, part.autocast):
+            found = part.whole(output)
+            if micro.samples < rows:
+                self._sums_up = self._sums_up or any(map(_is_sum, tree_flatten(found)[0]))
+                found = tree_map(lambda leaf: _real(leaf, micro.samples, rows), found)
+            loss, count = task.reduce(found, micro, batch.seed)
+        if not loss.requires_grad:
+            raise StepError(
+                given="the loss of a micro-batch",
+                found="it does not depend on any trainable parameter",
+                fix="compute it from the model's output, without .detach(), .item() or no_grad()",
+            )
+        self._shown.append((loss.detach(), count, micro.weight))
+        return loss * (scale * micro.weight / batch.size)
+
+    def _refuse_sums(self, batch: Batch) -> None:
+        """What the model itself sums up over samples is wrong where micro-batches were filled up."""
+        even = batch.size % (self.world.data_size * len(batch.micros)) == 0
+        if even or not any(self.world.gather(self._sums_up)):
+            return
+        raise StepError(
+            given=f"a number among the outputs of a {type(self.module).__name__} in a pipeline",
+            found="it was computed over samples of which some only fill a short micro-batch up",
+            fix="compute it in the loss, from outputs with a row for each sample; or "
+            "shoal.Loader(…, drop_last=True) with equal micro-batches",
+        )
+
+    def _sum_over_replicas(self) -> None:
+        for parameter in self.parameters:
+            divide_alike(parameter)
+        if self._summing is not None and not self._sharded:
+            with self.world.timeline.within(COMMUNICATION):
+                sum_over(self._summing, self.parameters)
+
+    def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
+        """One forward through all stages, of any shape; the forms of what this rank's ones saw."""
+        forms: dict[int, tuple[Form, Form]] = {}
+        handed: tuple[Tensor, ...] = ()
+        result = None
+        for number, part in self._parts.items():
+            before = self._owners[number - 1] if number else self._place
+            part.inputs = [inputs]
+            try:
+                received = handed if before == self._place else self._receive(before)
+                output = part(*received, micro=0)
+            except Exception as error:
+                if number < len(self._owners) - 1 and self._owners[number + 1] != self._place:
+                    self._send_failure(error, self._owners[number + 1])
+                raise
+            forms[number] = (_form(received), _form(output))
+            if number == len(self._owners) - 1:
+                result = part.whole(output)
+            elif self._owners[number + 1] == self._place:
+                handed = output
+            else:
+                self._send(output, self._owners[number + 1])
+        return result, forms
+
+    def _send_failure(self, error: Exception, to: int) -> None:
+        """Let the stages to come fail as well, instead of waiting."""
+        if not isinstance(error, ShoalError):
+            error = StepError(
+                given=f"a stage of a {type(self.module).__name__} on rank {self.world.rank}",
+                found=f"{type(error).__name__}: {error}",
+                fix="see that rank's own error; python train.py, in one process, may show more",
+            )
+        objects.send(error, self._group, to)
+
+    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
+        objects.send(_form(tensors), self._group, to)
+        for tensor in tensors:
+            dist.send(tensor, group=self._group, group_dst=to)
+
+    def _receive(self, source: int) -> tuple[Tensor, ...]:
+        found: ShoalError | Form = objects.receive(self._group, source)
+        if isinstance(found, ShoalError):
+            raise found
+        tensors = tuple(
+            torch.empty(size, dtype=dtype, device=self.world.device) for size, dtype in found
+        )
+        for tensor in tensors:
+            dist.recv(tensor, group=self._group, group_src=source)
+        return tensors
+
+
+def _refuse_slices(division: Division | None) -> None:
+    slices = set() if division is None else {"sequence", "logits"} & division.ways
+    if slices:
+        raise StepError(
+            given=f"[shoal.Tensor(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
+            found="stages send each other whole activations, and this leaves them divided",
+            fix='"head" for logits, and norms left out of the plan',
+        )
+
+
+def _form(tensors: Sequence[Tensor]) -> Form:
+    return tuple((tensor.size(), tensor.dtype) for tensor in tensors)
+
+
+def _form_of(inputs: Inputs) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    leaves = ((name, leaf) for name, value in inputs.items() for leaf in tree_flatten(value)[0])
+    return tuple((name, leaf.size(), leaf.dtype) for name, leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _examples(form: Form) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(size, dtype=dtype, device="meta", requires_grad=learns(dtype))
+        for size, dtype in form
+    )
+
+
+def _filled_up(inputs: Inputs, samples: int, rows: int) -> Inputs:
+    """Tensors of `samples` rows, with copies of the last one up to `rows` of them."""
+
+    def fill(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != samples or samples == rows:
+            return leaf
+        return torch.cat((leaf, leaf[-1:].expand(rows - samples, *leaf.shape[1:])))
+
+    return {name: tree_map(fill, value) for name, value in inputs.items()}
+
+
+def _real(leaf: Any, samples: int, rows: int) -> Any:
+    """The rows of an output that belong to samples."""
+    full = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+    return leaf[:samples] if full else leaf
+
+
+def _is_sum(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad
+
+
+def _refuse_calls(module: nn.Module) -> None:
+    kind = type(module).__name__
+
+    def forward(*_: Any, **__: Any) -> NoReturn:
+        raise StepError(
+            given=f"a call of the {kind} itself, which is cut into a pipeline",
+            found="each rank has some of its stages",
+            fix="step = shoal.Step(model, optimizer, task); step(batch) and shoal.evaluate(step, data) "
+            "run all of them",
+        )
+
+    module.forward = forward

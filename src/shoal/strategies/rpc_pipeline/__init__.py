@@ -1,0 +1,1 @@
+"""Stages on named ranks that call each other by torch RPC."""

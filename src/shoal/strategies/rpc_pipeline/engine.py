@@ -1,0 +1,500 @@
+"""The engine of `Remote`: stages on several ranks that call each other by torch RPC.
+
+All ranks run the same micro-batches in a turn, which is a step or an inference. The rank of the last
+stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
+before it, and so on, under torch's distributed autograd. Activations and gradients therefore travel
+directly between neighbors. The forward runs in the main thread of each rank, in the order of the
+micro-batches; that thread waits while a backward runs in one of torch's own threads.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary, ref
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.distributed.world import World
+from shoal.strategies.base_engine import global_norm
+from shoal.strategies.contracts import Totals
+from shoal.strategies.local import mixed
+from shoal.strategies.mesh_engine import MeshEngine, sum_over
+from shoal.strategies.partition.assignment import Crew
+from shoal.strategies.partition.check import CutProof
+from shoal.strategies.partition.groups import members_of, peers_of
+from shoal.strategies.partition.inputs import Inputs, by_name, evaluating, hold
+from shoal.strategies.partition.stages import Outer, Stage, keep_only
+from shoal.strategies.partition.unsplit import Uncut
+from shoal.strategies.rpc import Calls
+from shoal.strategies.rpc_pipeline.messages import Arrived, Backward, Carried, Inbox, Job, Line, Over
+from shoal.strategies.rpc_pipeline.threads import Carriers
+from shoal.strategies.task import Task
+from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
+from shoal.util.errors import ShoalError, StepError
+
+Answer: TypeAlias = tuple[ShoalError | None, Any]
+"""What a rank answers: an error, or a value. torch would make a RuntimeError of what is raised."""
+
+_CPU = torch.device("cpu")
+_ENGINES: WeakValueDictionary[str, RemoteEngine] = WeakValueDictionary()
+"""By the key that the ranks share: what torch calls are functions, which find their engine here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What there is to do in a turn; `factor` is what losses are multiplied by, None for inference."""
+
+    task: Task
+    micros: Sequence[Micro]
+    seed: int
+    autocast: torch.dtype | None
+    factor: float | None
+
+
+class RemoteEngine(MeshEngine):
+    """Runs this rank's stage when it is called, drives the others if it is the driver, which speaks."""
+
+    parts = True
+    unseen = "backward runs in threads of distributed autograd"
+
+    def __init__(
+        self, module: nn.Module, world: World, outer: Outer, stages: Sequence[Stage], crew: Crew
+    ) -> None:
+        rank = world.rank
+        self._crew = crew
+        self._number = crew.stage(rank)
+        self._compiled = False
+        self._stage = stages[self._number]
+        self.signature = outer.signature
+        self._calls = world.service(Calls)
+        self._proof = CutProof(
+            Uncut(outer, stages, members_of(world, crew), self._compute_alone),
+            module,
+            world,
+            outer.given,
+        )
+        keep_only(module, [self._stage], [stage for stage in stages if stage is not self._stage])
+        hold(module, [self._stage], world.device)
+        super().__init__(module, world)
+        self.speaks = rank == crew.driver
+        self._others = [other for other in crew.everyone if other != rank]
+        replica = crew.ranks[self._number].index(rank)
+        self.noise = f"noise of replica {replica}" if replica else "noise"
+        self._own = {id(parameter) for parameter in self.parameters}
+        self._peers, self._group = peers_of(world, crew)
+        self._inbox = Inbox(self._look)
+        self._error: Exception | None = None
+        """What went wrong in this rank's stage in this turn: others only hear of it."""
+        self._calling = threading.Lock()
+        self._collecting = threading.Lock()
+        """Held while gradients are added, and where a turn ends: they are of it, or of none."""
+        self._key = world.broadcast(secrets.token_hex(16))
+        _ENGINES[self._key] = self
+        world.barrier()  # a call that came sooner would find nothing
+        module.forward = partial(_call_from_here, ref(self))
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Forward and backward through all stages, then sums over replicas; see the contract."""
+        timeline = self.world.timeline
+        timeline.enter(FORWARD)
+        factor = scale / batch.size
+        work = Work(task=task, micros=batch.micros, seed=batch.seed, autocast=autocast, factor=factor)
+        self._prove(work)
+        shown = self._take_part(work)
+        self._shown = [
+            (loss, count, micro.weight)
+            for (loss, count), micro in zip(shown, batch.micros, strict=bool(shown))
+        ]
+        if not self._unused_checked:
+            self._check_unused()
+        with self._calls.explained(self._others):
+            if self._group is not None:
+                with timeline.within(COMMUNICATION):
+                    sum_over(self._group, self.parameters)
+            timeline.enter(UPDATE)
+            return self.totals()
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """The output on the driver, None elsewhere. Collective."""
+        work = Work(task=task, micros=[micro], seed=seed, autocast=autocast, factor=None)
+        self._prove(work)
+        return self._output(work)
+
+    def compile(self, how: str) -> None:
+        """Compile this rank's stage."""
+        if how == "script":
+            raise StepError(
+                given="compile='script' with shoal.Remote(…)",
+                found="TorchScript can't call a part of a model that was traced",
+                fix="compile='inductor'",
+            )
+        self._stage.body.compile()
+        self._compiled = True
+
+    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Send the buffers of each stage's first rank to the others: they follow each one's samples."""
+        if self._group is not None:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, group=self._group, group_src=0)
+
+    def _norm(self) -> Tensor:
+        """Of each stage counted once, on its first rank."""
+        own = self.world.rank == self._peers[0]
+        return global_norm(self._gradients() if own else [])
+
+    def _prove(self, work: Work) -> None:
+        """Compare stages and uncut model on micro-batches like which none has come before."""
+        if self._compiled and self.module.training:
+            return  # compiled code draws other numbers than the same code that is not
+        for micro in work.micros:
+            alone = replace(work, micros=[micro], factor=None)
+            self._proof.check(
+                micro.value,
+                partial(self._inputs, work, micro),
+                partial(self._output, alone),
+                work.autocast,
+            )
+
+    def _output(self, work: Work) -> Any:
+        """The output of the one micro-batch on the driver, None elsewhere."""
+        outputs = self._take_part(work)
+        return outputs[0] if self.speaks else None
+
+    def _inputs(self, work: Work, micro: Micro) -> Inputs:
+        """What the model is called with, for one micro-batch."""
+        arguments = work.task.arguments(micro, work.seed)
+        return by_name(self.signature, *arguments, type(self.module).__name__)
+
+    def _compute_alone(self, _: int, name: str, args: Any, kwargs: Any) -> Any:
+        """Call one module of this rank's stage."""
+        return self._stage.body.get_submodule(name)(*args, **kwargs)
+
+    def _take_part(self, work: Work) -> list[Any]:
+        """Do this rank's part in one turn; on the driver the values of all micro-batches."""
+        turn = self._inbox.begin()
+        self._error = None
+        line = Line(self._crew.micros(self.world.rank, len(work.micros)))
+        before = self.world.timeline.enter(COMMUNICATION)
+        try:
+            if self.speaks:
+                return self._drive(work, turn, line)
+            self._serve(work, turn, line)
+            return []
+        finally:
+            over = StepError(
+                given=f"a micro-batch of a {type(self.module).__name__} in a step that is over",
+                found=f"{self._crew.title(self.world.rank)} has left it with an error",
+                fix="see that rank's own error",
+            )
+            with self._collecting:
+                left = [each for each in self._inbox.end() if isinstance(each, Job)]
+            for job in (*left, *line.left()):
+                job.reply.set_result((over, None))
+            self.world.timeline.enter(before)
+
+    def _serve(self, work: Work, turn: int, line: Line) -> None:
+        """Take micro-batches through this rank's stage until the driver says that all is over."""
+        told: ShoalError | None = None
+        try:
+            self._check_converted()
+        except StepError as error:
+            self._error = told = error
+        arrived = (self._key, turn, self.world.rank, told)
+        self._calls.ask(self._crew.driver, _arrived, *arrived)
+        over = self._attend(work, line)  # only the driver is told of anything else
+        failure = self._error or over.error
+        if failure is not None:
+            raise failure
+
+    def _drive(self, work: Work, turn: int, line: Line) -> list[Any]:
+        """Have all micro-batches carried through the stages, and tell the others when that is over."""
+        failed: BaseException | None = None
+        carriers = Carriers(
+            len(work.micros),
+            lambda micro: self._carry(work, turn, micro, carriers),
+            lambda *carried: self._inbox.post(turn, Carried(*carried)),
+        )
+        values: dict[int, Any] = {}
+        try:
+            self._check_converted()
+            self._await_others(work, line)
+            carriers.start(len(self._crew.everyone) + 1)
+            while len(values) < len(work.micros):
+                message = self._attend(work, line)
+                if isinstance(message, Carried):
+                    if message.error is not None:
+                        raise self._error or message.error
+                    values[message.micro] = message.value
+        except BaseException as error:  # an interrupt too: else the others would take it for done
+            failed = error
+            raise
+        finally:
+            carriers.stop()
+            self._end(turn, failed)
+        return [values[number] for number in range(len(work.micros))]
+
+    def _await_others(self, work: Work, line: Line) -> None:
+        """Until all ranks are there; raises what keeps one of them from taking part."""
+        absent = {*self._others}
+        while absent:
+            message = self._attend(work, line)
+            if isinstance(message, Arrived):
+                absent.discard(message.rank)
+                if message.error is not None:
+                    raise message.error
+
+    def _end(self, turn: int, failed: BaseException | None) -> None:
+        """Tell the others that the turn is over, also where some of them are gone."""
+        told = None if failed is None else self._described(failed)
+        if failed is None:
+            self._calls.tell(self._others, _over, self._key, turn, None)
+            return
+        for rank in self._others:
+            try:
+                self._calls.ask(rank, _over, self._key, turn, told)
+            except (ShoalError, RuntimeError):
+                continue  # the error under way says more
+
+    def _look(self) -> None:
+        """Nothing has come for a while: raise StepError if whom this rank waits for is gone."""
+        self._calls.look(self._others if self.speaks else [self._crew.driver])
+
+    def _attend(self, work: Work, line: Line) -> Arrived | Carried | Over:
+        """Do the jobs of this rank's stage, until there is a message of another kind."""
+        timeline = self.world.timeline
+        while True:
+            timeline.enter(BACKWARD if line.backward else COMMUNICATION)
+            message = self._inbox.receive(wait=not line.ready)
+            if message is None:
+                timeline.enter(FORWARD)
+                self._do(work, line)
+            elif isinstance(message, Job):
+                line.add(message)
+            elif isinstance(message, Backward):
+                line.mark(message.micro, over=message.over)
+            else:
+                return message
+
+    def _do(self, work: Work, line: Line) -> None:
+        """One job, and the answer to it."""
+        job = line.take()
+        try:
+            answer: Answer = (None, self._compute(work, job))
+        except Exception as error:
+            self._error = self._error or error
+            answer = (self._described(error), None)
+        except BaseException as error:
+            job.reply.set_result((self._described(error), None))
+            raise
+        else:
+            if self._number == self._crew.last and work.factor is not None:
+                line.mark(job.micro, over=False)  # of a loss, which is at once gone back from
+        job.reply.set_result(answer)
+
+    def _compute(self, work: Work, job: Job) -> Any:
+        """Take one micro-batch through this rank's stage, and on the last one through the loss."""
+        device, micro = self.world.device, work.micros[job.micro]
+        inputs: Inputs = {}
+        if self._stage.needed:
+            inputs = self._inputs(work, micro)
+        if work.factor is not None:
+            self._mark(job.received, job.micro, over=True)
+        with mixed(device, work.autocast):
+            output = self._run(self._stage.body, job.received, inputs)
+            if work.factor is not None:
+                self._mark(output, job.micro, over=False)
+            if self._number < self._crew.last:
+                return _on(_CPU, output)
+            if work.factor is None:
+                return output  # the driver's own
+            loss, count = work.task.reduce(output, micro, work.seed)
+        if not loss.requires_grad:
+            raise StepError(
+                given="the loss of a micro-batch",
+                found="it does not depend on any trainable parameter",
+                fix="compute it from the model's output, without .detach(), .item() or no_grad()",
+            )
+        return _on(_CPU, (loss * (work.factor * micro.weight), (loss.detach(), count)))
+
+    def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
+        """Tell the main thread when the backward comes to tensors, from the thread that it runs in.
+
+        Hooks of tensors would also be called by torch.autograd.grad in a forward.
+        """
+        message, turn = Backward(micro, over), self._inbox.turn
+        for node in {leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}:
+            if node is not None:
+                node.register_prehook(lambda _: self.post(turn, message))
+
+    def _run(self, body: nn.Module, received: Sequence[Any], inputs: Inputs) -> Any:
+        needed = (inputs[name] for name in self._stage.needed)
+        return body(*_on(self.world.device, received), *needed)
+
+    def _carry(self, work: Work, turn: int, micro: int, carriers: Carriers) -> Any:
+        """Take one micro-batch through all stages and back; the driver's, in a thread of its own."""
+        last = self._crew.last
+        if work.factor is None:
+            return self._asked(last, turn, micro)
+        with dist_autograd.context() as context:
+            loss, shown = self._asked(last, turn, micro)
+            with self._calls.explained(self._others):
+                dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
+            del loss
+            # Always in the same order, so that sums are rounded alike.
+            with carriers.turn_of(micro):
+                workers = self._crew.workers(micro)
+                away = [rank for rank in workers if rank != self.world.rank]
+                with self._calls.telling(away, _collect, self._key, context, turn, micro):
+                    if self.world.rank in workers:
+                        self.collect(context, turn, micro)
+        return shown
+
+    def _asked(self, stage: int, turn: int, micro: int) -> Any:
+        """What a stage makes of a micro-batch; raises the error of whichever rank failed."""
+        worker = self._crew.worker(stage, micro)
+        if worker == self.world.rank:
+            error, value = self.passed(turn, micro)
+        else:
+            error, value = self._calls.ask(worker, _pass, self._key, turn, micro)
+        if error is not None:
+            raise error
+        return value
+
+    def passed(self, turn: int, micro: int) -> Answer:
+        """What this rank's stage makes of a micro-batch that the stages before it are asked for."""
+        try:
+            received = self._asked(self._number - 1, turn, micro) if self._number else ()
+        except Exception as error:
+            return self._described(error), None
+        reply: Future[Answer] = Future()
+        if not self._inbox.post(turn, Job(micro, received, reply)):
+            return self._described(RuntimeError("the step is over")), None
+        return reply.result()
+
+    def collect(self, context: int, turn: int, micro: int) -> None:
+        """Add what a micro-batch, whose backward is over, gave to the gradients of parameters here.
+
+        Nothing once the turn is over: it has failed, and what there was of its gradients is dropped.
+        """
+        gradients = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
+        with self._collecting, torch.no_grad():
+            if not self._inbox.lasts(turn):
+                return
+            for parameter, gradient in gradients.items():
+                if id(parameter) not in self._own:  # of another model, which a loss ran through
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad += gradient
+        self.post(turn, Backward(micro, over=True))
+
+    def post(self, turn: int, message: Arrived | Backward | Over) -> None:
+        """A message to the main thread, of another rank or thread."""
+        self._inbox.post(turn, message)
+
+    def call(self, inputs: Inputs) -> Any:
+        """The model's output, from wherever it is called; not collective."""
+        error, output = self.called(inputs, self._crew.last, self.module.training)
+        if error is not None:
+            raise error
+        return _on(self.world.device, output)
+
+    def called(self, inputs: Inputs, stage: int, training: bool) -> Answer:
+        """What `stage` makes of the model's inputs, here or where it is; `training` as the caller is.
+
+        A rank that trains need not know of a call by one that evaluates, and trains on.
+        """
+        if stage != self._number:
+            answer: Answer = self._calls.ask(
+                self._crew.ranks[stage][0], _called, self._key, _on(_CPU, inputs), stage, training
+            )
+            return answer
+        error, received = self.called(inputs, stage - 1, training) if stage else (None, ())
+        if error is not None:
+            return error, None
+        try:
+            with self._calling, torch.no_grad():
+                aside = self.module.training and not training
+                body = evaluating(self._stage.body) if aside else self._stage.body
+                return None, _on(_CPU, self._run(body, received, _on(self.world.device, inputs)))
+        except Exception as caught:
+            return self._described(caught), None
+
+    def _described(self, error: BaseException) -> ShoalError:
+        """An error as other ranks hear of it."""
+        if isinstance(error, ShoalError):
+            return error
+        return StepError(
+            given=f"{self._crew.title(self.world.rank)} of a {type(self.module).__name__}, on "
+            f"{self._calls.hosts[self.world.rank]}",
+            found=f"{type(error).__name__}: {error}",
+            fix="see that rank's own error; python train.py, in one process, may show more",
+        )
+
+
+def _pass(key: str, turn: int, micro: int) -> Answer:
+    """By RPC: take a micro-batch through this rank's stage."""
+    return _engine(key).passed(turn, micro)
+
+
+def _collect(key: str, context: int, turn: int, micro: int) -> None:
+    """By RPC: keep the gradients that a context of distributed autograd has of this rank."""
+    _engine(key).collect(context, turn, micro)
+
+
+def _arrived(key: str, turn: int, rank: int, error: ShoalError | None) -> None:
+    """By RPC: another rank has come to a turn."""
+    _engine(key).post(turn, Arrived(rank, error))
+
+
+def _over(key: str, turn: int, error: ShoalError | None) -> None:
+    """By RPC: the driver has ended a turn."""
+    _engine(key).post(turn, Over(error))
+
+
+def _called(key: str, inputs: Inputs, stage: int, training: bool) -> Answer:
+    """By RPC: take the model's inputs through a stage, outside of any turn."""
+    return _engine(key).called(inputs, stage, training)
+
+
+def _engine(key: str) -> RemoteEngine:
+    engine = _ENGINES.get(key)
+    if engine is None:
+        raise RuntimeError("this rank has dropped its stage of the model")
+    return engine
+
+
+def _call_from_here(engine: ref[RemoteEngine], *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module that stands for the whole model."""
+    here = engine()
+    if here is None:
+        raise RuntimeError("the world of this model is closed")
+    kind = type(here.module).__name__
+    if torch.is_grad_enabled():
+        raise StepError(
+            given=f"a call of the {kind} itself, each of whose stages is on a rank of its own",
+            found="no gradients come back through such a call",
+            fix="step = shoal.Step(model, optimizer, task); step(batch) trains; for its output alone: "
+            "with torch.no_grad(): model(inputs)",
+        )
+    return here.call(by_name(here.signature, args, kwargs, kind))
+
+
+def _on(device: torch.device, tree: Any) -> Any:
+    """The tensors of a tree on another device; what travels goes by the memory of the hosts."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)

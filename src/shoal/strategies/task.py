@@ -1,0 +1,145 @@
+"""What a user computes from a batch, as functions of plain values that any strategy can run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from shoal.data.batch import Count
+from shoal.data.micro import CURRENT_MICRO, Micro
+from shoal.data.noise import Noise
+from shoal.util.errors import DataError, StepError
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to compute, as two functions of plain values, so that any strategy can run it.
+
+    `loss(output, batch)` returns (sum, count): the *sum* of the losses of the samples as a tensor
+    without dimensions, and what to divide the sum over the global batch by. `inputs(batch)` returns
+    what the model is called with: a tuple for positional arguments, a mapping for keywords, anything
+    else as the only argument. Without it, a tuple or list gives its first element and a mapping is
+    passed as keywords. A function that has a parameter named `noise` gets the Noise of its samples;
+    those of `inputs` and `loss` draw different numbers, except from `noise.named(…)`.
+
+        >>> def loss(output, batch):
+        ...     return torch.nn.functional.mse_loss(output, batch["y"], reduction="sum"), len(output)
+        >>> task = Task(loss, inputs=lambda batch: batch["x"])
+    """
+
+    loss: Callable[..., tuple[Tensor, Count]]
+    inputs: Callable[..., Any] | None = None
+
+    def forward(self, model: Callable[..., Any], micro: Micro, seed: int) -> Any:
+        """Call `model` on a micro-batch and return its output."""
+        token = CURRENT_MICRO.set(micro)
+        try:
+            positional, named = self.arguments(micro, seed)
+            return model(*positional, **named)
+        finally:
+            CURRENT_MICRO.reset(token)
+
+    def arguments(self, micro: Micro, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """What the model is called with: positional arguments and keywords."""
+        if self.inputs is None:
+            arguments = default_inputs(micro.value)
+        elif self._inputs_take_noise:
+            arguments = self.inputs(micro.value, noise=Noise(seed, micro.first, micro.samples))
+        else:
+            arguments = self.inputs(micro.value)
+        if isinstance(arguments, tuple):
+            return arguments, {}
+        if isinstance(arguments, Mapping):
+            return (), arguments
+        return (arguments,), {}
+
+    def reduce(self, output: Any, micro: Micro, seed: int) -> tuple[Tensor, Count]:
+        """The loss of a micro-batch as (sum, count), checked to be of that form."""
+        token = CURRENT_MICRO.set(micro)
+        try:
+            if self._loss_takes_noise:
+                noise = Noise(seed, micro.first, micro.samples, stream=1)
+                result = self.loss(output, micro.value, noise=noise)
+            else:
+                result = self.loss(output, micro.value)
+        finally:
+            CURRENT_MICRO.reset(token)
+        return check_loss(result, self.loss)
+
+    @cached_property
+    def _inputs_take_noise(self) -> bool:
+        return self.inputs is not None and _takes_noise(self.inputs)
+
+    @cached_property
+    def _loss_takes_noise(self) -> bool:
+        return _takes_noise(self.loss)
+
+
+def check_loss(
+    result: object, function: Callable[..., object] | None = None, *, call: str = ""
+) -> tuple[Tensor, Count]:
+    """`result` as (sum, count), or a StepError that says what it is instead.
+
+    `function` is the loss function that returned it; None where your own loop computed it, and gave
+    it in `call`.
+    """
+    if isinstance(result, tuple) and len(result) == 2:
+        loss, count = result
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            if isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1):
+                return loss, count
+            if isinstance(count, np.number):
+                return loss, count.item()
+            shape = f" and shape {tuple(count.shape)}" if isinstance(count, Tensor) else ""
+            found = f"a count of type {type(count).__name__}{shape} instead of one number"
+        elif isinstance(loss, Tensor):
+            found = f"a loss of shape {tuple(loss.shape)} instead of a tensor without dimensions"
+        else:
+            found = f"a loss of type {type(loss).__name__} instead of a tensor"
+    else:
+        of = f" of {len(result)}" if isinstance(result, tuple | list) else ""
+        found = f"a {type(result).__name__}{of} instead of a tuple of two, (sum, count)"
+    total = "F.cross_entropy(output, y, reduction='sum')"
+    raise StepError(
+        given=call if function is None else f"the loss function {place(function)}",
+        found=found if function is None else f"it returned {found}",
+        fix=f"batch.backward(total={total}, count=len(y))"
+        if function is None
+        else f"return {total}, len(y)",
+    )
+
+
+def default_inputs(value: Any) -> Any:
+    """What the model is called with where the task does not say."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, tuple | list) and value:
+        return (value[0],)
+    raise DataError(
+        given=f"batches of type {type(value).__name__} and a Task without `inputs`",
+        found="it is neither a tuple nor a mapping, so what to call the model with can't be known",
+        fix="shoal.Task(loss, inputs=lambda batch: batch), or whatever the model takes",
+    )
+
+
+def place(function: Callable[..., object]) -> str:
+    """What a user calls his function, and where he wrote it."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
+
+
+def _takes_noise(function: Callable[..., Any]) -> bool:
+    try:
+        return "noise" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False

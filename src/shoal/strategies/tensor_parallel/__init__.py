@@ -1,0 +1,1 @@
+"""Tensor parallelism by a plan that is checked on the first batch."""

@@ -1,0 +1,196 @@
+"""Plans of tensor parallelism: given, carried by a model, or derived; and what they may not divide."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.strategies.module_patterns import named_like
+from shoal.util.errors import LayoutError, StepError
+
+HUGGING_FACE = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_rep": "head",
+    "colwise_gather_output": "head",
+    "embedding_rowwise": "vocabulary",
+}
+"""The words of the plans that transformers' models carry."""
+
+KINDS: dict[str, type[nn.Module]] = {
+    "column": nn.Linear,
+    "row": nn.Linear,
+    "head": nn.Linear,
+    "logits": nn.Linear,
+    "vocabulary": nn.Embedding,
+    "sequence": nn.Module,
+}
+"""The ways to divide a layer, and what each is for."""
+
+FEATURE_WISE = (
+    *(nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU),
+    *(nn.SiLU, nn.Mish, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.Softplus),
+)
+"""Modules that act on each feature alone."""
+
+PROJECTION = re.compile(r"w?[qkv]|c_attn|.*(qkv|query|key|value|[qkv]_?(proj|lin))", re.IGNORECASE)
+"""Names of layers whose outputs are heads."""
+
+HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
+KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_heads")
+
+
+def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The way of each layer that the patterns of `plan` name; StepError for what it can't divide."""
+    layers: dict[str, str] = {}
+    for pattern, way in plan.items():
+        given = f"shoal.Tensor(plan={{{pattern!r}: {way!r}}})"
+        for name in named_like(model, pattern, f"shoal.Tensor(plan={{{pattern!r}: …}})"):
+            layer = model.get_submodule(name)
+            if layers.setdefault(name, way) != way:
+                raise StepError(
+                    given=given,
+                    found=f"another pattern divides {name} by {layers[name]!r}",
+                    fix="patterns of which one fits each layer",
+                )
+            if not isinstance(layer, KINDS[way]):
+                raise StepError(
+                    given=given,
+                    found=f"the module {name} is a {_class(type(layer))}, not a {_class(KINDS[way])}",
+                    fix=f"name modules of the second class, or leave {name} out of the plan",
+                )
+    return layers
+
+
+def _class(kind: type[nn.Module]) -> str:
+    """A class with its module: libraries have layers of the same names as torch's."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def carried_plan(model: nn.Module) -> dict[str, str]:
+    """The plan that a Hugging Face model carries, in our words; empty without one."""
+    carried: Any = getattr(model, "_tp_plan", None) or {}
+    unknown = sorted({way for way in carried.values() if way not in HUGGING_FACE})
+    if unknown:
+        raise StepError(
+            given=f"shoal.Tensor() and the plan of a {type(model).__name__}",
+            found=f"it divides layers in ways that are not known here: {', '.join(unknown)}",
+            fix="a plan of your own: shoal.Tensor(plan={…})",
+        )
+    return {pattern: HUGGING_FACE[way] for pattern, way in carried.items()}
+
+
+def derived_plan(model: nn.Module, degree: int) -> dict[str, str]:
+    """A plan for what can be recognised: feed-forward pairs, and an embedding with its head.
+
+    Attention is left whole: whether it works on the heads that are there can't be seen from outside.
+    Raises StepError where nothing is recognised.
+    """
+    layers = {
+        f"{name}.{child}" if name else child: way
+        for name, part in model.named_modules()
+        for child, way in _feed_forward(part, degree)
+    }
+    layers |= _vocabulary(model, degree)
+    if not layers:
+        raise StepError(
+            given=f"shoal.Tensor() without a plan for a {type(model).__name__}",
+            found="it does not carry one, as models of Hugging Face do, and has no feed-forward pairs "
+            f"whose width {degree} divides",
+            fix='shoal.Tensor(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
+        )
+    return _patterns(model, layers)
+
+
+def _feed_forward(part: nn.Module, degree: int) -> Iterator[tuple[str, str]]:
+    """Children of `part` that widen and narrow again with only what is feature-wise in between."""
+    linear = {name: child for name, child in part.named_children() if isinstance(child, nn.Linear)}
+    if isinstance(part, nn.ModuleList | nn.ModuleDict):
+        return
+    for name, narrow in linear.items():
+        width, wide = narrow.out_features, narrow.in_features
+        if wide <= width or wide % degree:
+            continue
+        widening = [n for n, c in linear.items() if (c.in_features, c.out_features) == (width, wide)]
+        narrowing = [n for n, c in linear.items() if (c.in_features, c.out_features) == (wide, width)]
+        if isinstance(part, nn.Sequential):
+            widening = [n for n in widening if _only_feature_wise_between(part, n, name)]
+        if len(widening) in (1, 2) and (len(narrowing) == 1 or isinstance(part, nn.Sequential)):
+            yield from ((each, "column") for each in widening)
+            yield name, "row"
+
+
+def _only_feature_wise_between(part: nn.Sequential, first: str, last: str) -> bool:
+    names = list(dict(part.named_children()))
+    start, stop = names.index(first), names.index(last)
+    between = [part.get_submodule(name) for name in names[start + 1 : stop]]
+    return start < stop and all(isinstance(module, FEATURE_WISE) for module in between)
+
+
+def _vocabulary(model: nn.Module, degree: int) -> dict[str, str]:
+    """The one embedding whose rows are the outputs of one Linear, tied to it or not."""
+    found = {}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and not part.num_embeddings % degree:
+            sizes = (part.embedding_dim, part.num_embeddings)
+            heads = [
+                n
+                for n, p in model.named_modules()
+                if isinstance(p, nn.Linear) and (p.in_features, p.out_features) == sizes
+            ]
+            if len(heads) == 1:
+                found[name] = heads[0]
+    if len(found) != 1:
+        return {}
+    ((embedding, head),) = found.items()
+    return {embedding: "vocabulary", head: "head"}
+
+
+def _patterns(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
+    """`layers` with `*` for numbers, where that names no others."""
+    plan = {}
+    for name, way in layers.items():
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        alike = all(layers.get(other) == way for other in named_like(model, pattern, pattern))
+        plan[pattern if alike else name] = way
+    return plan
+
+
+def check_divisible(model: nn.Module, layers: Mapping[str, str], degree: int) -> None:
+    """Raise LayoutError for a size, or a number of heads, that `degree` does not divide."""
+    for name, way in layers.items():
+        if way == "sequence":
+            continue
+        layer: Any = model.get_submodule(name)
+        what = {"row": "in_features", "vocabulary": "num_embeddings"}.get(way, "out_features")
+        sizes = {f"its {what}": getattr(layer, what)}
+        if way == "column":
+            sizes |= _heads(model, name)
+        for thing, size in sizes.items():
+            if size % degree:
+                raise LayoutError(
+                    given=f"layout with tensor={degree} and {name} divided by {way}",
+                    found=f"{thing} are {size}, which {degree} does not divide",
+                    fix=f"tensor=N with an N that divides {size}, or a plan without {name}",
+                )
+
+
+def _heads(model: nn.Module, name: str) -> dict[str, int]:
+    """The numbers of heads that the module around a projection, or its configuration, tells."""
+    above, _, own = name.rpartition(".")
+    if not PROJECTION.fullmatch(own):
+        return {}
+    parent = model.get_submodule(above)
+    places: dict[str, Any] = {above or type(model).__name__: parent}
+    if hasattr(parent, "config"):
+        places[f"{above}.config"] = parent.config
+    return {
+        f"the {attribute} of {place}": value
+        for place, holder in places.items()
+        for attribute in (*HEADS, *KEY_HEADS)
+        for value in [getattr(holder, attribute, None)]
+        if isinstance(value, int)
+    }

@@ -1,0 +1,162 @@
+"""Whether a divided model computes what the whole one does: both run on the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.strategies.dtensor import whole
+from shoal.strategies.eval_mode import random_states_kept
+from shoal.util.errors import StepError
+
+if TYPE_CHECKING:
+    from shoal.distributed.world import World
+    from shoal.strategies.tensor_parallel.sharded_modules import Division
+
+
+class Proof:
+    """What comes to each layer of a plan in the divided model, compared with the whole one.
+
+    Inputs are compared and not only outputs: a layer that starts with weights of zero would hide what
+    comes to it. In the whole model each layer has its whole parameters while it runs, and not longer.
+    """
+
+    def __init__(self, division: Division) -> None:
+        self._division = division
+        self._whole = False
+        self._seen: list[tuple[str, Tensor]] = []
+        self._replaced: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+        self.found: str | None = None
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Run the model both ways, by `call`; `found` is the first difference. Collective.
+
+        A model that fails both ways proves nothing: that is not the plan's doing.
+        """
+        error: Exception | None = None
+        try:
+            self._see("the output of the model", call())
+        except Exception as caught:
+            error = caught
+        self._seen.reverse()
+        self._whole = True
+        try:
+            self._compare("the output of the model", call())
+        except Exception:
+            return
+        finally:
+            for layer in list(self._replaced):
+                self.leave(layer)
+        if error is not None:
+            text = str(error).partition("\n")[0]
+            self.found = f"it fails where the whole one does not: {type(error).__name__}: {text}"
+
+    def enter(self, name: str, layer: nn.Module, arguments: Any) -> bool:
+        """A layer is called; True if it is to run whole."""
+        what = f"what comes to {name}"
+        if not self._whole:
+            self._see(what, arguments)
+            return False
+        self._compare(what, arguments)
+        self._replaced[layer] = [
+            (part, key, parameter)
+            for part in layer.modules()
+            for key, parameter in part.named_parameters(recurse=False)
+        ]
+        for part, key, parameter in self._replaced[layer]:
+            part._parameters[key] = nn.Parameter(whole(parameter.detach()), requires_grad=False)
+        return True
+
+    def leave(self, layer: nn.Module) -> bool:
+        """A layer has run; its own parameters are put back."""
+        for part, key, parameter in self._replaced.pop(layer, []):
+            part._parameters[key] = parameter
+        return self._whole
+
+    def _see(self, what: str, tree: Any) -> None:
+        self._seen += [(what, whole(t).detach()) for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+    def _compare(self, what: str, tree: Any) -> None:
+        for tensor in tree_leaves(tree):
+            if not isinstance(tensor, Tensor) or self.found is not None:
+                continue
+            name, seen = self._seen.pop() if self._seen else ("nothing", tensor)
+            if name != what:
+                self.found = f"after {what} in one process comes {name}"
+            elif not self._alike(seen, tensor.detach()):
+                self.found = f"{what} differs from what it is in one process"
+
+    def _alike(self, seen: Tensor, expected: Tensor) -> bool:
+        """Whether `seen` is `expected`, or this rank's features of it, up to rounding."""
+        mesh = self._division.mesh
+        if seen.shape != expected.shape and expected.dim():
+            expected = expected.tensor_split(mesh.size(), -1)[mesh.get_local_rank()]
+        if seen.shape != expected.shape:
+            return False
+        if not expected.is_floating_point():
+            return torch.equal(seen, expected)
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5
+        distance = torch.linalg.vector_norm((seen - expected).double())
+        size = torch.linalg.vector_norm(expected.double())
+        return not bool(distance > tolerance * size)  # what is not finite proves nothing
+
+
+def prove(
+    division: Division, model: nn.Module, world: World, call: Callable[[], Any] | None = None
+) -> None:
+    """Compare the divided `model` with the whole one, once it has been called everywhere. Collective.
+
+    `call` runs it; by default as it was called. Raises StepError on all ranks where they differ.
+    """
+    if division.proved:
+        return
+    called = division.arguments
+    if call is None:
+        if not all(world.gather(called is not None)) or called is None:
+            return
+        call = partial(model, *called[0], **called[1])
+    proof = division.proof = Proof(division)
+    try:
+        with _calm(model):
+            proof.run(partial(_drawing_alike, model, call))
+    finally:
+        division.proof = None
+    findings = [found for found in world.gather(proof.found) if found is not None]
+    division.proved = not findings
+    division.arguments = None
+    if findings:
+        mixed = "mixed torch.Tensor and DTensor" in findings[0]
+        raise StepError(
+            given=f"shoal.Tensor(plan={division.plan!r}) around {type(model).__name__}",
+            found=f"the divided model is not the whole one: {findings[0]}",
+            fix="whatever meets a divided sequence as a layer of its own, which the plan may name as "
+            '"sequence": an nn.Embedding for positions, a module for a scale'
+            if mixed
+            else "between a column and a row layer only what acts on each feature, or head, alone, as "
+            "view(batch, length, -1, head_size) does; leave other layers out of the plan",
+        )
+
+
+def _drawing_alike(model: nn.Module, call: Callable[[], Any]) -> Any:
+    with random_states_kept(model):
+        return call()
+
+
+@contextmanager
+def _calm(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients. Only flags change: `train` may do more, as LoRA's does."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

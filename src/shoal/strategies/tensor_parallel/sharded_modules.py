@@ -1,0 +1,216 @@
+"""A model whose layers are divided over ranks as DTensors, and how tensors come to them and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shoal.distributed.world import World
+from shoal.strategies.dtensor import is_divided
+from shoal.strategies.tensor_parallel.plan_check import Proof
+from shoal.util.errors import StepError
+
+ATTRIBUTE = "_shoal_division"
+SEQUENCE = 1
+"""The dimension of the sequence in activations of shape (batch, sequence, features)."""
+
+
+class Division:
+    """The layers of a plan in one model, and the hooks that divide what comes to them.
+
+    Outside of the layers activations are plain and whole, alike on the ranks of `mesh`. With "sequence"
+    in the plan they are DTensors divided along the sequence, so that torch refuses to mix them with
+    plain ones; a module with parameters of its own that the plan does not name gets them whole, and
+    what it makes of them is a DTensor again.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], mesh: DeviceMesh
+    ) -> None:
+        self.plan = dict(plan)
+        self.mesh = mesh
+        self.ways = frozenset(layers.values())
+        self.logits = "logits" in self.ways
+        self.sequence = "sequence" in self.ways
+        self.proved = False
+        self.proof: Proof | None = None
+        """The comparison that is under way."""
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        """What the model was called with, until the plan is proved."""
+        self._keep = False
+        self._gathered: dict[nn.Module, bool] = {}
+        self._shared: tuple[ref[Tensor], tuple[int, bool], DTensor] | None = None
+        model.register_forward_pre_hook(self._remember, with_kwargs=True)
+        inside: set[nn.Module] = set()
+        for name, way in layers.items():
+            layer = model.get_submodule(name)
+            inside |= set(layer.modules())
+            layer.register_forward_pre_hook(partial(self._enter, name, way), with_kwargs=True)
+            layer.register_forward_hook(partial(self._leave, way))
+        if self.sequence:
+            for part in model.modules():
+                if part not in inside and any(True for _ in part.parameters(recurse=False)):
+                    part.register_forward_pre_hook(self._gather, with_kwargs=True)
+                    part.register_forward_hook(self._wrap)
+        if self.logits or self.sequence:
+            model.register_forward_hook(self._finish)
+
+    def __deepcopy__(self, memo: object) -> Division:
+        return self  # a copied model lives on the same ranks, and its hooks with it
+
+    @contextmanager
+    def logits_kept(self) -> Iterator[None]:
+        """Inside, logits stay divided; elsewhere the model returns them whole."""
+        self._keep = True
+        try:
+            yield
+        finally:
+            self._keep = False
+
+    def _remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self.proved:
+            self.arguments = (args, kwargs)
+
+    def _enter(self, name: str, way: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.proof is not None and self.proof.enter(name, layer, (args, kwargs)):
+            return None
+        return tree_map_only(Tensor, partial(self._brought, way), (args, kwargs))
+
+    def _brought(self, way: str, tensor: Tensor) -> DTensor:
+        """A layer's input, divided as the layer is."""
+        if way == "row":
+            return self._placed(tensor, Shard(tensor.dim() - 1), Shard(tensor.dim() - 1))
+        if way == "sequence" and _has_sequence(tensor):
+            return self._placed(tensor, Replicate(), Shard(SEQUENCE))
+        if self.sequence and is_divided(tensor):
+            return self._gathered_once(tensor)
+        return self._placed(tensor, Replicate(), Replicate())
+
+    def _gathered_once(self, tensor: DTensor) -> DTensor:
+        """`tensor` whole: one copy for all layers that it goes to in turn, as query, key and value."""
+        state = (tensor._version, torch.is_grad_enabled())
+        if self._shared is not None:
+            known, then, gathered = self._shared
+            if known() is tensor and then == state:
+                return gathered
+        gathered = self._placed(tensor, Replicate(), Replicate())
+        self._shared = (ref(tensor, self._forget), state, gathered)
+        return gathered
+
+    def _forget(self, gone: ref[Tensor]) -> None:
+        if self._shared is not None and self._shared[0] is gone:
+            self._shared = None
+
+    def _placed(self, tensor: Tensor, plain: Placement, wanted: Placement) -> DTensor:
+        """`tensor` placed as `wanted`; one that is no DTensor is placed as `plain` now."""
+        if not is_divided(tensor):
+            tensor = DTensor.from_local(tensor, self.mesh, [plain], run_check=False)
+        return tensor.redistribute(placements=[wanted], async_op=True)
+
+    def _leave(self, way: str, layer: nn.Module, args: Any, output: Any) -> Any:
+        if self.proof is not None and self.proof.leave(layer):
+            return None
+        if way in ("sequence", "logits"):
+            return output
+        last = output.dim() - 1
+        if way == "column":
+            return output.redistribute(placements=[Shard(last)]).to_local()
+        if self.sequence and way != "head" and last > SEQUENCE:
+            return output.redistribute(placements=[Shard(SEQUENCE)])
+        return output.redistribute(placements=[Replicate()], async_op=True).to_local()
+
+    def _gather(self, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        divided = {id(t): t for t in tree_leaves((args, kwargs)) if is_divided(t)}
+        self._gathered[part] = bool(divided)
+        if not divided:
+            return None
+        whole = {key: tensor.full_tensor() for key, tensor in divided.items()}
+        return tree_map_only(DTensor, lambda tensor: whole[id(tensor)], (args, kwargs))
+
+    def _wrap(self, part: nn.Module, args: Any, output: Any) -> Any:
+        if not self._gathered.pop(part):
+            return None
+        return tree_map_only(Tensor, lambda t: self._placed(t, Replicate(), Replicate()), output)
+
+    def _finish(self, model: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(DTensor, self._finished, output)
+
+    def _finished(self, tensor: DTensor) -> Tensor:
+        """What the model returns: whole, but for logits whose loss is taken by parts."""
+        if self._keep and self.logits and tensor.placements == (Shard(tensor.dim() - 1),):
+            return tensor
+        return tensor.full_tensor()
+
+
+def _has_sequence(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() > SEQUENCE + 1
+
+
+def division_of(model: nn.Module) -> Division | None:
+    """How the layers of `model` are divided, None where no plan divides them."""
+    found: Division | None = getattr(model, ATTRIBUTE, None)
+    return found
+
+
+def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], world: World) -> None:
+    """Divide the `layers` of `plan`, names with their ways, over the axis `tensor`.
+
+    What was tied stays tied, or is refused.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    mesh = world.mesh["tensor"]
+    for name, way in layers.items():
+        _divide_parameters(model.get_submodule(name), way, mesh)
+    for first, *others in names.values():
+        for other in others:
+            _tie(model, first, other)
+    object.__setattr__(model, ATTRIBUTE, Division(model, plan, layers, mesh))
+
+
+def _divide_parameters(layer: nn.Module, way: str, mesh: DeviceMesh) -> None:
+    for part in layer.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            placement: Placement = Shard(0)
+            if way == "sequence" or (way == "row" and name == "bias"):
+                placement = Replicate()
+            elif way == "row":
+                placement = Shard(1)
+            divided = distribute_tensor(parameter.detach(), mesh, [placement])
+            setattr(part, name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+def _tie(model: nn.Module, first: str, other: str) -> None:
+    one, two = model.get_parameter(first), model.get_parameter(other)
+    if _placements(one) != _placements(two):
+        raise StepError(
+            given=f"shoal.Tensor(plan=…) around {type(model).__name__}",
+            found=f"{first} and {other} are one parameter, and the plan divides them differently",
+            fix='an Embedding as "vocabulary" and the Linear tied to it as "head" are divided alike',
+        )
+    owner, _, attribute = other.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, one)
+
+
+def _placements(tensor: Tensor) -> object:
+    return tuple(tensor.placements) if is_divided(tensor) else None
+
+
+def divide_alike(parameter: Tensor) -> None:
+    """Divide a gradient as its parameter is: that of an embedding comes whole, a norm's in parts."""
+    gradient = parameter.grad
+    if not is_divided(parameter) or not is_divided(gradient):
+        return
+    if gradient.placements != parameter.placements:
+        with torch.no_grad():
+            parameter.grad = gradient.redistribute(placements=parameter.placements)

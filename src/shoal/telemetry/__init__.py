@@ -1,0 +1,1 @@
+"""Events that a rank records while it runs: step timer, collectives, usage, profiler."""

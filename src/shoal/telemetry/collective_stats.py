@@ -1,0 +1,180 @@
+"""Bytes and seconds of each kind of collective, from what torch's flight recorder keeps anyway.
+
+So nothing is spent in a collective. Calls and bytes are exact as long as the recorder holds all of a
+window; of more than it holds, the newest stand for all. How long a collective over Gloo took nobody
+records. But how many are under way can be asked for microseconds, and that number, summed over time,
+is the time that all of them took together (Little 1961).
+
+Bandwidths are those of NVIDIA's nccl-tests (PERFORMANCE.md): *algorithm* is bytes by seconds, *bus*
+that times what the busiest link carries of it, so that it can be compared with the hardware's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from shoal.telemetry import flight_recorder
+from shoal.telemetry.flight_recorder import Call, Progress
+
+_GATHERS = ("all_gather", "gather")
+_SCATTERS = ("reduce_scatter", "scatter")
+_SHARED = (*_GATHERS, *_SCATTERS, "all_to_all")
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_into_tensor": "all_gather",
+    "alltoall": "all_to_all",
+    "reduce_scatter_tensor": "reduce_scatter",
+}
+_MOST_AT_ONCE = 64
+"""Of more operations under way than these, each look counts the oldest, which are those that run."""
+
+
+class Kind(NamedTuple):
+    """What is summed: one operation of one group."""
+
+    operation: str
+    group: str
+    backend: str
+
+
+@dataclass
+class Sum:
+    """What the calls of a kind come to; `seconds` are None where nobody knows them."""
+
+    calls: float = 0
+    bytes: float = 0
+    seconds: float | None = 0.0
+    recorded: bool = True
+    """Whether the recorder has the times; else they are from looking how many were under way."""
+    all: bool = True
+    """Whether every call was there to be counted."""
+
+
+def kind_of(call: Call) -> Kind:
+    """The kind of a call: `_all_gather_base` and `allgather_coalesced` are all-gathers."""
+    name = call.operation.lower().split(" ")[0].lstrip("_")
+    name = name.removesuffix("_coalesced").removesuffix("_base")
+    return Kind(_NAMES.get(name, name), call.group, call.backend)
+
+
+def size_of(call: Call, operation: str, ranks: int) -> int:
+    """The bytes of a call as nccl-tests count them: of the whole, where each rank has a part of it."""
+    if operation in _GATHERS:
+        return call.received or call.sent * ranks
+    if operation in _SCATTERS:
+        return call.sent or call.received * ranks
+    return max(call.sent, call.received)
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """What part of the bytes the busiest link carries."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if operation in _SHARED else 1.0
+
+
+class Traffic:
+    """What this rank sends and receives from now on, window by window."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._after: dict[str, int] = {}
+        self._waiting: dict[str, set[int]] = {}
+        self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._looked = self._begun = clock()
+        # What has been recorded before, by worlds that are over too, is none of this.
+        for call in flight_recorder.calls({}):
+            self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
+
+    def look(self) -> None:
+        """See what is under way; at times that have nothing to do with those of steps."""
+        self.see(flight_recorder.progress())
+
+    def see(self, progress: Mapping[str, Progress]) -> None:
+        """What was under way stands for the time since it was looked at before."""
+        now = self._clock()
+        passed, self._looked = now - self._looked, now
+        for key, (begun, ended) in progress.items():
+            seen = min(begun - ended, _MOST_AT_ONCE)
+            for number in range(ended + 1, ended + 1 + seen):
+                self._under_way[key, number] += passed * (begun - ended) / seen
+
+    def window(self) -> dict[str, Any]:
+        """The fields of the event: what has ended since the last call of this; see docs/usage.md."""
+        sizes = {name: len(ranks) for name, ranks in flight_recorder.groups().items()}
+        oldest = {
+            recorder: min([self._after.get(recorder, -1) + 1, *waiting]) - 1
+            for recorder, waiting in self._waiting.items()
+        }
+        return self.count(flight_recorder.calls(self._after | oldest), sizes)
+
+    def count(self, calls: Iterable[Call], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """The fields for these calls; `sizes` are how many ranks the groups have."""
+        now = self._clock()
+        passed, self._begun = now - self._begun, now
+        by_recorder: dict[str, list[Call]] = defaultdict(list)
+        for call in calls:
+            by_recorder[call.recorder].append(call)
+        sums: dict[Kind, Sum] = {}
+        for recorder, found in by_recorder.items():
+            for kind, part in self._sum(recorder, found, sizes).items():
+                sums[kind] = part
+        living = {(each, n) for each, numbers in self._waiting.items() for n in numbers}
+        kept = {(c.key, c.number) for c in _flat(by_recorder) if (c.recorder, c.record) in living}
+        self._under_way = defaultdict(float, {k: self._under_way.get(k, 0.0) for k in kept})
+        kinds = [_fields(kind, each, sizes.get(kind.group, 1)) for kind, each in sums.items()]
+        return {"seconds": passed, "kinds": sorted(kinds, key=lambda kind: -kind["bytes"])}
+
+    def _sum(self, recorder: str, calls: Sequence[Call], sizes: Mapping[str, int]) -> dict[Kind, Sum]:
+        after, waiting = self._after.get(recorder, -1), self._waiting.get(recorder, set())
+        newest = max(call.record for call in calls)
+        fresh = [call for call in calls if call.record > after or call.record in waiting]
+        begun = newest - after + len(waiting)
+        share = begun / len(fresh) if fresh else 1.0
+        sums: dict[Kind, Sum] = {}
+        for call in fresh:
+            if not call.done:
+                continue
+            kind = kind_of(call)
+            one = sums.setdefault(kind, Sum())
+            one.calls += share
+            one.bytes += share * size_of(call, kind.operation, sizes.get(call.group, 1))
+            one.all = share == 1.0
+            took = call.seconds
+            if took is None:
+                one.recorded = False
+                looked = call.backend == "gloo"
+                took = self._under_way.pop((call.key, call.number), 0.0) if looked else None
+            one.seconds = None if took is None or one.seconds is None else one.seconds + share * took
+        self._after[recorder] = max(after, newest)
+        self._waiting[recorder] = {call.record for call in fresh if not call.done}
+        return sums
+
+
+def _flat(by_recorder: Mapping[str, Sequence[Call]]) -> Iterable[Call]:
+    return (call for calls in by_recorder.values() for call in calls)
+
+
+def _fields(kind: Kind, total: Sum, ranks: int) -> dict[str, Any]:
+    timed = "recorded" if total.recorded else "unknown" if total.seconds is None else "estimated"
+    fields: dict[str, Any] = {
+        "kind": kind.operation,
+        "group": kind.group,
+        "ranks": ranks,
+        "backend": kind.backend,
+        "calls": round(total.calls),
+        "bytes": round(total.bytes),
+        "seconds": total.seconds or 0.0,
+        "counted": "recorded" if total.all else "estimated",
+        "timed": timed,
+        "exact": total.all and timed == "recorded",
+    }
+    if total.seconds:
+        fields["algorithm"] = total.bytes / total.seconds
+        fields["bus"] = fields["algorithm"] * bus_factor(kind.operation, ranks)
+    return fields

@@ -1,0 +1,1 @@
+"""Windows of steps recorded by torch's profiler, and requests for them."""

@@ -1,0 +1,1 @@
+"""One optimizer step, the run directory, the training loop, evaluation, export."""

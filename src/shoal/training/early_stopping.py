@@ -1,0 +1,123 @@
+"""When a training run ends before its time: evaluations that grow no better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from shoal.util.errors import StepError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """On what a training run is evaluated, when, and what follows from it.
+
+    `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `best` names
+    the metric by which checkpoints are compared, `higher` says which way; the best one is kept in
+    `best/` of the run directory. After `patience` evaluations without a better one training stops.
+    `collate_fn` defaults to that of `shoal.train`; pass `torch.utils.data.default_collate` for torch's.
+    The other fields are those of `shoal.evaluate`.
+    """
+
+    dataset: Any
+    every: int | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    targets: Callable[[Any], Any] | None = None
+    outputs: Callable[[Any], Any] | None = None
+    batch_size: int | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    best: str = "loss"
+    higher: bool = False
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.best != "loss" and self.best not in self.metrics:
+            raise StepError(
+                given=f"Evaluation(best={self.best!r})",
+                found=f"the metrics are {', '.join(('loss', *self.metrics))}",
+                fix="best='loss', or the name of a metric, with higher=True where more is better",
+            )
+        for name, value in (("every", self.every), ("patience", self.patience)):
+            if value is not None and value < 1:
+                raise StepError(
+                    given=f"Evaluation({name}={value})",
+                    found="it is a number of 1 or more",
+                    fix=f"leave {name} out, or give a positive number",
+                )
+
+    def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Evaluation:
+        """This Evaluation, with the `collate_fn` given where it has none of its own."""
+        return self if self.collate_fn is not None else replace(self, collate_fn=collate_fn)
+
+    def compared(self, metrics: Mapping[str, Any]) -> float:
+        """The number of an evaluation's `metrics` that decides. Raises StepError if it is none."""
+        try:
+            return float(metrics[self.best])
+        except (TypeError, ValueError, RuntimeError):
+            raise StepError(
+                given=f"Evaluation(best={self.best!r})",
+                found=f"its value is not one number: {metrics[self.best]!r:.60}",
+                fix="a metric of one number, such as the mean over the classes",
+            ) from None
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that a checkpoint can keep: numbers and tensors."""
+    return {name: value for name, value in metrics.items() if isinstance(value, float | int | Tensor)}
+
+
+class Verdict:
+    """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
+
+    def __init__(self, evaluation: Evaluation | None) -> None:
+        self.evaluation = evaluation
+        self.best: float | None = None
+        self.since = 0
+        self.metrics: Mapping[str, Any] = {}
+        self._kept: Mapping[str, Any] = {}
+
+    def add(self, value: float, metrics: Mapping[str, Any], kept: Mapping[str, Any]) -> bool:
+        """Take the next evaluation; return whether it is the best, which NaN never is.
+
+        `value` is what is compared and `kept` what a checkpoint keeps of the metrics, both rank 0's on
+        all ranks; `metrics` are this rank's.
+        """
+        self.metrics, self._kept = metrics, dict(kept)
+        better = not math.isnan(value) and (
+            self.best is None or (value > self.best if self._higher else value < self.best)
+        )
+        self.since = 0 if better else self.since + 1
+        if better:
+            self.best = value
+        return better
+
+    @property
+    def _higher(self) -> bool:
+        return self.evaluation is not None and self.evaluation.higher
+
+    @property
+    def _by(self) -> str:
+        """By what evaluations are compared."""
+        way = "higher" if self._higher else "lower"
+        return "" if self.evaluation is None else f"{way} {self.evaluation.best}"
+
+    @property
+    def impatient(self) -> bool:
+        """Whether training should stop for want of a better one."""
+        patience = None if self.evaluation is None else self.evaluation.patience
+        return patience is not None and self.since >= patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, the evaluations since, and the last one's metrics: numbers and tensors."""
+        return {"best": self.best, "since": self.since, "metrics": self._kept, "by": self._by}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; the best by another metric is none."""
+        self.metrics = self._kept = state["metrics"]
+        if state["by"] == self._by:
+            self.best, self.since = state["best"], state["since"]

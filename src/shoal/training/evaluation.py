@@ -1,0 +1,322 @@
+"""Exact evaluation: every sample once at any number of processes; sums and counts, never means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data import Loader
+from shoal.data.batch import Count
+from shoal.data.map_dataset import Collate
+from shoal.data.micro import Micro
+from shoal.distributed.to_device import move
+from shoal.distributed.world import World
+from shoal.strategies import engine_of
+from shoal.strategies.contracts import Engine
+from shoal.strategies.eval_mode import evaluation
+from shoal.strategies.task import Task
+from shoal.telemetry.step_timer import EVALUATION
+from shoal.training.step import Step
+from shoal.util.errors import DataError, StepError
+
+BATCH = 256
+
+
+class Metric(Protocol):
+    """A metric that is a mean: a function of (output, target) that returns (sum, count)."""
+
+    def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, Count]:
+        """(sum over the samples, count)."""
+        ...
+
+
+class Accuracy:
+    """The share of correct classes: scores of shape (…, classes), targets of shape (…).
+
+    Targets equal to `ignore_index` (torch's default, -100) are not counted. Raises DataError for an
+    output that is not a tensor, and for targets of another shape.
+
+        >>> Accuracy()(torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), torch.tensor([1, 0, -100]))
+        (tensor(2), tensor(2))
+    """
+
+    def __init__(self, *, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, Tensor]:
+        """(correct, counted)."""
+        if not isinstance(output, Tensor):
+            raise DataError(
+                given=f"shoal.Accuracy of an output of type {type(output).__name__}",
+                found="it takes the scores as one tensor of shape (…, classes)",
+                fix=_choice_of(output),
+            )
+        if output.shape[:-1] != target.shape:
+            raise DataError(
+                given=f"Accuracy with scores of shape {tuple(output.shape)}",
+                found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
+                fix="classes in the last dimension of the output, or a metric of your own: "
+                "metrics={'accuracy': lambda output, target: (correct, counted)}",
+            )
+        counted = target != self.ignore_index
+        return ((output.argmax(-1) == target) & counted).sum(), counted.sum()
+
+
+def evaluate(
+    model: Step | nn.Module,
+    dataset: Any,
+    *,
+    task: Task | None = None,
+    metrics: Mapping[str, Metric | Any] | None = None,
+    targets: Callable[[Any], Any] | None = None,
+    outputs: Callable[[Any], Any] | None = None,
+    batch_size: int | None = None,
+    collate_fn: Collate | None = None,
+    num_workers: int = 0,
+    batches: int | None = None,
+) -> dict[str, Any]:
+    """Return the loss and the `metrics` of a model over `dataset`. Collective.
+
+    `model` is a Step or, in your own loop, a parallelized model together with a `task` that has the
+    loss function. Every sample is visited once, in eval mode, without gradients, in the Step's
+    precision (for a model, that of a `torch.autocast` around the call); the modes of all modules are
+    restored. A metric is a function (output, target) -> (sum, count), or any torchmetrics Metric.
+    `targets(batch)` returns the target (default: the second element of a tuple, "labels" of a
+    mapping). If the model returns more than one tensor, `outputs(output)` returns the one that metrics
+    get: `outputs=lambda output: output.logits`. The loss gets the whole output. `batch_size` is global
+    (default: 256 per data rank). `batches` is the number of global batches to visit (default: all).
+
+    Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
+    """
+    subject = _subject(model, task)
+    engine, task = subject.engine, subject.task
+    world = engine.world
+    metrics = _checked({} if metrics is None else metrics)
+    with world.timeline.during(EVALUATION):
+        # First, since ranks may be fewer then, which divide the dataset.
+        engine.settle(subject.optimizer)
+        loader = Loader(
+            dataset,
+            world,
+            batch_size=BATCH * world.data_size if batch_size is None else batch_size,
+            shuffle=False,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
+        kinds = _Metrics(metrics, world)
+        sums = Sums(["loss", *kinds.own])
+        samples = 0
+        with evaluation(engine.module), torch.no_grad():
+            for batch in islice(loader.epochs(1), batches):
+                for micro in batch.micros:
+                    output = subject.infer(micro, batch.seed)
+                    samples += micro.samples if micro.weight else 0
+                    if output is None and not engine.speaks:
+                        continue
+                    # A stand-in goes through everything too, and so does what peers repeat: what can't
+                    # work fails on all ranks, and a loss that runs another model is collective.
+                    weight = micro.weight if engine.speaks else 0.0
+                    beside = engine.beside(output, micro)
+                    sums.add("loss", task.reduce(output, beside, batch.seed), weight)
+                    if metrics:
+                        target = (targets or default_targets)(beside.value)
+                        kinds.add(sums, (outputs or _same)(output), target, weight)
+        result: dict[str, Any] = sums.means(world)
+        visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
+        # Ranks of one data rank share samples.
+        result["samples"] = visits * world.data_size // world.size
+        return result | {name: _merged(metric, world) for name, metric in kinds.foreign.items()}
+
+
+def _same(output: Any) -> Any:
+    return output
+
+
+class _Metrics:
+    """The metrics of one evaluation: functions, whose sums are reduced, and torchmetrics' objects."""
+
+    def __init__(self, metrics: Mapping[str, Any], world: World) -> None:
+        self.foreign = {
+            n: _local(n, metric, world) for n, metric in metrics.items() if _foreign(metric)
+        }
+        self.own = {n: each for n, each in metrics.items() if n not in self.foreign}
+        self._device = world.device
+
+    def add(self, sums: Sums, output: Any, target: Any, weight: float) -> None:
+        """Add one micro-batch, to `sums` or to the objects."""
+        for name, metric in self.own.items():
+            sums.add(name, metric(output, target), weight)
+        for name, metric in self.foreign.items() if weight else ():
+            _update(name, metric, *move((output, target), self._device))
+
+
+class _Subject(NamedTuple):
+    """What is evaluated, and how."""
+
+    engine: Engine
+    task: Task
+    infer: Callable[[Micro, int], Any]
+    optimizer: torch.optim.Optimizer | None
+
+
+def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
+    if isinstance(model, Step) and task is None:
+        return _Subject(model.engine, model.task, model.infer, model.optimizer)
+    if isinstance(model, nn.Module) and isinstance(task, Task):
+        engine = engine_of(model)
+        return _Subject(engine, task, partial(engine.infer, task, autocast=None), None)
+    raise StepError(
+        given=f"shoal.evaluate({type(model).__name__}, …"
+        + (")" if task is None else f", task={type(task).__name__})"),
+        found="a Step, which has its own Task"
+        if isinstance(model, Step)
+        else "neither a Step nor a model with a Task, so the loss can't be known",
+        fix="shoal.evaluate(step, data), or in your own loop "
+        "shoal.evaluate(model, data, task=shoal.Task(loss))",
+    )
+
+
+class Sums:
+    """Sums and counts by name, in float64, reduced over ranks once at the end."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._totals = {name: [0.0, 0.0] for name in names}
+
+    def add(self, name: str, result: tuple[Tensor, Count], weight: float = 1.0) -> None:
+        """Add one (sum, count), or nothing for a weight of 0."""
+        try:
+            value, count = (float(number) for number in result)
+        except (TypeError, ValueError, RuntimeError):
+            shown = repr(result) if not isinstance(result, Tensor) else f"shape {tuple(result.shape)}"
+            raise StepError(
+                given=f"metrics={{{name!r}: …}}",
+                found=f"it returned a {type(result).__name__}, not two numbers: {shown:.60}",
+                fix="return (sum over the samples, count), as in "
+                "lambda output, target: ((output - target).abs().sum(), len(target))",
+            ) from None
+        if weight:
+            total = self._totals[name]
+            total[0] += value
+            total[1] += count
+
+    def means(self, world: World) -> dict[str, float]:
+        """Σ sum / Σ count over all ranks; NaN where nothing was counted."""
+        table = torch.tensor(list(self._totals.values()), dtype=torch.float64, device=world.device)
+        world.all_reduce(table)
+        return {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(self._totals, table.tolist(), strict=True)
+        }
+
+
+def default_targets(value: Any) -> Any:
+    """What metrics compare with where `evaluate` is not told."""
+    if isinstance(value, Mapping) and "labels" in value:
+        return value["labels"]
+    if isinstance(value, tuple | list) and len(value) > 1:
+        return value[1]
+    raise DataError(
+        given=f"metrics over batches of type {type(value).__name__}",
+        found="neither a second element nor 'labels' to compare with",
+        fix="evaluate(step, data, metrics=…, targets=lambda batch: "
+        + ("batch['y'])" if isinstance(value, Mapping) else "batch.y)"),
+    )
+
+
+def _checked(metrics: object) -> dict[str, Any]:
+    """`metrics` by name; StepError for what is no mapping of metrics."""
+    fix = "metrics={'accuracy': shoal.Accuracy()}"
+    if not isinstance(metrics, Mapping):
+        kind = type(metrics).__name__
+        raise StepError(given=f"metrics of type {kind}", found="metrics have no names there", fix=fix)
+    for name, metric in metrics.items():
+        if name in ("loss", "samples"):
+            found = f"{name!r} is what evaluate itself returns under this name"
+        elif isinstance(metric, type):
+            found = f"{metric.__name__} is a class; a metric is an object made from it"
+        elif not callable(metric):
+            found = f"{metric!r} can't be called with (output, target)"
+        else:
+            continue
+        raise StepError(given=f"metrics={{{name!r}: …}}", found=found, fix=fix)
+    return dict(metrics)
+
+
+def _foreign(metric: Any) -> bool:
+    return all(hasattr(metric, name) for name in ("update", "compute", "reset"))
+
+
+def _local(name: str, metric: Any, world: World) -> Any:
+    """A fresh copy of a torchmetrics Metric that never talks to other ranks by itself."""
+    if not hasattr(metric, "_reductions"):
+        raise StepError(
+            given=f"metrics={{{name!r}: {type(metric).__name__}}}",
+            found="a collection, whose states can't be merged over ranks",
+            fix="give its metrics one by one: metrics={'f1': F1Score(…), 'recall': Recall(…)}",
+        )
+    copy = metric.clone().to(world.device)
+    copy.reset()
+    copy.distributed_available_fn = lambda: False
+    return copy
+
+
+def _update(name: str, metric: Any, output: Any, target: Any) -> None:
+    """Give a torchmetrics Metric the next samples; StepError for an output that it can't take."""
+    try:
+        metric.update(output, target)
+    except Exception as error:
+        if isinstance(output, Tensor):
+            raise
+        raise StepError(
+            given=f"metrics={{{name!r}: {type(metric).__name__}}} of an output of type "
+            f"{type(output).__name__}",
+            found=f"its update raised {type(error).__name__}: {error}",
+            fix=_choice_of(output),
+        ) from error
+
+
+def _choice_of(output: object) -> str:
+    """What to write so that a metric gets one tensor of an output that is none."""
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        chosen = "output[0]"
+    elif isinstance(output, Mapping):
+        tensors = [name for name, value in output.items() if isinstance(value, Tensor) and value.dim()]
+        name = tensors[0] if tensors else "logits"
+        chosen = f"output.{name}" if hasattr(output, str(name)) else f"output[{name!r}]"
+    else:
+        chosen = "output.logits"
+    return f"shoal.evaluate(step, data, metrics=…, outputs=lambda output: {chosen})"
+
+
+def _merged(metric: Any, world: World) -> Any:
+    """The value of a metric over all ranks, from the states of those that saw samples.
+
+    The reductions are the metric's own. torchmetrics' synchronisation would expect every rank to
+    have seen a sample, which a small or ragged dataset does not grant.
+    """
+    states = world.gather(_plain(metric.metric_state) if metric.update_count else None)
+    seen = [state for state in states if state is not None]
+    for name in metric.metric_state if seen else ():
+        values = [state[name] for state in seen]
+        if isinstance(values[0], list):
+            merged: Any = [item.to(world.device) for value in values for item in value]
+        else:
+            reduce = metric._reductions[name]
+            stacked = torch.stack(values).to(world.device)
+            merged = stacked if reduce is None else reduce(stacked)
+        setattr(metric, name, merged)
+    metric._update_count = max(1, metric.update_count)  # compute warns where no update was seen
+    value = metric.compute()
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
+        for name, value in state.items()
+    }

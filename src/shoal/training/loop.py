@@ -1,0 +1,257 @@
+"""The loop given: training with evaluation, best checkpoint and early stopping, from public parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Sampler as TorchSampler
+
+from shoal.data import Loader
+from shoal.data.batch import Result
+from shoal.data.orders import Ordering
+from shoal.distributed.deadline import Deadline
+from shoal.distributed.layout import Layout
+from shoal.distributed.seeds import random_state, set_random_state
+from shoal.distributed.world import World, init
+from shoal.strategies import parallelize
+from shoal.strategies.contracts import Spreading, Strategy
+from shoal.strategies.task import Task
+from shoal.training.early_stopping import Evaluation, Verdict, numbers
+from shoal.training.ema import EMA
+from shoal.training.evaluation import evaluate as evaluate_on
+from shoal.training.run import Run
+from shoal.training.save_policy import Every, check_every
+from shoal.training.step import Step
+from shoal.util.errors import StepError
+
+
+class Moment(NamedTuple):
+    """What a callback is told: after each step, each evaluation, and at the end.
+
+    `kind` is "step", "evaluation" or "end". `result` is the step's, `metrics` the last evaluation's.
+    """
+
+    kind: str
+    run: Run
+    model: nn.Module
+    result: Result | None
+    metrics: Mapping[str, Any]
+
+
+class Trained(NamedTuple):
+    """How a training run ended: `reason` is "epochs", "steps", "patience", "max_time" or "callback".
+
+    `metrics` are those of the last evaluation, `best` is the value of the metric compared, and `ema`
+    holds the averaged parameters if they were asked for.
+    """
+
+    model: nn.Module
+    step: Step
+    metrics: Mapping[str, Any]
+    best: float | None
+    ema: EMA | None
+    reason: str
+
+
+def train(
+    model: nn.Module | Callable[[], nn.Module],
+    task: Task,
+    dataset: Any,
+    *,
+    directory: str | Path,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
+    micro_batches: int = 1,
+    order: Ordering | TorchSampler[Any] | None = None,
+    augment: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    precision: str = "fp32",
+    clip: float | None = None,
+    compile: str | None = None,
+    parallel: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
+    layout: str | Layout = "replicate=-1",
+    seed: int = 0,
+    world: World | None = None,
+    evaluate: Evaluation | None = None,
+    save: Every | None = None,
+    checkpoints: str | Path | None = None,
+    keep: int = 3,
+    ema: float | None = None,
+    callbacks: Sequence[Callable[[Moment], object]] = (),
+    max_time: float | None = None,
+) -> Trained:
+    """Train `model` on `dataset` for `epochs` or `steps`, going on where `directory` ends. Collective.
+
+    `model` is a module, or what makes one: it is then called with the random streams of `seed`, the
+    same on all ranks. `optimizer` makes the optimizer from the parallelized model. `batch_size` is
+    global. `schedule(optimizer, total)` makes a torch scheduler over all optimizer steps: a
+    `shoal.Schedule`. `save` is as for `Run.tick(every=…)`, an epoch unless given; there is always one
+    at the end; `checkpoints` and `keep` are as for `Run`. `ema` is the decay of averaged parameters,
+    then evaluated. `max_time` ends training, with a checkpoint, after so many seconds. Where `epochs`
+    and `steps` are given the schedule spans the epochs, the steps end the run: `steps=2` is a dry run.
+
+    Callbacks are called on all ranks; one that returns True at an evaluation, on any rank, ends
+    training. Before the first step one batch of the evaluation is tried, so that what can't be
+    evaluated fails early. Built from Loader, Step, Run and evaluate alone, whose errors it passes on.
+    """
+    _check(epochs, steps, save, max_time)
+    with ExitStack() as stack:
+        if world is None:
+            world = stack.enter_context(init(layout=layout, seed=seed))
+        made = parallelize(model, world, parallel)
+        loader = Loader(
+            dataset,
+            world,
+            batch_size=batch_size,
+            micro_batches=micro_batches,
+            order=order,
+            augment=augment,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
+        chosen = optimizer(made)
+        rates = schedule and schedule(chosen, len(loader) * epochs if epochs else steps or 0)
+        step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
+        average = None if ema is None else EMA(made, decay=ema)
+        verdict = Verdict(evaluate and evaluate.collating(collate_fn))
+        state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
+        run = Run(directory, step, loader, state=state, checkpoints=checkpoints, keep=keep)
+        stack.enter_context(run)
+        loop = _Loop(run, step, average, verdict, callbacks, Deadline(max_time, world))
+        return loop.run_to_end(epochs, steps, save=save)
+
+
+def _check(epochs: int | None, steps: int | None, save: Every | None, max_time: float | None) -> None:
+    if epochs is None and steps is None:
+        raise StepError(
+            given="shoal.train(…) without an end",
+            found="neither epochs nor steps",
+            fix="epochs=10, or steps=10_000",
+        )
+    if save is not None:
+        check_every(save, "shoal.train(…, save={})")
+    if max_time is not None and not max_time > 0:
+        raise StepError(
+            given=f"max_time={max_time}",
+            found="the time is a positive number of seconds",
+            fix="max_time=3600.0, or leave it out",
+        )
+
+
+class _Loop:
+    def __init__(
+        self,
+        run: Run,
+        step: Step,
+        ema: EMA | None,
+        verdict: Verdict,
+        callbacks: Sequence[Callable[[Moment], object]],
+        deadline: Deadline,
+    ) -> None:
+        self.run = run
+        self.step = step
+        self.ema = ema
+        self.verdict = verdict
+        self.callbacks = callbacks
+        self.deadline = deadline
+
+    def run_to_end(self, epochs: int | None, steps: int | None, *, save: Every | None) -> Trained:
+        """Restore, train, and save what came of it."""
+        self.run.restore()
+        reason = self.train(epochs, steps, save=save)
+        self.run.save()
+        self.tell("end")
+        model, best = self.step.model, self.verdict.best
+        return Trained(model, self.step, self.verdict.metrics, best, self.ema, reason)
+
+    def train(self, epochs: int | None, steps: int | None, *, save: Every | None) -> str:
+        """Run up to the end; which end it was."""
+        loader, evaluation = self.run.loader, self.verdict.evaluation
+        if self.verdict.impatient:
+            return "patience"
+        if steps is not None and self.step.number >= steps:
+            return "steps"
+        if evaluation is not None:
+            self._try_out(evaluation)
+        batches = loader.epochs(10**12 if epochs is None else epochs)
+        if steps is not None:
+            end = loader.after(steps - self.step.number)
+            loader.goal = end if loader.goal is None else min(end, loader.goal)
+        for batch in batches:
+            result = self.step(batch)
+            if self.ema is not None and not result.skipped:
+                self.ema.update()
+            self.tell("step")
+            stop = None
+            every = None if evaluation is None else evaluation.every
+            if evaluation is not None and (
+                self.step.number % every == 0 if every else batch.ends_epoch
+            ):
+                stop = self._evaluate(evaluation)
+            self.run.tick(every=save)
+            if save is None and batch.ends_epoch:
+                self.run.save(wait=False)
+            if stop is None and self.deadline.over():
+                stop = "max_time"
+            if stop is None and steps is not None and self.step.number >= steps:
+                stop = "steps"
+            if stop is not None:
+                return stop
+        return "epochs"
+
+    def tell(self, kind: str) -> list[object]:
+        """Call the callbacks; what they returned."""
+        moment = Moment(kind, self.run, self.step.model, self.step.last, self.verdict.metrics)
+        return [callback(moment) for callback in self.callbacks]
+
+    def _evaluate(self, evaluation: Evaluation) -> str | None:
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            metrics = self._measure(evaluation)
+        self.run.note("evaluation", metrics)
+        shown = ", ".join(
+            f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)
+        )
+        self.run.world.say(f"step {self.step.number:,}: {shown}")
+        # Rank 0 decides for all: a metric may differ in its last bit between ranks.
+        value, kept = self.run.world.broadcast((evaluation.compared(metrics), numbers(metrics)))
+        if self.verdict.add(value, metrics, kept):
+            self.run.save(to="best", wait=False)
+        if any(self.run.world.gather(any(map(_is_true, self.tell("evaluation"))))):
+            return "callback"
+        return "patience" if self.verdict.impatient else None
+
+    def _measure(self, evaluation: Evaluation, batches: int | None = None) -> dict[str, Any]:
+        return evaluate_on(
+            self.step,
+            evaluation.dataset,
+            metrics=evaluation.metrics,
+            targets=evaluation.targets,
+            outputs=evaluation.outputs,
+            batch_size=evaluation.batch_size,
+            collate_fn=evaluation.collate_fn,
+            num_workers=evaluation.num_workers,
+            batches=batches,
+        )
+
+    def _try_out(self, evaluation: Evaluation) -> None:
+        kept = random_state()
+        evaluation.compared(self._measure(evaluation, batches=1))
+        set_random_state(kept)
+
+
+def _is_true(answer: object) -> bool:
+    """Whether a callback says True: Python's own, or NumPy's or torch's, as their comparisons do."""
+    if isinstance(answer, Tensor):
+        return answer.dtype == torch.bool and answer.numel() == 1 and bool(answer)
+    return isinstance(answer, bool | np.bool_) and bool(answer)

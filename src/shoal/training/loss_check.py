@@ -1,0 +1,231 @@
+"""The trial of a loss before the first step: is it of the right form, and a sum rather than a mean?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.distributed.to_device import values_kept
+from shoal.strategies.contracts import Engine
+from shoal.strategies.eval_mode import evaluation, random_states_kept
+from shoal.strategies.registry import engines_of
+from shoal.strategies.task import Task, place
+from shoal.util.errors import ShoalError, StepError
+
+TOLERANCE = 0.02
+"""Relative to the largest of the losses compared: sums in half precision are that far off."""
+
+Sum: TypeAlias = tuple[float, float]
+"""(loss sum, count) of some samples."""
+
+
+def check_loss_adds_up(
+    engine: Engine, task: Task, batch: Batch, *, autocast: torch.dtype | None
+) -> None:
+    """Raise StepError for a loss that is no (sum, count), or whose sum is a mean. Collective.
+
+    The loss of a rank's first micro-batch is compared with the losses of its halves. One that can't be
+    cut in halves is collated anew from the samples of each; one of a single sample is tried together
+    with another sample. The model runs in eval mode, without gradients, and random states, modes and
+    the tensors of the batch are put back, so that nothing else changes. Rank 0 says so where no rank
+    could try the loss. Raises ShoalError on all ranks if on any.
+    """
+    world = engine.world
+    trial = _Trial(engine, task, batch, autocast)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(random_states_kept(engine.module))
+        for one in engines_of(world):  # a GAN's loss runs through the other model
+            stack.enter_context(evaluation(one.module))
+        trial.on_all_ranks(trial.divide)
+        trial.on_all_ranks(trial.whole)
+        # Running the model is collective: if one rank has to do it again, all do.
+        if any(world.gather(trial.again)):
+            trial.on_all_ranks(trial.in_parts)
+    trial.on_all_ranks(trial.compare)
+    tried, obstacles = zip(*world.gather((bool(trial.sums), trial.obstacle)), strict=True)
+    reason = next(filter(None, obstacles), None)
+    if reason is not None and not any(tried):
+        world.say(
+            f"shoal: the loss function {place(task.loss)} could not be tried: {reason}. Make sure that "
+            "it returns the sum of the losses of its samples, not their mean"
+        )
+
+
+def is_mean(whole: float, halves: tuple[Sum, Sum], samples: tuple[int, int]) -> bool:
+    """Whether `whole` is the mean of the losses of its halves and not their sum.
+
+    A mean weighs halves by samples or by counts. False wherever that can't be known, as for losses
+    that couple samples (contrastive ones), which are neither.
+    """
+    (first, first_count), (second, second_count) = halves
+    tolerance = TOLERANCE * max(abs(whole), abs(first), abs(second))
+    if not math.isfinite(tolerance) or abs(whole - (first + second)) <= tolerance:
+        return False
+    for one, other in (samples, (first_count, second_count)):
+        total = one + other
+        if total and abs(whole - (one * first + other * second) / total) <= tolerance:
+            return True
+    return False
+
+
+class _Trial:
+    """A rank's first micro-batch, whole and in halves; a rank without an output only takes part."""
+
+    def __init__(self, engine: Engine, task: Task, batch: Batch, autocast: torch.dtype | None) -> None:
+        self._engine = engine
+        self._task = task
+        self._batch = batch
+        self._micro = batch.micros[0]
+        self._autocast = autocast
+        self._parts: list[Micro] = []
+        """The micro-batch and its two halves, where there are such; without a world, so that
+        `shoal.gather` asks no other rank."""
+        self._output_can_be_cut = False
+        self.sums: list[Sum] = []
+        """The loss of each part, once they are known."""
+        self.again = False
+        """Whether this rank has to run the model on the parts to know them."""
+        self.obstacle = ""
+        """Why they can't be known."""
+
+    def on_all_ranks(self, action: Callable[[], None]) -> None:
+        """Do a part of the trial; raise a ShoalError that it raises on any rank on all. Collective."""
+        error: ShoalError | None = None
+        try:
+            action()
+        except ShoalError as caught:
+            error = caught
+        except Exception as caught:
+            # The step meets it again if it is real; then its traceback is the one that helps.
+            self.obstacle = f"{type(caught).__name__}: {caught}"
+        errors = self._engine.world.gather(error)
+        if error is not None:
+            raise error
+        for rank, other in enumerate(errors):
+            if other is not None:
+                found = f"on rank {rank}: {other.found}"
+                raise type(other)(given=other.given, found=found, fix=other.fix)
+
+    def divide(self) -> None:
+        """Cut the micro-batch in halves, or collate halves and their union anew."""
+        micro = self._micro
+        if not micro.weight:  # a stand-in
+            return
+        if micro.samples > 1:
+            middle = micro.samples // 2
+            rows = (slice(0, middle), slice(middle, micro.samples))
+            with suppress(ValueError):
+                # On all ranks that share samples alike, speaking or not.
+                whole = slice(0, micro.samples)
+                self._parts = [_part(micro, some) for some in (whole, *rows)]
+                self._output_can_be_cut = True
+                return
+        size = max(2, micro.samples)
+        sizes = (size // 2, size - size // 2)
+        with random_states_kept(self._engine.module):
+            halves = self._batch.again(micro.first, sizes)
+        union = self._batch.again(micro.first, (size,))  # of the same draws
+        if halves is None or union is None:
+            kind = type(micro.value).__name__
+            what = f"a {kind} that can't be cut in halves" if micro.samples > 1 else "one sample"
+            self.obstacle = f"its batches hold {what}, and the Loader can't fetch samples again"
+            return
+        values = zip((*union, *halves), (0, 0, sizes[0]), (size, *sizes), strict=True)
+        self._parts = [
+            Micro(value, micro.first + start, samples, micro.weight) for value, start, samples in values
+        ]
+
+    def whole(self) -> None:
+        """Run the micro-batch, and cut its output in halves if it can be cut."""
+        output = self._run(self._micro)
+        if output is None and not self._engine.speaks:
+            return
+        # Peers that repeat an output take the loss too: it may run another model, which is collective.
+        total = self._reduce(self._micro, output)
+        if not self._parts:
+            return
+        if self._output_can_be_cut:
+            # Models that return their loss, or objects of their own, can't be cut and run again.
+            with suppress(Exception):
+                # Cutting the output is exact even where the model draws noise.
+                halves = [(part, self._cut_for(part, output)) for part in self._parts[1:]]
+                self.sums = [total, *(self._reduce(*pair) for pair in halves)]
+        self.again = not self.sums
+
+    def in_parts(self) -> None:
+        """Run the model on the parts, or on the whole as often where only others need it."""
+        parts = self._parts or [self._micro._replace(world=None)] * 3
+        outputs = [self._run(part) for part in parts]
+        if self.again:
+            try:
+                self.sums = [self._reduce(*pair) for pair in zip(parts, outputs, strict=True)]
+            except Exception as error:  # a loss may fail on halves of a batch
+                self.obstacle = f"half of a batch raised {type(error).__name__}: {error}"
+
+    def compare(self) -> None:
+        """Raise StepError for a mean."""
+        if not self.sums:
+            return
+        (whole, counted), first, second = self.sums
+        if not self._output_can_be_cut and not (
+            math.isclose(counted, first[1] + second[1]) or counted == first[1] == second[1] == 1
+        ):
+            self.sums, self.obstacle = (
+                [],
+                "the counts of halves of a batch do not add up to its own",
+            )
+            return
+        if self._micro.samples == 1 and first[1] == second[1] == 1:
+            return  # of one sample the mean is the sum
+        samples = (self._parts[1].samples, self._parts[2].samples)
+        if is_mean(whole, (first, second), samples):
+            raise StepError(
+                given=f"the loss function {place(self._task.loss)}: {whole:.6g} for "
+                f"{self._parts[0].samples} samples",
+                found=f"its halves give {first[0]:.6g} and {second[0]:.6g}: it is a mean, not a sum",
+                fix="reduction='sum' in the loss function, with the number of samples as the count; "
+                "where the model itself returns a mean: return output.loss * n, n",
+            )
+
+    def _cut_for(self, part: Micro, output: Any) -> Any:
+        start = part.first - self._micro.first
+        return _cut(output, slice(start, start + part.samples), self._micro.samples)
+
+    def _run(self, part: Micro) -> Any:
+        with values_kept(part.value):
+            return self._engine.infer(self._task, part, self._batch.seed, autocast=self._autocast)
+
+    def _reduce(self, part: Micro, output: Any) -> Sum:
+        beside = self._engine.beside(output, part)
+        with values_kept(beside.value):
+            loss, count = self._task.reduce(output, beside, self._batch.seed)
+        return float(loss), float(count)
+
+
+def _part(micro: Micro, rows: slice) -> Micro:
+    value = _cut(micro.value, rows, micro.samples)
+    return Micro(value, micro.first + rows.start, rows.stop - rows.start, micro.weight)
+
+
+def _cut(value: Any, rows: slice, size: int) -> Any:
+    """Some samples of tensors and arrays in tuples, lists and dicts; ValueError for anything else."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim and len(value) == size:
+        return value[rows]
+    if type(value) is dict:
+        return {key: _cut(item, rows, size) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(item, rows, size) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_cut(item, rows, size) for item in value)
+    if value is None:
+        return None
+    raise ValueError(f"no samples to choose in a {type(value).__name__}")

@@ -1,0 +1,379 @@
+"""Models to and from files that know nothing of Shoal."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shoal.checkpoint import Agreement
+from shoal.checkpoint.model_file import appearing, save_pickled
+from shoal.distributed.rank_zero_first import Sections
+from shoal.distributed.to_device import move, tensors_in
+from shoal.distributed.world import World
+from shoal.strategies import engine_of, known_engine
+from shoal.strategies.compiled import bare
+from shoal.strategies.device_placement.multi_device import span_of
+from shoal.strategies.dtensor import divided, shared_like, whole
+from shoal.strategies.eval_mode import evaluation
+from shoal.training.run import Run
+from shoal.training.state_names import model_differences, shapes
+from shoal.training.step import Step
+from shoal.util.errors import CheckpointError, LaunchError
+
+PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+"""What wrappers put before a model's own names: DDP and DataParallel, torch.compile, FSDP1."""
+
+
+def export(
+    source: Run | Step | nn.Module,
+    path: str | Path,
+    *,
+    example: tuple[Any, ...] | None = None,
+) -> Path:
+    """Write the model for use without Shoal, under the user's names; rank 0 writes.
+
+    The extension of `path` sets the format: `.safetensors` and `.pt` (by torch.save) hold the
+    state_dict, `.ts` is TorchScript and `.pt2` a torch.export program, both in eval mode. These two
+    are traced if you pass `example`, the model's positional arguments; without it, TorchScript
+    compiles the code. A `.pt2` program takes any batch size, the first dimension of each tensor in
+    `example`, unless the model's code fixes it. For a Run, its first model is written. The write is
+    atomic. Returns the path, on all ranks once the file is there.
+
+    Entries of the state_dict that are not tensors are kept in `.pt` if
+    `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of those left out.
+
+    Call it on all ranks. If each rank has the whole model (as under `DDP`), rank 0 may call it alone;
+    if the model is sharded or split (FSDP, Tensor, Pipeline, Remote), it is collective.
+
+    Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
+    """
+    path = Path(path)
+    model = _model(source)
+    world = engine_of(model).world
+    if path.suffix not in (*_STATES, *_PROGRAMS):
+        raise CheckpointError(
+            given=f"shoal.export(…, {str(path)!r})",
+            found=f"the endings are {', '.join((*_STATES, *_PROGRAMS))}",
+            fix="shoal.export(model, 'model.safetensors')",
+        )
+    if path.suffix in _PROGRAMS:
+        _refuse_divided(model, path)
+    replicated = _replicated(model)
+    state: dict[str, Any] = {}
+    if path.suffix in _STATES and not (replicated and not world.first):
+        state = _whole_state(model, keep=world.first, alone=replicated)
+
+    def save() -> None:
+        if not world.first:
+            return
+        with appearing(path) as partial, evaluation(model), torch.no_grad():
+            if path.suffix in _STATES:
+                _STATES[path.suffix](_held(state, path, world), partial)
+            else:
+                _PROGRAMS[path.suffix](model, example, partial)
+
+    given = f"shoal.export(…, {str(path)!r})"
+    if replicated:
+        _first_alone(world, given, path, save)
+    else:
+        Agreement(world).together(given, save)
+    return path
+
+
+def _replicated(model: nn.Module) -> bool:
+    """Whether rank 0 has the whole model, the same as the others at the same step."""
+    engine = engine_of(model)
+    whole = engine.world.layout.degree("pipeline") == 1 and not divided(dict(model.named_parameters()))
+    return whole and not engine.alone and engine.world.survivors is None
+
+
+def _first_alone(world: World, given: str, path: Path, save: Callable[[], None]) -> None:
+    """Save on rank 0, which waits for no other rank; the others wait until the file is there.
+
+    Many scripts call export on rank 0 only. The step is part of the key: rank 0 may have written the
+    same path before, alone.
+    """
+    agreement = Agreement(world)
+    if world.size == 1:
+        agreement.together(given, save)
+        return
+    key = f"export {world.steps_begun} {path}"
+    try:
+        with world.service(Sections).named(key, within=world.limits.prepare) as first:
+            outcome = agreement.attempt(given, save) if first else None
+            if outcome is not None:
+                raise outcome
+    except LaunchError as error:
+        raise CheckpointError(
+            given=given,
+            found=error.found,
+            fix="see rank 0's own error; all ranks call shoal.export, or rank 0 alone",
+        ) from None
+
+
+def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
+    """What a file of this ending can hold of a state; says which entries it can't."""
+    kept = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) or (path.suffix == ".pt" and _readable(value))
+    }
+    left = [name for name in state if name not in kept]
+    if left:
+        why = (
+            "not a tensor"
+            if path.suffix != ".pt"
+            else "not readable by torch.load with weights_only=True"
+        )
+        world.say(
+            f"shoal: {path} does not hold {', '.join(left)} of the state_dict, {why}; shoal.load "
+            "keeps the model's own values for these"
+        )
+    return kept
+
+
+def _readable(value: object) -> bool:
+    """Whether `torch.load(…, weights_only=True)` can read `value` from a file."""
+    if type(value) in (dict, OrderedDict):
+        return all(map(_readable, (*value, *value.values())))  # type: ignore[misc, attr-defined]
+    if type(value) in (list, tuple, torch.Size):
+        return all(map(_readable, value))  # type: ignore[call-overload]
+    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    return value is None or isinstance(value, Tensor) or type(value) in plain
+
+
+def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
+    """Load a state_dict into `model`, from a safetensors file or a mapping, in place.
+
+    Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped where the model has no
+    such names. Entries of the model's state_dict that are not tensors, and that `source` lacks, stay as
+    they are, with a warning: safetensors files hold tensors only. Raises CheckpointError, before
+    anything changes, if names or shapes differ or two names become one.
+    """
+    model = bare(model)
+    found = source if isinstance(source, Mapping) else _read(Path(source))
+    of = f"of {len(found)} entries" if isinstance(source, Mapping) else repr(str(source))
+    here = _of_all_ranks(model)
+    named = {_bare(name, here): tensor for name, tensor in found.items()}
+    if len(named) < len(found):
+        twice = sorted(name for name in found if name not in named)
+        raise CheckpointError(
+            given=f"shoal.load(model, …) of {len(found)} tensors",
+            found=f"several of them are the same one without their prefixes, {twice[0]} for one",
+            fix="give those of one model: {k: v for k, v in state.items() if k.startswith('module.')}",
+        )
+    absent = [name for name, shape in here.items() if shape is None and name not in named]
+    expected = {name: shape for name, shape in here.items() if name not in absent}
+    differences = model_differences(expected, shapes(named))
+    if differences:
+        raise CheckpointError(
+            given=f"shoal.load(model, …) {of} into a {type(model).__name__} of {len(here)} entries",
+            found=f"it is the state of another model; {differences}",
+            fix="build the model that the file was written from, or give a dict with the model's "
+            "names: shoal.load(model, {new_name(k): v for k, v in state.items()})",
+        )
+    if absent:
+        warnings.warn(
+            f"shoal.load(model, …) {of}: it lacks {', '.join(absent)}, which the model keeps as it is",
+            stacklevel=2,
+        )
+    own = model.state_dict()  # of a pipeline, this rank's part
+    shares = {name: shared_like(named[name], v) if name in named else v for name, v in own.items()}
+    model.load_state_dict(shares)
+
+
+def _of_all_ranks(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
+    """The shapes of the model's state, of which the ranks of a pipeline hold parts."""
+    mine, engine = shapes(model.state_dict()), known_engine(model)
+    if engine is None or engine.world.layout.degree("pipeline") == 1:
+        return mine
+    parts = engine.world.gather(mine)
+    return {name: shape for part in parts for name, shape in part.items()}
+
+
+def _model(source: Run | Step | nn.Module) -> nn.Module:
+    if isinstance(source, Run):
+        return next(iter(source.train_states.values())).model
+    return source.model if isinstance(source, Step) else bare(source)
+
+
+def _script(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
+    model, example = _alone(model, example)
+    made = torch.jit.script(model) if example is None else torch.jit.trace(model, example)
+    _write(made, torch.jit.save, path)
+
+
+def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> None:
+    if example is None:
+        raise CheckpointError(
+            given=f"shoal.export(…, {path.suffix!r}) without an example",
+            found="torch.export traces the model",
+            fix="shoal.export(model, 'model.pt2', example=(inputs,))",
+        )
+    from torch.export import Dim, ShapesCollection  # half a second, which is for those who trace
+
+    world = engine_of(model).world
+    alone, inputs = _alone(model, example)
+    sizes = ShapesCollection()
+    for tensor in tensors_in(inputs):
+        if tensor.dim() and len(tensor) > 1:  # torch.export fixes sizes of 0 and 1 anyway
+            sizes[tensor] = {0: Dim.AUTO}  # any size, unless the code needs this one
+    program = torch.export.export(alone, inputs, dynamic_shapes=sizes.dynamic_shapes(alone, inputs))
+    fixed = _fixed_sizes(program)
+    if fixed:
+        world.say(
+            f"shoal: the .pt2 program takes these sizes of the first dimension only: {fixed}; the "
+            "model's code fixes them, or the example has a single sample (give two or more)"
+        )
+    _write(program, torch.export.save, path)
+
+
+def _fixed_sizes(program: torch.export.ExportedProgram) -> str:
+    """The inputs of a program whose first dimension has one size only."""
+    inputs = set(program.graph_signature.user_inputs)
+    found = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" and node.name in inputs else None
+        if isinstance(value, Tensor) and value.dim() and str(value.shape[0]).isdecimal():
+            found.append(f"{node.name}: {value.shape[0]}")
+    return ", ".join(found)
+
+
+def _alone(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
+    """A copy without what needs other ranks, as slices of sequences do, or moves between devices."""
+    span, model = span_of(model), copy.deepcopy(model)
+    if span is None or not span.hooked:
+        return model, example
+    from shoal.strategies.device_placement.transfer_hooks import without_arrivals
+
+    return without_arrivals(model), move(example, torch.device("cpu"))
+
+
+def _write(made: Any, save: Callable[[Any, IO[bytes]], object], path: Path) -> None:
+    # By way of memory: torch's own writer aborts the process where the disk is full.
+    memory = io.BytesIO()
+    save(made, memory)
+    path.write_bytes(memory.getbuffer())
+
+
+def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+    except KeyError as error:  # safetensors' own of a dtype
+        odd = [name for name, tensor in tensors.items() if tensor.dtype in error.args]
+        if not odd:
+            raise
+        raise CheckpointError(
+            given=f"shoal.export(…, {path.suffix!r})",
+            found=f"{odd[0]} is {str(tensors[odd[0]].dtype).removeprefix('torch.')}, for which the "
+            "safetensors format has no type",
+            fix="shoal.export(model, 'model.pt')",
+        ) from None
+
+
+_STATES: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    ".safetensors": _save_file,
+    ".pt": save_pickled,
+}
+_PROGRAMS: dict[str, Callable[[nn.Module, tuple[Any, ...] | None, Path], None]] = {
+    ".ts": _script,
+    ".pt2": _program,
+}
+
+
+def _refuse_divided(model: nn.Module, path: Path) -> None:
+    engine = known_engine(model)
+    in_stages = engine is not None and engine.world.layout.degree("pipeline") > 1
+    if in_stages or divided(dict(model.named_parameters())):
+        raise CheckpointError(
+            given=f"shoal.export(…, {path.suffix!r}) of a {type(model).__name__}",
+            found="its parameters are divided over ranks, and this format holds a whole program",
+            fix="shoal.export(model, 'model.safetensors'); then, in one process, model = Model(), "
+            f"shoal.load(model, 'model.safetensors'), and export that as {path.suffix}",
+        )
+
+
+def _whole_state(model: nn.Module, *, keep: bool, alone: bool) -> dict[str, Any]:
+    """The model's state, tensors on the CPU one after the other; only those who `keep` it have it.
+
+    Collective, unless this rank has all of it `alone`.
+    """
+    # Copies: tied weights keep both of their names, which safetensors refuses for shared memory.
+    world = engine_of(model).world
+    own = model.state_dict()
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    plain = move({n: v for n, v in own.items() if n not in tensors}, torch.device("cpu"))
+    mine = ({name: (value.shape, value.dtype) for name, value in tensors.items()}, plain)
+    holders = [mine] if alone else world.gather(mine)
+    state: dict[str, Any] = {}
+    for name, (shape, dtype) in {n: form for held, _ in holders for n, form in held.items()}.items():
+        source = next(rank for rank, (held, _) in enumerate(holders) if name in held)
+        tensor = whole(tensors[name].detach()).contiguous() if name in tensors else None
+        if source > 0 and world.rank in (0, source):  # a stage of a pipeline that rank 0 has not
+            tensor = _sent(tensor, torch.Size(shape), dtype, source, world)
+        if keep and tensor is not None:
+            state[name] = tensor.cpu().clone()
+    others = {name: value for _, held in reversed(holders) for name, value in held.items()}
+    return state | others if keep else {}
+
+
+def _sent(
+    tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype, source: int, world: World
+) -> Tensor:
+    """The tensor of rank `source`, on that rank and on rank 0."""
+    if tensor is not None:
+        dist.send(tensor, 0, group=world.group)
+        return tensor
+    received = torch.empty(shape, dtype=dtype, device=world.device)
+    dist.recv(received, source, group=world.group)
+    return received
+
+
+def _bare(name: str, here: Mapping[str, object]) -> str:
+    bare = name
+    while bare not in here:
+        prefix = next((prefix for prefix in PREFIXES if bare.startswith(prefix)), None)
+        if prefix is None:
+            break
+        bare = bare.removeprefix(prefix)
+    # torch.compile may have wrapped a part of the model only.
+    inner = bare
+    for prefix in PREFIXES:
+        inner = inner.replace(f".{prefix}", ".")
+    return inner if inner in here else bare
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        raise CheckpointError(
+            given=f"shoal.load(model, {str(path)!r})",
+            found="it is not a safetensors file, and Shoal unpickles nothing",
+            fix=f"shoal.load(model, torch.load({str(path)!r}, weights_only=True)), if you trust it",
+        )
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except Exception as error:  # safetensors raises its own and OSErrors alike
+        raise CheckpointError(
+            given=f"shoal.load(model, {str(path)!r})",
+            found=str(error),
+            fix="give a safetensors file that is whole, as shoal.export writes it",
+        ) from None

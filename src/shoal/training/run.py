@@ -1,0 +1,470 @@
+"""The run directory: restore, tick, save; progress and events of one training run."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.checkpoint import (
+    Agreement,
+    AnyPath,
+    Checkpoints,
+    Fence,
+    FencedFiles,
+    Job,
+    how_to_remove,
+    is_url,
+    lasting,
+    masked_url,
+    path_from,
+    take_over,
+)
+from shoal.data import Loader
+from shoal.distributed.world import World
+from shoal.telemetry.events import Events
+from shoal.telemetry.profiler.window import Window, checked, recordable
+from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
+from shoal.telemetry.trackers import Curves, Tracker, default_trackers
+from shoal.training.preemption import Reason, Stopped, Stopping
+from shoal.training.progress_bar import Progress
+from shoal.training.run_events import Recording
+from shoal.training.run_monitor import Observer
+from shoal.training.run_state import Contents, Stateful, check_options, settings
+from shoal.training.save_policy import LAST_WAIT, Every, Saves, check_every
+from shoal.training.step import Step, train_states
+from shoal.util.errors import CheckpointError, DataError, StepError
+from shoal.util.text import shown
+
+_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
+_OWN = {
+    "attempts",
+    "checkpoints",
+    "events",
+    "lock",
+    "report",
+    "tensorboard",
+    "traces",
+    "wandb",
+}
+"""What a run directory holds besides."""
+
+
+class Restored(NamedTuple):
+    """Where a run goes on: optimizer step, position in samples since the start, epoch, directory."""
+
+    step: int
+    position: int
+    epoch: int
+    path: AnyPath
+
+
+class Run:
+    """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
+
+    `model` is a Step or, for your own loop, a parallelized model with its `optimizer` and, if it has
+    one, its `schedule`. For several models (two for a GAN) pass dicts with the same names. The step
+    number of the Run is that of the first one: a Step counts its own steps, and for a model each
+    `batch.finish` counts. Your own loop steps the schedule, once after each optimizer step or once
+    after each epoch; the Run saves and restores it.
+
+    `state` holds other objects with `state_dict` and `load_state_dict`, by name. Their state must be
+    the same on all ranks: if it differs, a save raises CheckpointError with the entry and the ranks.
+    `config` holds plain values that checkpoints keep for people: rates, paths. The newest `keep`
+    checkpoints are kept, and those of every `keep_every`-th step. They are kept in `checkpoints`,
+    where that is given: another directory, or a URL of a file system that fsspec knows
+    (`s3://bucket/run`). A save that fails while training continues is reported, and ends the run where
+    `must_save` is set. `trackers` take what `world.log` is given: TensorBoard if it is installed,
+    unless others are chosen; () is none. torch's profiler records the steps from the first to the last
+    of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
+
+    As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
+    tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
+
+    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written, and for
+    an entry of a model's state_dict that a checkpoint can't hold.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        model: Step | nn.Module | Mapping[str, Step | nn.Module],
+        loader: Loader,
+        *,
+        optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+        schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        config: Mapping[str, Any] | None = None,
+        checkpoints: str | Path | None = None,
+        keep: int = 3,
+        keep_every: int | None = None,
+        must_save: bool = False,
+        trackers: Sequence[Tracker] | None = None,
+        profile: tuple[int, int] | None = None,
+    ) -> None:
+        window = None if profile is None else _window(profile)
+        self.directory = _own_directory(directory)
+        self._there = self.directory.absolute()  # the working directory may change
+        self.train_states = train_states(model, optimizer, schedule)
+        if not isinstance(loader, Loader):
+            raise DataError(
+                given=f"shoal.Run(directory, model, {type(loader).__name__})",
+                found="it does not know the global batch or where it stands",
+                fix="loader = shoal.Loader(dataset, world, batch_size=512)",
+            )
+        self.loader = loader
+        self.world: World = loader.world
+        check_options({} if state is None else state, {} if config is None else config)
+        self.state = dict(state or {})
+        loader.compare_ranks()
+        self._config = settings(config or {})
+        self.contents = Contents(self.world, self.train_states, loader, self.state, self._config)
+        self._place: AnyPath = Agreement(self.world).together(
+            f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
+        )
+        self._fence = Fence(lasting(self._place) / "attempts")
+        self.checkpoints = Checkpoints(
+            self._place / "checkpoints",
+            self.world,
+            keep=keep,
+            keep_every=keep_every,
+            files=FencedFiles(self._fence),
+        )
+        self.checkpoints.check()
+        job, attempt = self.world.placement.job, self.world.placement.attempt
+        self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
+        events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
+        self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
+        self._saves = Saves(self.world, self.events, must=must_save)
+        # Others give rank 0 a terminal whose output may go into a file (mpirun).
+        live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
+        self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
+        chosen = default_trackers() if trackers is None else trackers
+        self._observer = Observer(
+            self.world, self.directory, self.train_states, loader, self.events, window
+        )
+        self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
+        self.world.recorder = self.log
+        self.world.directory = self.directory
+        self._folders: dict[str, Checkpoints] = {}
+        self._begun = False
+        self._closed = False
+        self._free = False
+        self._recording = Recording(self.events, self.train_states, loader)
+        self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
+        self.world.before_closing(self.close)
+        self._stopping = Stopping(self.world)
+        self._stopping.start()
+
+    @property
+    def steps(self) -> dict[str, Step]:
+        """The Steps that it was given, by name; a single one is "step"."""
+        return {name: each for name, each in self.train_states.items() if isinstance(each, Step)}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken since the start of training, by the first Step or model."""
+        return next(iter(self.train_states.values())).number
+
+    def restore(self) -> Restored | None:
+        """Go on from the newest complete checkpoint; None if there is none yet. Collective.
+
+        Damaged checkpoints are skipped, and it is said which and why. On as many ranks as before,
+        random states come back too and the run ends bit-equal to an uninterrupted one; on another
+        number the data goes on from the exact sample.
+
+        Raises CheckpointError when there are checkpoints but none that can be trusted, or when they
+        are of another model.
+        """
+        self._check_open()
+        restored = self._restore()
+        self._recording.rewind()
+        return restored
+
+    def _restore(self) -> Restored | None:
+        self._saves.hear(wait=True)
+        loaded = self.checkpoints.restore(self.contents.template(), self.contents.elsewhere())
+        self._free, self._saved = True, None
+        if loaded is None:
+            return None
+        for skipped in loaded.skipped:
+            self.world.say(f"skipped {skipped.path}: {skipped.reason}")
+        self.contents.load(loaded, f"a Run in {self.directory}")
+        self._curves.begins = loaded.step
+        restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
+        self.events.write(
+            "restore", {"step": loaded.step, "position": restored.position, "path": str(loaded.path)}
+        )
+        self.world.say(
+            f"resumed at sample {restored.position:,} "
+            f"(step {restored.step:,}, epoch {restored.epoch}) from {restored.path}"
+        )
+        return restored
+
+    def tick(self, *, every: Every | None = None) -> None:
+        """After each batch: record the steps taken on it, show progress, and save. Collective.
+
+        A checkpoint is saved after `every` optimizer steps of the first Step; or after some time, a
+        timedelta, by rank 0's clock; or as often as a `shoal.YoungDaly` finds best. The step waits only
+        while the state is copied, the rest is done aside; what became of it is told at a later tick.
+
+        Raises SystemExit, after a save, when a signal on any rank has asked to stop; CheckpointError
+        where a save has failed that had not to.
+        """
+        timeline = self.world.timeline
+        before = timeline.enter(UPDATE)
+        try:
+            self._tick(every)
+        finally:
+            timeline.enter(before)
+
+    def _tick(self, every: Every | None) -> None:
+        self._check_open()
+        if every is not None:
+            check_every(every, "run.tick(every={})")
+        self._saves.hear()
+        if self._saves.failed:
+            self._stopping.request("a save that failed", kind="failed")
+        if not self._begun:
+            self._begin()
+            self._observer.begin()
+        now = time.time()
+        batch = self.loader.last
+        if batch is not None and all(each.last is None for each in self.train_states.values()):
+            raise StepError(
+                given="run.tick() after a batch",
+                found="no Step of this Run has taken one, nor batch.finish(model) on its model",
+                fix="step(batch) with the Step that the Run was given, or batch.finish(model) with its "
+                "model, then run.tick()",
+            )
+        for each in self.train_states.values():
+            each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
+        moved = self._recording.tick(now)
+        self._observer.tick()
+        if self._progress is not None and self._progress.due(now):
+            self._progress.show(self.step, self.loader, self._losses(), now)
+        reason = self._stopping.due()
+        if reason is not None:
+            self._leave(reason)
+        if every is not None and moved and self._saves.due(every, self.step):
+            self.save(wait=False)
+
+    def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
+        """Commit a checkpoint of everything from which the run goes on; its directory. Collective.
+
+        Without `wait` it returns when the state has been copied, and the directory is there once the
+        rest is done aside. Called again before anything has moved, it returns the checkpoint that it
+        committed then; with user state, which may have changed since, that one is replaced.
+        `to="best"` keeps it in `best/` instead, beside `checkpoints/`, in the place of the one before;
+        `restore` does not look there. Of a directory at a URL, `str` gives its URL.
+        """
+        with self.world.timeline.during(CHECKPOINT):
+            return self._save(to, wait=wait)
+
+    def _save(self, to: str | None, *, wait: bool) -> AnyPath:
+        self._check_open()
+        self._check_free()
+        agreement = Agreement(self.world)
+        agreement.together(f"saving in {self.directory}", self._check_there)
+        agreement.together(f"saving in {self.directory}", self._fence.check)
+        at = (self._numbers(), self._position())
+        if to is None and self._saved is not None and self._saved[0] == at and not self.state:
+            _, path, job = self._saved
+            if not wait:
+                return path  # whatever becomes of it: not all ranks may know yet
+            job.join()
+            if not job.failed:
+                return path
+        checkpoints = self.checkpoints if to is None else self._checkpoints_in(to)
+        self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        self._curves.flush()
+        position = at[1]
+        with self.world.preparing():  # one rank may take long to write, and the others wait for it
+            job = self._saves.start(
+                checkpoints,
+                self.step,
+                lambda: self.contents.take(position),
+                join=self.contents.in_parts,
+            )
+            path = checkpoints.where(self.step)
+            if to is None:
+                self._saved = (at, path, job)
+            if not wait:
+                return path
+            try:
+                return job.wait()
+            finally:
+                self._saves.forget(job)
+
+    def note(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Record an event of your own: its kind, the step, and numbers or texts by name."""
+        plain = {
+            name: value if isinstance(value, str | int | float) else shown(value)
+            for name, value in values.items()
+        }
+        self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record numbers of the present step: as an event, and on rank 0 in the trackers.
+
+        Numbers are floats or tensors of one element. Rank 0's are what people see; see `World.log`.
+        """
+        self._check_open()
+        numbers = {name: float(value) for name, value in values.items()}
+        self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
+        self._curves.write(numbers, self.step)
+
+    def _leave(self, reason: Reason) -> NoReturn:
+        """Save, and end this process with the code that tells its launcher why."""
+        if reason.kind == "failed":
+            self._saves.hear(wait=True)  # not all ranks may know by now
+            self._saves.check()
+        path = self.save()
+        self.note(reason.kind, {"by": reason.what, "on": reason.rank, "path": path})
+        self.world.say(
+            f"{reason}: saved step {self.step:,} in {path}; the same command goes on from there"
+        )
+        raise Stopped(reason)
+
+    def _checkpoints_in(self, folder: str) -> Checkpoints:
+        if folder not in self._folders:
+            _check_folder(folder)
+            self._folders[folder] = self.checkpoints.beside(folder)
+        return self._folders[folder]
+
+    def close(self) -> None:
+        """Wait for a save under way, write what is left of the events, leave signals as they were.
+
+        Raises CheckpointError where a save has failed that had not to.
+        """
+        self._end(None, sys.exception())
+
+    def _end(self, error: BaseException | None, reason: BaseException | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._saves.hear(wait=True, within=None if error is None else LAST_WAIT)
+        self._stopping.stop()  # not before: a signal would cut the save short
+        self._observer.end()
+        if self._begun:
+            self._recording.end(reason)
+        self.events.close()
+        self._curves.close()
+        self.world.recorder = self.world.directory = None
+        if self._lock is not None:
+            self._lock.release()
+        if self._progress is not None:
+            self._progress.close(self.step, self.loader, self._losses(), time.time())
+        if error is None:
+            self._saves.check()
+            self._check_there()
+
+    def _check_there(self) -> None:
+        """Raise CheckpointError where the directory has been removed since the Run was opened.
+
+        A save that was under way may have made it anew, without what the Run had put there first.
+        """
+        if not any((self._there / name).exists() for name in ("lock", "events")):
+            raise CheckpointError(
+                given=f"a Run in {self.directory}",
+                found=f"{self._there} was removed while the run was open: its checkpoints and events "
+                "are lost",
+                fix="start the run again, in a directory that no clean-up removes; to keep the model "
+                "that is in memory, shoal.export(model, 'model.safetensors')",
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(error, error)
+
+    def _position(self) -> int:
+        """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""
+        last, position = self.loader.last, self.loader.position
+        left = last is not None and not last.taken and last.first + last.size == position
+        return last.first if last is not None and left else position
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StepError(
+                given=f"a Run in {self.directory} after its `with` block, or after close()",
+                found="its events are closed",
+                fix="call restore, tick and save inside `with shoal.Run(…) as run:`",
+            )
+
+    def _check_free(self) -> None:
+        """Refuse to mix with the checkpoints of another training: the newest would be resumed from."""
+        if self._free:
+            return
+        there = self.checkpoints.newest()
+        if there is not None:
+            raise CheckpointError(
+                given=f"training from the start in {self._place}",
+                found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
+                "would take for this one's",
+                fix="run.restore() before the first batch, or another directory, or to start afresh: "
+                f"{how_to_remove(self._place)}",
+            )
+        self._free = True
+
+    def _begin(self) -> None:
+        self._check_free()
+        # The first save may be the last chance there is: what no checkpoint can hold is told before.
+        # One rank may take long over it, as in a save.
+        with self.world.timeline.during(CHECKPOINT), self.world.preparing():
+            self.checkpoints.check_state(self.contents.form(), self.contents.info())
+        self._begun = True
+        self.world.stepping()
+        # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
+        began = self.world.broadcast(round(time.time(), 6))
+        self._recording.start(began, self._config)
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: each.number for name, each in self.train_states.items()}
+
+    def _losses(self) -> dict[str, float]:
+        return {
+            "loss" if name == "step" else name: step.last.loss
+            for name, step in self.train_states.items()
+            if step.last is not None
+        }
+
+
+def _window(profile: tuple[int, int]) -> Window:
+    call = f"shoal.Run(…, profile={profile})"
+    return recordable(checked(profile, call), call)
+
+
+def _own_directory(given: str | Path) -> Path:
+    if is_url(given):
+        raise CheckpointError(
+            given=f"shoal.Run({masked_url(str(given))!r}, …)",
+            found="events and the lock need a directory; only checkpoints can be elsewhere",
+            fix="shoal.Run('runs/a', …, checkpoints='s3://bucket/a')",
+        )
+    return Path(given)
+
+
+def _check_folder(name: object) -> None:
+    if isinstance(name, str) and _FOLDER.fullmatch(name) and name not in _OWN:
+        return
+    raise CheckpointError(
+        given=f"run.save(to={name!r})",
+        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
+        f"none of {', '.join(sorted(_OWN))}",
+        fix="run.save(to='best')",
+    )

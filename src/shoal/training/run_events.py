@@ -1,0 +1,131 @@
+"""What a run records of itself: how it began, each step with where its time went, how it ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.data import Loader
+from shoal.telemetry.events import FORMAT, Events
+from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Division, Spent
+from shoal.training.preemption import Stopped
+from shoal.util.packages import versions
+
+if TYPE_CHECKING:
+    from shoal.data.batch import Result
+    from shoal.training.train_state import TrainState
+
+
+class Recording:
+    """The events of a run's beginning, of its steps and of its end; several Steps have names."""
+
+    def __init__(self, events: Events, steps: Mapping[str, TrainState], loader: Loader) -> None:
+        self._events = events
+        self._steps = steps
+        self._loader = loader
+        self._first = next(iter(steps))
+        self._timeline = loader.world.timeline
+        self.rewind()
+
+    def rewind(self) -> None:
+        """What has been taken is recorded, and time until the next batch is asked for is no step's."""
+        self._recorded = self._numbers()
+        begun = self._timeline.pause()
+        self._events.begin(begun)
+        self._division = Division(begun)
+
+    def start(self, began: float, config: Mapping[str, Any]) -> None:
+        """Record where and as what this rank runs. Collective."""
+        world = self._loader.world
+        step = next(iter(self._steps.values()))
+        found = versions()
+        self._events.write(
+            "start",
+            {
+                "format": FORMAT,
+                "began": began,
+                "rank": world.rank,
+                "data_rank": world.data_rank,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "node": world.placement.node,
+                "cores": world.placement.cores,
+                "size": world.size,
+                "layout": str(world.layout),
+                "launcher": world.placement.launcher,
+                "attempt": world.placement.attempt,
+                "device": str(world.device),
+                "device_name": _device_name(world.device),
+                "python": found["python"],
+                "torch": torch.__version__,
+                "shoal": found["shoal"],
+                "step": step.number,
+                "strategy": step.engine.strategy,
+                "precision": step.precision,
+                "parameters": sum(each.elements() for each in self._steps.values()),
+                "batch_size": self._loader.batch_size,
+                "epoch_size": self._loader.epoch_size,
+                "goal": self._loader.goal,
+                "workers": self._loader.workers,
+                "config": dict(config),
+            },
+        )
+
+    def tick(self, now: float) -> bool:
+        """Record the steps taken since the last tick; whether the first Step took one."""
+        recorded, steps = self._recorded, self._steps
+        taken = [name for name, step in steps.items() if step.number != recorded[name]]
+        if not taken:
+            return False
+        batch, spent = self._loader.last, self._timeline.take()
+        charged = None if len(steps) == 1 else self._charged(spent, taken)
+        for name in taken:
+            number, result = steps[name].number, steps[name].last
+            recorded[name] = number
+            if batch is None or result is None:  # of a state that was loaded
+                continue
+            each = spent if charged is None else charged[name]
+            loss_norm_counted = result[:3]
+            where = (number, batch.first, batch.size, batch.share)
+            self._events.step(name, (*where, now, each, *loss_norm_counted, self._loader.load))
+        return taken[0] == self._first
+
+    def end(self, error: BaseException | None) -> None:
+        """Record that the run closes, and by what if that is an error."""
+        step = next(iter(self._steps.values())).number
+        if error is None or isinstance(error, Stopped):
+            self._events.write("end", {"step": step, "reason": "closed"})
+        else:
+            kind = type(error).__name__
+            self._events.write("end", {"step": step, "reason": "error", "error": kind})
+
+    def _numbers(self) -> dict[str, int]:
+        return {name: step.number for name, step in self._steps.items()}
+
+    def _charged(self, spent: Spent, taken: list[str]) -> dict[str, Spent]:
+        results = {name: self._steps[name].last for name in taken}
+        return self._division.charge(
+            spent, {name: _own(each) if each else {} for name, each in results.items()}
+        )
+
+
+def _own(result: Result) -> dict[int, int]:
+    """The nanoseconds of a step itself, by part."""
+    seconds = {
+        FORWARD: result.forward,
+        BACKWARD: result.backward,
+        COMMUNICATION: result.communication,
+        UPDATE: result.update,
+    }
+    return {part: round(each * 1e9) for part, each in seconds.items()}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()

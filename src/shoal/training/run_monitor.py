@@ -1,0 +1,150 @@
+"""What is seen of a Run besides its steps: traffic, memory, power, and FLOPs counted once."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.data import Loader
+from shoal.distributed.world import CHECKED_STEPS, World
+from shoal.telemetry.collective_stats import Traffic
+from shoal.telemetry.events import Events
+from shoal.telemetry.profiler.window import Window
+from shoal.telemetry.usage.device_peaks import peak_here
+from shoal.telemetry.usage.flops import Counting
+from shoal.telemetry.usage.process import Usage
+from shoal.telemetry.usage.sampler import Job, Sampler, noting
+from shoal.training.trace_recorder import Recorder
+
+if TYPE_CHECKING:
+    from shoal.training.train_state import TrainState
+
+WINDOW_SECONDS = 10.0
+LOOK_SECONDS = 0.1
+REQUEST_SECONDS = 2.0
+_COUNTED_TICK = CHECKED_STEPS + 2
+"""At which tick the step after it is prepared to be counted: the first ones do more than others."""
+
+
+class Observer:
+    """Looks at a rank from a thread of its own, from `begin` to `end`; `tick` writes what it noted.
+
+    `profile` are steps to be recorded by torch's profiler. Whatever fails in it is told once and ends
+    that part of it, never the run.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        directory: Path,
+        steps: Mapping[str, TrainState],
+        loader: Loader,
+        events: Events,
+        profile: Window | None,
+    ) -> None:
+        self._world = world
+        self._recorder = Recorder(world, directory, profile)
+        self._steps = steps
+        self._first = next(iter(steps.values()))
+        self._loader = loader
+        self._events = events
+        self._sampler: Sampler | None = None
+        self._ticks = 0
+        self._counted: dict[str, tuple[int, Counting]] = {}
+
+    def begin(self) -> None:
+        """Begin to look. Records of before do not count."""
+        jobs = [
+            Job(
+                name="what this process uses",
+                seconds=WINDOW_SECONDS,
+                run=noting("usage", Usage(self._world.device).fields),
+                ends=True,
+            ),
+            Job(
+                name="the wish for a timeline",
+                seconds=REQUEST_SECONDS,
+                run=self._recorder.requests.look,
+            ),
+        ]
+        if self._world.group is not None:
+            traffic = Traffic()
+            jobs += [
+                Job(
+                    name="what this rank sends",
+                    seconds=WINDOW_SECONDS,
+                    run=noting("collectives", traffic.window),
+                    ends=True,
+                ),
+                Job(name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True),
+            ]
+        # The thread holds neither this nor the model, and ends with a Run that nobody has closed.
+        first = weakref.ref(self._first)
+
+        def number() -> int:
+            step = first()
+            return 0 if step is None else step.number
+
+        self._sampler = Sampler(jobs, step=number, say=warnings.warn)
+        weakref.finalize(self, self._sampler.let_go)
+
+    def tick(self) -> None:
+        """Write what has been noted; count the FLOPs of one step. Collective."""
+        self._ticks += 1
+        if self._sampler is not None:
+            self._write(self._sampler)
+        if self._ticks == _COUNTED_TICK:
+            for name, step in self._steps.items():
+                self._counted[name] = step.number, Counting()
+                if not step.compiled and not step.engine.unseen:
+                    step.counting = self._counted[name][1]
+        elif self._counted:
+            self._conclude()
+        self._recorder.tick(self._first.number)
+
+    def end(self) -> None:
+        """Look once more, write that, and end the thread."""
+        self._recorder.end()
+        for step in self._steps.values():
+            step.counting = nullcontext()
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._write(self._sampler)
+            self._sampler = None
+
+    def _write(self, sampler: Sampler) -> None:
+        for kind, fields in sampler.taken():
+            self._events.write(kind, fields)
+
+    def _conclude(self) -> None:
+        """Of each Step that has gone on since: what it took, of all ranks together."""
+        batch = self._loader.last
+        for name, (number, counting) in list(self._counted.items()):
+            step = self._steps[name]
+            if step.number == number or batch is None:
+                continue
+            del self._counted[name]
+            step.counting = nullcontext()
+            of_all = self._world.gather((counting.flops, self._why_not(step, counting)))
+            why_not = next((reason for flops, reason in of_all if flops is None), None)
+            fields: dict[str, Any] = {"name": name, "step": step.number}
+            if why_not is None:
+                # Divided layers count whole on each rank that has a part of them.
+                alike = self._world.layout.degree("tensor")
+                fields["per_sample"] = sum(flops for flops, _ in of_all) / alike / batch.size
+                fields["how"] = "counted in one step, by the formulas of torch's FlopCounterMode"
+            else:
+                fields["how"] = f"not counted: {why_not}"
+            peak = peak_here(self._world.device, step.dtype)
+            if peak.value is not None:
+                fields["peak"] = peak.value
+            self._events.write("flops", fields | {"peak_reason": peak.reason})
+
+    def _why_not(self, step: TrainState, counting: Counting) -> str:
+        if step.compiled:
+            return "compiled code runs no operations that could be seen"
+        return step.engine.unseen or counting.failed or "your own loop does not compute in a Step"

@@ -1,0 +1,232 @@
+"""What a checkpoint of a run holds, and how a run takes it back."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from shoal.checkpoint import (
+    Agreement,
+    Loaded,
+    differing,
+    facts,
+    path_of,
+    present,
+    shapes,
+    some,
+    take_apart,
+)
+from shoal.data import Loader
+from shoal.distributed.seeds import random_state, set_random_state
+from shoal.distributed.world import World
+from shoal.strategies.dtensor import divided, is_divided
+from shoal.training.state_names import check_parts, owner_of, storable
+from shoal.util.differences import spans
+from shoal.util.errors import CheckpointError
+from shoal.util.packages import versions
+
+if TYPE_CHECKING:
+    from shoal.training.train_state import TrainState
+
+
+class Stateful(Protocol):
+    """User state that goes along with a checkpoint: an EMA, a best value, a tokenizer's counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, arrays and plain values, nested in dicts, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take back what `state_dict` returned."""
+        ...
+
+
+def check_options(state: object, config: object) -> None:
+    """Raise CheckpointError where a Run can't take these along."""
+    for name, given in (("state", state), ("config", config)):
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise CheckpointError(
+                given=f"shoal.Run(…, {name}={type(given).__name__})",
+                found="no dict whose keys are names",
+                fix=f"{name}={{'ema': ema}}" if name == "state" else f"{name}={{'rate': 0.1}}",
+            )
+        for key, item in given.items() if name == "state" else ():
+            methods = (getattr(item, each, None) for each in ("state_dict", "load_state_dict"))
+            if isinstance(item, type) or not all(map(callable, methods)):
+                raise CheckpointError(
+                    given=f"shoal.Run(…, state={{{key!r}: {type(item).__name__}}})",
+                    found="no object with state_dict and load_state_dict",
+                    fix="an object that has both, such as a shoal.EMA; plain values: config=",
+                )
+
+
+def settings(config: Any) -> Any:
+    """`config` as plain values: mappings of any class are dicts, paths are text."""
+    if isinstance(config, Mapping):
+        return {key: settings(value) for key, value in config.items()}
+    if type(config) in (list, tuple):
+        return type(config)(map(settings, config))
+    return str(config) if isinstance(config, Path) else config
+
+
+class Contents:
+    """Steps, user state and the position in the data, by names; `config` is kept for people."""
+
+    def __init__(
+        self,
+        world: World,
+        steps: Mapping[str, TrainState],
+        loader: Loader,
+        state: Mapping[str, Stateful],
+        config: Mapping[str, Any],
+    ) -> None:
+        self._world = world
+        self._steps = steps
+        self._loader = loader
+        self._state = state
+        self._config = config
+        Agreement(world).together("shoal.Run(…)", self._check_models)
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks hold different parts of a model, and not shares of the same tensors."""
+        return self._world.layout.degree("pipeline") > 1
+
+    def take(self, position: int) -> dict[str, Any]:
+        """The state, this rank's own, and what is told to people, by these names. Collective."""
+        state = {
+            "steps": {name: step.state_dict() for name, step in self._steps.items()},
+            "state": {name: item.state_dict() for name, item in self._state.items()},
+            "loader": {**self._loader.state_dict(), "position": position},
+        }
+        self._check_same(state["state"])
+        held = self._world.gather(list(shapes(state["state"]))) if self.in_parts else []
+        if not self._world.first:
+            # Else each tensor would be that of the rank which happens to write it.
+            before = {at for paths in held[: self._world.rank] for at in paths}
+            state["state"] = some(
+                state["state"],
+                lambda at, tensor: is_divided(tensor) or (self.in_parts and at not in before),
+            )
+        info = {"position": position, **self.info()}
+        return {"state": state, "rank_state": random_state(), "info": info}
+
+    def info(self) -> dict[str, Any]:
+        """What is told to people about a checkpoint that is made now."""
+        return {
+            "epoch": self._loader.epoch,
+            "time": time.time(),
+            "layout": str(self._world.layout),
+            "batch_size": self._loader.batch_size,
+            "versions": versions(),
+            "config": dict(self._config),
+        }
+
+    def form(self) -> dict[str, Any]:
+        """What there is to save by now, to see whether it can be; nothing is made equal. Collective."""
+        return {
+            "steps": {name: step.form() for name, step in self._steps.items()},
+            "state": {name: item.state_dict() for name, item in self._state.items()},
+        }
+
+    def template(self) -> dict[str, Any]:
+        """Where the tensors of a state are to be read to that this rank holds parts of."""
+        own = {name: item.state_dict() for name, item in self._state.items()}
+        return {
+            "steps": {name: step.template() for name, step in self._steps.items()},
+            "state": divided(own, torch.empty_like),
+        }
+
+    def elsewhere(self) -> set[str]:
+        """The paths of what other ranks hold and this one need not read. Collective."""
+        if not self.in_parts:
+            return set()
+        own = list(shapes({name: item.state_dict() for name, item in self._state.items()}))
+        others = {at for paths in self._world.gather(own) for at in paths} - set(own)
+        models = {
+            path_of("state", "steps", name, *keys)
+            for name, step in self._steps.items()
+            for keys in step.elsewhere()
+        }
+        return models | {f"state/state/{each}" for each in others}
+
+    def load(self, loaded: Loaded, given: str) -> None:
+        """Take a checkpoint back. Raises CheckpointError, before anything changes, if it is of others.
+
+        With as many ranks as then random states come back too.
+        """
+        saved = loaded.state
+        self._check_names(saved, given)
+        # All are asked before the first one changes.
+        for name, step in self._steps.items():
+            step.check_state(saved["steps"][name])
+        self._loader.check_state(saved["loader"])
+        for name, step in self._steps.items():
+            step.load_state_dict(saved["steps"][name])
+        for name, item in self._state.items():
+            item.load_state_dict(present(saved["state"][name]))
+        self._loader.load_state_dict(saved["loader"])
+        if loaded.rank_state is not None:
+            set_random_state(loaded.rank_state)
+        else:
+            self._world.reseed(f"noise from step {loaded.step}")
+
+    def _check_models(self) -> None:
+        """Raise CheckpointError for an entry of a model's state_dict that a checkpoint can't hold."""
+        for step in self._steps.values():
+            for name, value in step.model.state_dict().items():
+                if isinstance(value, torch.Tensor):
+                    continue
+                try:
+                    take_apart(storable(value), name)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        given=f"shoal.Run(…) of a model whose state_dict has the entry {name!r}, of "
+                        f"{owner_of(step.model, name)}",
+                        found=error.found,
+                        fix="keep tensors, numbers, text, classes, functions, and dicts, lists and "
+                        "tuples of them in state_dict or get_extra_state; make the rest in __init__",
+                    ) from None
+
+    def _check_same(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError, on all ranks, where their user state differs: one is kept for all.
+
+        Collective. Ranks that take steps of their own (LocalSGD, Hogwild) have averages of their own
+        too, of which rank 0's are kept.
+        """
+        if not state or self._world.size == 1 or any(s.engine.alone for s in self._steps.values()):
+            return
+        mine = facts(state, in_parts=self.in_parts)
+        # One digest is enough where all ranks agree to the last bit, which is the usual case.
+        if len(set(self._world.gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+            return
+        found = differing(self._world.gather(mine))
+        if found is None:
+            return
+        path, odd = found
+        name = next(name for name in state if path_of(name) == path.partition("/")[0])
+        ranks = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {spans(odd)}"
+        raise CheckpointError(
+            given=f"shoal.Run(…, state={{{name!r}: {type(self._state[name]).__name__}}}), at {path}",
+            found=f"{ranks} of {self._world.size} would save another value than the first rank that "
+            "has it, and a checkpoint keeps one for all",
+            fix="a dict by parameter name, as shoal.EMA saves: the entries of all stages are kept"
+            if self.in_parts
+            else "save the same on all ranks; or every rank's value: state_dict returns "
+            "{'ranks': world.gather(value)}, load_state_dict takes state['ranks'][world.rank]",
+        )
+
+    def _check_names(self, saved: Mapping[str, Any], given: str) -> None:
+        check_parts(saved, given)
+        for what, here in (("steps", self._steps), ("state", self._state)):
+            if set(saved[what]) != set(here):
+                raise CheckpointError(
+                    given=f"{given} with {what} {sorted(here)}",
+                    found=f"a checkpoint with {what} {sorted(saved[what])}",
+                    fix="give Run the same names as before, or choose another directory",
+                )

@@ -1,0 +1,322 @@
+"""One optimizer step: precision, scaling, correction by the true count, clipping, update, schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.data.batch import Batch, Result
+from shoal.data.micro import Micro
+from shoal.distributed.consistency import check_same_environment
+from shoal.strategies import engine_of
+from shoal.strategies.compiled import compiler_of
+from shoal.strategies.contracts import Correction, OpenEngine, check_clip, correct
+from shoal.strategies.coupled_layers import say_division
+from shoal.strategies.manual_loop import not_finite
+from shoal.strategies.task import Task
+from shoal.telemetry.step_timer import CHECKPOINT, FORWARD
+from shoal.training.loss_check import check_loss_adds_up
+from shoal.training.train_state import TrainState
+from shoal.util.errors import StepError
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILERS = ("inductor", "script")
+Given = TypeVar("Given")
+_ALONE = "step"
+"""The name of the only Step or model of a Run."""
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018), with torch.amp.GradScaler's policy.
+
+    GradScaler decides on the device for each optimizer alone; here all ranks decide from the one
+    norm that the step computes anyway, so scaling costs no further pass over the gradients.
+    """
+
+    value: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    good: int = 0
+
+    def adapt(self, *, finite: bool) -> None:
+        """Halve after an overflow, double after `interval` steps without one."""
+        if not finite:
+            self.value, self.good = self.value * self.backoff, 0
+        elif self.good + 1 == self.interval:
+            self.value, self.good = self.value * self.growth, 0
+        else:
+            self.good += 1
+
+
+class Step(TrainState):
+    """Takes a Batch through forward, backward and one optimizer step, equally at any split.
+
+    `precision` is "fp32" (the parameters' own dtype, no autocast), "bf16" or "fp16" (autocast; fp16
+    with loss scaling). `clip` bounds the global gradient norm. `schedule` is stepped once per
+    optimizer step. `compile` is "inductor" (torch.compile) or "script" (TorchScript).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        task: Task,
+        *,
+        precision: str = "fp32",
+        clip: float | None = None,
+        schedule: LRScheduler | None = None,
+        compile: str | None = None,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise StepError(
+                given=f"precision={precision!r}",
+                found=f"the precisions are {', '.join(PRECISIONS)}",
+                fix="precision='bf16' on recent hardware; 'fp32' keeps the parameters' own dtype",
+            )
+        if compile is not None and compile not in COMPILERS:
+            raise StepError(
+                given=f"compile={compile!r}",
+                found=f"the compilers are {', '.join(COMPILERS)}",
+                fix="compile='inductor', or leave it out",
+            )
+        if not isinstance(task, Task):
+            raise StepError(
+                given=f"Step(model, optimizer, {type(task).__name__})",
+                found="the third is a Task, which says what is computed from a batch",
+                fix="shoal.Step(model, optimizer, shoal.Task(loss))",
+            )
+        super().__init__(engine_of(model), optimizer, schedule)
+        compiler = compiler_of(model)
+        if compiler is not None:
+            self.engine.compile_with(compiler)
+        self.task = task
+        self.precision = precision
+        self.clip = check_clip(clip)
+        self._autocast = PRECISIONS[precision]
+        self._scale = LossScale() if precision == "fp16" else None
+        self._compile = compile
+        self._prepared = False
+        self._tried = False
+
+    def __call__(self, batch: Batch) -> Result:
+        """One optimizer step on the global batch. Collective.
+
+        Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
+        step is skipped and the scale lowered instead); the parameters are untouched then. Where each
+        rank takes steps of its own (Hogwild, LocalSGD, DiLoCo) it is raised on that rank alone, and
+        whoever catches it has taken a step without a sample.
+        """
+        timeline = self.engine.world.timeline
+        before = timeline.enter(FORWARD)
+        begun = timeline.spent[FORWARD:CHECKPOINT]
+        try:
+            decided, skipped = self._advance(batch)
+        finally:
+            timeline.enter(before)
+        f, b, c, u = timeline.spent[FORWARD:CHECKPOINT]
+        times = (f - begun[0]) / 1e9, (b - begun[1]) / 1e9, (c - begun[2]) / 1e9, (u - begun[3]) / 1e9
+        return self.count(Result(decided.loss, decided.norm, decided.counted, skipped, *times))
+
+    def _advance(self, batch: Batch) -> tuple[Correction, bool]:
+        """One optimizer step; whether it was skipped."""
+        self.engine.world.stepping()
+        if not self._prepared:
+            self._prepare(batch)
+        elif not self.engine.alone:  # its ranks don't come to a second Loader at the same time
+            batch.compare_ranks()
+        scale = 1.0 if self._scale is None else self._scale.value
+        try:
+            with self.counting:
+                totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
+            decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
+        except BaseException:
+            self.engine.discard()  # whoever catches it goes on with the next batch
+            self._fail(batch)
+            raise
+        skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
+        if decided.finite:
+            self.engine.update(self.optimizer, decided.factor)
+            self._follow_schedule()
+        else:
+            self.engine.discard()
+            if skipped and self.engine.alone:
+                self._follow_schedule()  # others may have stepped
+            elif not skipped:
+                self._fail(batch)
+                over = "this rank's share" if self.engine.alone else "all ranks"
+                raise not_finite(decided, batch, over=over)
+        if self._scale is not None:
+            self._scale.adapt(finite=decided.finite)
+        batch.taken = True
+        return decided, skipped
+
+    def _fail(self, batch: Batch) -> None:
+        """Where the others may have taken this step, count it here too, as one without a sample."""
+        if self.engine.alone:
+            batch.taken = True
+            self._follow_schedule()
+            self.count(Result(math.nan, 0.0, 0.0, skipped=True))
+
+    def _follow_schedule(self) -> None:
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def check_loop(self) -> None:
+        """Raise StepError if the Step has options, which `batch.backward` would ignore."""
+        options = {
+            "precision": None if self._autocast is None else repr(self.precision),
+            "clip": self.clip,
+            "schedule": self.schedule and type(self.schedule).__name__,
+            "compile": None if self._compile is None else repr(self._compile),
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        if given:
+            shown = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise StepError(
+                given=f"shoal.Step(model, optimizer, task, {shown}) and batch.backward on its model",
+                found=f"in your own loop these options have no effect: {', '.join(given)}",
+                fix="; ".join(self._written_in_a_loop(name) for name in given)
+                + "; or step(batch) in place of the loop over the batch",
+            )
+
+    def _written_in_a_loop(self, option: str) -> str:
+        device = self.engine.world.device.type
+        return {
+            "precision": f"with torch.autocast({device!r}, torch.bfloat16): around the forward (fp16 "
+            "needs the loss scaling of a Step)",
+            "clip": f"batch.finish(model, clip={self.clip})",
+            "schedule": "shoal.Run(directory, model, loader, optimizer=optimizer, schedule=schedule), "
+            "and schedule.step() after optimizer.step()",
+            "compile": "model = torch.compile(model) before shoal.parallelize(model, world)",
+        }[option]
+
+    def check_schedule(self, *, epoch_ended: bool) -> None:
+        """Nothing to check: the Step itself steps its schedule."""
+
+    def try_loss(self, batch: Batch) -> None:
+        """Try the Task's loss function on `batch`, once. Collective.
+
+        Raises StepError, on all ranks, where it returns a mean for a sum.
+        """
+        if not self._tried:
+            check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
+            self._tried = True
+
+    def infer(self, micro: Micro, seed: int) -> Any:
+        """The model's output on a micro-batch in this step's precision. Collective."""
+        return self.engine.infer(self.task, micro, seed, autocast=self._autocast)
+
+    def form(self) -> dict[str, Any]:
+        """What `state_dict` returns, but for values that still differ between ranks. Collective."""
+        state = super().form()
+        if self._scale is not None:
+            state["scale"] = {"value": self._scale.value, "good": self._scale.good}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises CheckpointError before anything changes, as `check_state` does.
+        """
+        super().load_state_dict(state)
+        if self._scale is not None:
+            self._scale.value = state["scale"]["value"]
+            self._scale.good = state["scale"]["good"]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether forward and backward are run by other code than the model's."""
+        return self._compile is not None or super().compiled
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What most of the model computes in: that of mixed precision, or of its parameters."""
+        return self._autocast or super().dtype
+
+    def _options(self) -> dict[str, object]:
+        return {**super()._options(), "scale": self._scale}
+
+    def _prepare(self, batch: Batch) -> None:
+        check_same_environment(self.engine.world)
+        batch.compare_ranks()
+        self.try_loss(batch)
+        say_division(self.engine, len(batch))
+        if self._compile is not None:
+            self.engine.compile(self._compile)
+        self._prepared = True
+
+
+def train_states(
+    model: Step | nn.Module | Mapping[str, Step | nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
+) -> dict[str, TrainState]:
+    """By name what `shoal.Run` is given: each Step as it is, each model with what belongs to it.
+
+    A single one has the name "step". Raises StepError for what a Run can't save and count.
+    """
+    models: dict[str, Step | nn.Module] = _by_name(model)
+    optimizers, schedules = _by_name(optimizer), _by_name(schedule)
+    given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
+    if not models:
+        raise _not_trainable(given, "no Step and no model whose progress could be counted")
+    alone = {name for name, each in models.items() if not isinstance(each, Step)}
+    for what, names in (("optimizer", optimizers.keys()), ("schedule", schedules.keys())):
+        if not names <= alone:
+            others = ", ".join(map(repr, sorted(names - alone)))
+            raise _not_trainable(given, f"{what}= for {others}, which is no model of this Run")
+    return {
+        name: _train_state(name, each, optimizers.get(name), schedules.get(name))
+        for name, each in models.items()
+    }
+
+
+def _by_name(given: Given | Mapping[str, Given] | None) -> dict[str, Given]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    return {} if given is None else {_ALONE: given}
+
+
+def _train_state(
+    name: str, model: Step | nn.Module, optimizer: Optimizer | None, schedule: LRScheduler | None
+) -> TrainState:
+    if not (isinstance(name, str) and name.isprintable()):
+        raise StepError(
+            given=f"shoal.Run(directory, {{{name!r}: …}}, loader)",
+            found=f"{name!r} is no name that could be printed",
+            fix="a short text for each Step or model, such as 'generator'",
+        )
+    if isinstance(model, Step):
+        return model
+    given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
+    if not isinstance(model, nn.Module):
+        raise _not_trainable(given, "no Step and no model whose progress could be counted")
+    engine = engine_of(model)
+    if optimizer is None:
+        raise _not_trainable(given, "a model without optimizer=, which a checkpoint has to hold")
+    if not isinstance(engine, OpenEngine):
+        raise StepError(
+            given=given,
+            found="the strategy of this model takes whole steps, so your own loop can't train it",
+            fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
+        )
+    return TrainState(engine, optimizer, schedule)
+
+
+def _not_trainable(given: str, found: str) -> StepError:
+    return StepError(
+        given=given,
+        found=found,
+        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader); for your own loop "
+        "shoal.Run(directory, model, loader, optimizer=optimizer), or of several models "
+        "shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
+    )

@@ -1,0 +1,180 @@
+"""A window of steps recorded by torch's profiler on each rank, into a file of its own."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from shoal.distributed.world import World
+from shoal.telemetry.clock_offset import Offset, compare
+from shoal.telemetry.profiler.requests import Requests
+from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, file_of
+from shoal.telemetry.step_timer import OTHER
+
+
+@dataclass
+class _Recording:
+    """What is under way: when steps began, by this rank's clock, and how that stands to rank 0's."""
+
+    window: Window
+    profiler: profile
+    name: str
+    """The same on all ranks, and on no other of their records."""
+    begins: list[tuple[int, int]] = field(default_factory=list)
+    mark: record_function | None = None
+    offsets: list[Offset] = field(default_factory=list)
+
+
+class Recorder:
+    """Records the steps of `wanted`, and of requests in the run's directory; `tick` follows each step.
+
+    What fails in it is told and ends the record, never the run.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        directory: Path,
+        wanted: Window | None,
+        *,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._world = world
+        self._folder = directory / FOLDER
+        self._wanted = wanted
+        self._clock = clock
+        self._step = 0
+        self._under_way: _Recording | None = None
+        store = None if world.group is None else world.store("shoal/traces")
+        self.requests = Requests(self._folder, store=store, rank=world.rank, size=world.size)
+
+    def tick(self, step: int) -> None:
+        """After each step, of which `step` have been taken: begin, go on or end. Collective."""
+        if step == self._step:
+            return
+        self._step = step
+        asked = self.requests.due(step)
+        under_way, wanted = self._under_way, self._wanted
+        if under_way is not None:
+            self._mark(under_way, step)
+            if step >= under_way.window.last:
+                self._finish(under_way)
+        elif wanted is not None and step >= wanted.first - 1:
+            self._wanted = None
+            self._start(wanted, step)
+        elif asked is not None and asked[1]:
+            self._start(asked[0], step)
+        elif asked is not None:
+            self._world.say(
+                f"shoal: steps {asked[0]} are not recorded: not all ranks saw the request in time; "
+                "ask for later ones"
+            )
+
+    def end(self) -> None:
+        """Drop what is under way: the run ends before the window does."""
+        recording, self._under_way = self._under_way, None
+        if recording is not None:
+            self._close(recording)
+            recording.profiler.stop()
+
+    def _start(self, window: Window, step: int) -> None:
+        if step >= window.last:  # a run that was resumed behind it
+            return
+        devices = [ProfilerActivity.CPU]
+        if self._world.device.type == "cuda":
+            devices.append(ProfilerActivity.CUDA)
+        with self._aside():  # the profiler takes seconds to come up
+            profiler = profile(activities=devices, acc_events=True)
+            error = _started(profiler)
+            failed = next(filter(None, self._world.gather(error)), None)
+            if failed is not None:
+                if error is None:
+                    profiler.stop()
+                self._world.say(f"shoal: steps {window} are not recorded: {failed}")
+                return
+            name = self._world.broadcast(secrets.token_hex(8))
+            recording = self._under_way = _Recording(window, profiler, name)
+            self._compare(recording, "begin")
+        self._open(recording, step + 1)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What others may wait for, and no part of a step: a tick would count it as the optimizer's."""
+        with self._world.preparing(), self._world.timeline.during(OTHER):
+            yield
+
+    def _mark(self, recording: _Recording, step: int) -> None:
+        self._close(recording)
+        if step < recording.window.last:
+            self._open(recording, step + 1)
+
+    def _open(self, recording: _Recording, step: int) -> None:
+        recording.mark = record_function(f"{MARK}{step}")
+        recording.begins.append((step, self._clock()))
+        recording.mark.__enter__()
+
+    def _close(self, recording: _Recording) -> None:
+        if recording.mark is not None:
+            recording.mark.__exit__(None, None, None)
+            recording.mark = None
+
+    def _compare(self, recording: _Recording, when: str) -> None:
+        if self._world.group is None:
+            recording.offsets.append(Offset(self._clock(), 0, 0))
+            return
+        store = self._world.store(f"shoal/traces/{recording.name}/{when}")
+        found = compare(store, self._world.rank, self._world.size, self._clock)
+        if found is not None:
+            recording.offsets.append(found)
+
+    def _finish(self, recording: _Recording) -> None:
+        self._under_way = None
+        with self._aside():  # writing takes long where there is much
+            self._compare(recording, "end")
+            # Before it stops; what comes later torch leaves out.
+            recording.profiler.add_metadata_json("shoal", json.dumps(self._described(recording)))
+            recording.profiler.stop()
+            path = file_of(self._folder, self._world.rank, recording.window)
+            part = path.with_name(f"part-{path.name}")
+            try:
+                self._folder.mkdir(exist_ok=True)
+                recording.profiler.export_chrome_trace(str(part))
+                part.replace(path)
+                self._forget_others(recording.window)
+            except OSError as error:
+                self._world.say(f"shoal: steps {recording.window} are not kept: {error}")
+
+    def _forget_others(self, window: Window) -> None:
+        """Remove what an earlier start has recorded of these steps on ranks that there are no more."""
+        if self._world.first:
+            here = {file_of(self._folder, rank, window) for rank in range(self._world.size)}
+            for path in {*self._folder.glob(file_of(self._folder, "*", window).name)} - here:
+                path.unlink(missing_ok=True)
+
+    def _described(self, recording: _Recording) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "rank": self._world.rank,
+            "size": self._world.size,
+            "host": socket.gethostname(),
+            "begins": recording.begins,
+            "offsets": recording.offsets,
+        }
+
+
+def _started(profiler: profile) -> str | None:
+    """Why a profiler did not start: there can be one in a process."""
+    try:
+        profiler.start()
+    except RuntimeError as error:
+        return str(error)
+    return None

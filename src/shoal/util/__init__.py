@@ -1,0 +1,1 @@
+"""Helpers without torch: errors, text, tables, units."""

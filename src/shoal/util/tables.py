@@ -1,0 +1,90 @@
+"""The tables that people read: no colours, no cut text, in as many columns as there are.
+
+All text goes through `printable` and never through markup: names may come from files that somebody
+else wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal.util.text import printable
+
+_NARROW = 14
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """The standard output or stderr, without styles: it may be a file or somebody's pipe."""
+    return Console(color_system=None, highlight=False, stderr=stderr)
+
+
+def make_table(*headers: str, right: Collection[str] = ()) -> Table:
+    """An empty table; the columns named in `right` hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD if any(headers) else None, pad_edge=False, show_edge=False)
+    for header in headers:
+        # Longer words than a column are folded: text that is cut may be what somebody looks for.
+        justify = "right" if header in right else "left"
+        table.add_column(header, overflow="fold", justify=justify)  # type: ignore[arg-type]
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row of texts."""
+    table.add_row(*(as_text(cell) for cell in cells))
+
+
+def print_table(console: Console, title: str, table: Table) -> None:
+    """Print a title, a table and an empty line."""
+    print_path(console, title)
+    console.print(table)
+    console.print()
+
+
+def print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) -> None:
+    """Print what is what, in two columns."""
+    table = make_table("", "")
+    table.show_header = False
+    # Names are short but for some; a narrow screen belongs to what was found.
+    table.columns[0].max_width = max(_NARROW, console.width // 3)
+    for pair in pairs:
+        add_row(table, *pair)
+    print_table(console, title, table)
+
+
+def print_line(console: Console, *texts: str) -> None:
+    """Print texts, each on lines of its own."""
+    for text in texts:
+        console.print(as_text(text), overflow="fold")
+
+
+def print_path(console: Console, text: str) -> None:
+    """Print a line with a path in it, which somebody may want to find or copy: as long as it is."""
+    console.print(as_text(text), soft_wrap=True)
+
+
+def as_text(text: str) -> Text:
+    """Text as it stands: `node[01-03]` is no markup."""
+    return Text(printable(text))
+
+
+def size(count: int) -> str:
+    """Bytes as people say them, in powers of ten."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.0f} PB"
+
+
+def span(seconds: float) -> str:
+    """A length of time as people say it."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length:,.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
