@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from cluster.slurm import Cluster, missing
+from helpers.cluster.slurm import Cluster, missing
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from spread import quartiles
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from cluster.slurm import Cluster, missing
+from helpers.cluster.slurm import Cluster, missing
 
 COMMON = """
 import time, torch

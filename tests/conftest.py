@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import shoal
+from helpers.cluster.slurm import Cluster, missing
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
 MAY_BE_MISSING = ("needs CUDA", "needs root", "needs namespaces")
@@ -44,6 +47,23 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
         yield
+
+
+@pytest.fixture
+def world() -> Iterator[shoal.World]:
+    """A world of one on the CPU."""
+    with shoal.init(device="cpu") as alone:
+        yield alone
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm cluster for the tests of one file."""
+    if missing():
+        pytest.skip(missing())
+    # Slurm shall not be the first to notice what is cut.
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster", silence=60) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

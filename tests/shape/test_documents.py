@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shape import rules
+from helpers import rules
 
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
 

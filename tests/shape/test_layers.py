@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shape import layers
+from helpers import layers
 
 TABLE = """
 | package | what it is for |

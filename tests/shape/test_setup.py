@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shape import rules
+from helpers import rules
 
 
 def find_python(repository: Path, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,85 @@
+"""`shoal bench modes`: ways that work are measured and alike, those that don't have a reason."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.bench.compile import measure
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+WAYS = ["Python loop", "torch operations", "TorchScript", "torch.compile"]
+
+
+def ask(**changed: Any) -> int:
+    usual: dict[str, Any] = {"model": None, "batch": 4, "seconds": 0.5, "csv": None, "json": True}
+    return measure.modes(measure.Request(**{**usual, **changed}))
+
+
+def found(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    plain = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return {(mode["subject"], mode["way"]): mode for mode in plain["modes"]}
+
+
+def test_a_way_that_fails_is_a_row_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def missing(*_: object) -> None:
+        raise RuntimeError("\n  no C++ compiler here\nand much more")
+
+    monkeypatch.setattr(torch, "compile", missing)
+    table = tmp_path / "modes.csv"
+    assert ask(model="dense:width=8,layers=1,inputs=6", csv=table) == 0
+    modes_of = found(capsys)
+    toys = [measure.TOY.format(count) for count in measure.NUMBERS]
+    assert list(modes_of) == [
+        *((subject, way) for subject in toys for way in WAYS),
+        *(
+            ("dense:width=8,layers=1,inputs=6", way)
+            for way in ("eager", "TorchScript", "torch.compile")
+        ),
+    ]
+    for (_, way), mode in modes_of.items():
+        if way == "torch.compile":
+            assert mode["seconds"] is None
+            assert mode["reason"] == "RuntimeError: no C++ compiler here"
+        else:
+            assert mode["low"] <= mode["seconds"] <= mode["high"]
+            assert mode["difference"] < 1e-4
+            assert mode["samples"] >= 3
+    with table.open() as file:
+        assert len(list(csv.DictReader(file))) == len(modes_of)
+
+
+@pytest.mark.long
+def test_the_real_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "NUMBERS", (5,))
+    assert ask() == 0
+    compiled = found(capsys)[measure.TOY.format(5), "torch.compile"]
+    if compiled["seconds"] is None:
+        assert compiled["reason"]
+    else:
+        assert compiled["first"] > compiled["seconds"]
+        assert compiled["difference"] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"batch": 0}, "a batch has 1 sample or more"),
+        ({"seconds": 0.0}, "above 0 seconds"),
+        ({"model": "no_such_model"}, "neither a built-in model"),
+        ({"model": "no_such_package:f"}, "No module named"),
+    ],
+)
+def test_what_can_not_be_measured(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(shoal.ShoalError, match=words) as caught:
+        ask(**changed)
+    assert "where:" not in str(caught.value)

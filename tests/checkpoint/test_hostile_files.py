@@ -1,0 +1,430 @@
+"""Files that somebody made to harm: refused, with nothing unpickled, run, removed or awaited.
+
+Their sums are right: whoever can write files can write those too.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from helpers import rules
+from helpers.processes import Alone
+from shoal.checkpoint import Checkpoints
+from shoal.checkpoint.inspect import manifest as contents
+from shoal.checkpoint.inspect import verify
+from shoal.checkpoint.inspect.tensor_reader import Values
+from shoal.checkpoint.state_tree import DTYPES
+from shoal.checkpoint.store import DamageError, Manifest, Record
+from shoal.checkpoint.tensor_index import BYTES
+from shoal.telemetry import events
+from shoal.util.errors import CheckpointError
+
+TENSORS = "rank-0.safetensors"
+SUM = "0" * 64
+DEEP = 100_000
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    """A whole checkpoint."""
+    state = {"weight": torch.arange(6.0).reshape(2, 3), "other": torch.ones(2)}
+    Checkpoints(tmp_path / "run", Alone()).save(1, state, {}, {})
+    return tmp_path / "run" / "step-1"
+
+
+def forge(step: Path, name: str, content: bytes) -> None:
+    """Replace a file, and its size and sum in the manifest."""
+    manifest = Manifest.parse((step / "manifest.json").read_bytes())
+    (step / name).write_bytes(content)
+    record = Record(len(content), hashlib.sha256(content).hexdigest())
+    forged = replace(manifest, files={**manifest.files, name: record})
+    (step / "manifest.json").write_bytes(forged.render())
+
+
+def assert_refused(step: Path, found: str = "") -> None:
+    """By a restore and by the tools, without another exception."""
+    for action in (
+        lambda: Checkpoints(step.parent, Alone()).restore(),
+        lambda: read_all(step),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            action()
+        assert found in caught.value.found
+        assert len(str(caught.value)) < 1000
+
+
+def read_all(step: Path) -> None:
+    looked = contents.look(step)
+    with Values(looked) as values:
+        for name in looked.tensors:
+            values.whole(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../x", "/etc/passwd", "..", ".", "", "a/b", "manifest.json", ".hidden", "x ", "x\n"),
+        *("a\0b", "\ud800", "\x1b[2J", "[red]", "-rf", "C:x", "ﬁle"),
+    ],
+)
+def test_a_manifest_names_files_of_its_own_directory(name: str, step: Path) -> None:
+    raw = Manifest(1, 1, None, {name: Record(0, SUM)}).render()
+    with pytest.raises(DamageError, match="what no checkpoint can be"):
+        Manifest.parse(raw)
+    (step / "manifest.json").write_bytes(raw)
+    assert_refused(step, "manifest.json")
+
+
+BAD_NUMBERS: dict[str, list[Any]] = {
+    "bytes": [-1, True, 1.0, "3", None, [], 10**400],
+    "sha256": [None, 3, "", "x" * 64, SUM + "0", SUM.replace("0", "A")],
+    "step": [-1, True, 1.0, "1", None, {}],
+    "world_size": [0, -1, True, "1", None],
+}
+
+
+@pytest.mark.parametrize(
+    "numbers", [{key: value} for key, values in BAD_NUMBERS.items() for value in values]
+)
+def test_a_manifest_holds_possible_numbers(numbers: dict[str, Any], step: Path) -> None:
+    record = Record(numbers.get("bytes", 0), numbers.get("sha256", SUM))
+    raw = Manifest(
+        numbers.get("step", 1), numbers.get("world_size", 1), None, {"file": record}
+    ).render()
+    if numbers.get("bytes") != 10**400:
+        with pytest.raises(DamageError, match="what no checkpoint can be"):
+            Manifest.parse(raw)
+    (step / "manifest.json").write_bytes(raw)
+    assert_refused(step, "manifest.json" if numbers.get("bytes") != 10**400 else "missing")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * DEEP,
+        b'{"a":' * DEEP,
+        b"NaN",
+        b'{"format": "shoal checkpoint", "version": ' + b"[" * 400 + b"]" * 400 + b"}",
+        b'{"format": "shoal checkpoint", "version": 1, "manifest": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"format": "shoal checkpoint", "version": ' + b"9" * 5000 + b"}",
+    ],
+    ids=lambda raw: repr(raw[:60]),
+)
+def test_a_manifest_of_any_depth(raw: bytes, step: Path) -> None:
+    (step / "manifest.json").write_bytes(raw)
+    assert_refused(step)
+
+
+def test_nan_and_names_that_come_twice(step: Path) -> None:
+    raw = (step / "manifest.json").read_text()
+    for old, new in (('"step": 1', '"step": NaN'), ('"step": 1', '"step": 1, "step": 1')):
+        (step / "manifest.json").write_text(raw.replace(old, new))
+        assert_refused(step, "altered")
+
+
+def content(step: Path) -> dict[str, Any]:
+    return json.loads((step / "state.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"[]", b"null", b"{}", b"[" * DEEP, b'{"state":' * DEEP, b"\x80\x04N.", b"\xff\xfe"),
+        b'{"state": {}, "rank_state": [], "tensors": {}}',
+        b'{"state": NaN, "rank_state": [{}], "tensors": {}}',
+        b'{"state": {}, "state": {}, "rank_state": [{}], "tensors": {}}',
+        b'{"state": {"dict": {"x": {"tensor": "y"}}}, "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": {"dict": {"x": {"tensor": []}}}, "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": {"eval": "1"}, "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": {"dict": [[[], 1]]}, "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": {"int": "z"}, "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": {"bytes": "!"}, "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": ' + b"[" * 900 + b"]" * 900 + b', "rank_state": [{"dict": {}}], "tensors": {}}',
+        b'{"state": {}, "rank_state": [{}], "tensors": []}',
+    ],
+    ids=lambda raw: repr(raw[:60]),
+)
+def test_a_state_that_is_none(raw: bytes, step: Path) -> None:
+    forge(step, "state.json", raw)
+    assert_refused(step)
+
+
+@pytest.mark.parametrize(
+    "state", [b'{"int": "0x' + b"f" * 5000 + b'"}', b"[" * 300 + b"]" * 300], ids=len
+)
+def test_a_state_that_nobody_can_show(state: bytes, step: Path) -> None:
+    forge(step, "state.json", b'{"state": ' + state + b', "rank_state": [{"dict": {}}], "tensors": {}}')
+    with pytest.raises(CheckpointError, match=r"digits|deeply"):
+        contents.look(step)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"dtype": "object"},
+        {"dtype": ["float32"]},
+        {"shape": [-2, -3]},
+        {"shape": [2, True]},
+        {"shape": [2.0, 3]},
+        {"shape": [2, 3, 1]},
+        {"shape": [10**30, 3]},
+        {"shape": [1] * 65},
+        {"shape": "23"},
+        {"shape": [10**12, 10**12]},
+        {"shape": [0, 2**62, 2**62], "chunks": []},
+        {"shape": [1000, 1000], "chunks": [{"sizes": [1000, 1000]}]},  # more than the file has
+        {"chunks": []},
+        {"chunks": [{"offsets": [0, 0], "sizes": [2, 2]}]},
+        {"chunks": [{"offsets": [0, 0], "sizes": [2, 4]}]},
+        {"chunks": [{"offsets": [0, 1], "sizes": [2, 3]}]},
+        {"chunks": [{"offsets": [0, -1], "sizes": [2, 3]}]},
+        {"chunks": [{"offsets": [0], "sizes": [6]}]},
+        {"chunks": [{"file": "../../elsewhere"}]},
+        {"chunks": [{"file": "/etc/passwd"}]},
+        {"chunks": [{"file": "manifest.json"}]},
+        {"chunks": [{"file": 3}]},
+        {"chunks": [{"key": None}]},
+        {"chunks": [{}, {}]},
+        {"chunks": [{"sizes": [1, 3]}, {"sizes": [2, 3]}]},
+        {"chunks": [{"sizes": [2, 2]}, {"offsets": [0, 1], "sizes": [2, 2]}]},
+        {"chunks": None},
+        {"chunks": [None]},
+    ],
+    ids=repr,
+)
+def test_a_table_that_no_tensor_has(row: dict[str, Any], step: Path) -> None:
+    forged = content(step)
+    right = forged["tensors"]["state/weight"]
+    [chunk] = right["chunks"]
+    if isinstance(row.get("chunks"), list):
+        row = {"chunks": [each if each is None else chunk | each for each in row["chunks"]]}
+    forged["tensors"]["state/weight"] = right | row
+    forge(step, "state.json", json.dumps(forged).encode())
+    assert_refused(step, "state.json")
+    assert verify.problems(step, read=True)
+
+
+def header(entries: dict[str, Any] | bytes, data: bytes = b"\0" * 32) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "F32", shape: tuple[int, ...] = (2, 3), start: int = 0, end: int = 24) -> Any:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+GOOD = {"state/weight": entry(), "state/other": entry(shape=(2,), start=24, end=32)}
+
+
+# One name for two places; readers don't agree which of them counts.
+TWICE = (
+    json.dumps(GOOD)[:-1] + ", " + json.dumps({"state/weight": entry(start=8, end=32)})[1:]
+).encode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\0" * 40,
+        (2**63).to_bytes(8, "little") + b"{}",
+        (2**64 - 1).to_bytes(8, "little") + b"{}",
+        (10**8 + 1).to_bytes(8, "little") + b"{" + b" " * 40,
+        header(b"[" * DEEP),
+        header(b'{"a":' * DEEP),
+        header(b"not JSON at all"),
+        header({}),
+        header(GOOD, b"\0" * 31),
+        header(GOOD, b"\0" * 33),
+        header(GOOD | {"state/weight": entry(end=10**15)}),
+        header(GOOD | {"state/weight": entry(start=-8, end=16)}),
+        header(GOOD | {"state/weight": entry(start=24, end=0)}),
+        header(GOOD | {"state/other": entry(shape=(2,), start=16, end=24)}),  # overlap
+        header(GOOD | {"state/weight": entry("F64", (2, 3), 0, 24)}),
+        header(GOOD | {"state/weight": entry("I32")}),  # other values of the same size
+        header(GOOD | {"state/weight": entry(shape=(3, 2))}),
+        header(GOOD | {"state/weight": entry(shape=(6,))}),
+        header(GOOD | {"state/weight": entry(shape=(2**62, 8))}),
+        header({"state/other": entry(shape=(8,), end=32)}),
+        header(TWICE),
+        header({"state/weight": entry(shape=(8,), end=32)}),
+        pickle.dumps({"weight": 1}) + b"\0" * 100,
+    ],
+    ids=lambda raw: repr(raw[:80]),
+)
+def test_a_safetensors_file_that_is_none(raw: bytes, step: Path) -> None:
+    forge(step, TENSORS, header(GOOD))
+    read_all(step)
+    forge(step, TENSORS, raw)
+    assert_refused(step)
+
+
+def test_one_value_is_not_taken_for_many(step: Path) -> None:
+    """Copied into its place it would be repeated."""
+    forge(step, TENSORS, header({"state/weight": entry(shape=(1, 1), end=4)}, b"\0" * 4))
+    assert_refused(step)
+
+
+def pipe(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path, original: Path) -> None:
+    path.symlink_to(original)
+
+
+def device(path: Path, _: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [pipe, link, device])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", TENSORS])
+def test_what_is_no_file(name: str, make: Callable[[Path, Path], None], step: Path) -> None:
+    """Nobody waits for a pipe that no one writes to, or follows a link out of the directory."""
+    original = Path(shutil.copy(step / name, step.parent.parent / "elsewhere"))
+    (step / name).unlink()
+    make(step / name, original)
+    assert_refused(step, name)
+    assert any(name in problem for problem in verify.problems(step, read=True))
+
+
+@pytest.mark.parametrize("make", [pipe, device])
+def test_a_state_that_no_manifest_names_is_not_waited_for(
+    make: Callable[[Path, Path], None], step: Path
+) -> None:
+    said = Manifest.parse((step / "manifest.json").read_bytes())
+    files = {name: record for name, record in said.files.items() if name != "state.json"}
+    (step / "manifest.json").write_bytes(replace(said, files=files).render())
+    (step / "state.json").unlink()
+    make(step / "state.json", step)
+    assert_refused(step, "state.json")
+    assert verify.problems(step, read=True)
+
+
+@pytest.mark.parametrize("form", ["step-0", "step-2.partial", "step-2.trash", "step-1.trash"])
+def test_removal_does_not_go_through_links(form: str, step: Path) -> None:
+    """A directory elsewhere, of any content, keeps its files."""
+    precious = shutil.copytree(step, step.parent.parent / "precious")
+    (precious / "thesis.txt").write_text("years")
+    if form != "step-0":
+        (precious / "manifest.json").unlink()
+    (step.parent / form).symlink_to(precious)
+    before = sorted(path.name for path in precious.iterdir())
+    checkpoints = Checkpoints(step.parent, Alone(), keep=1)
+    assert checkpoints.restore() is not None
+    for number in (1, 2):
+        checkpoints.save(number, {"weight": torch.zeros(1)}, {}, {})
+    assert sorted(path.name for path in precious.iterdir()) == before
+    assert [path.name for path in step.parent.iterdir()] == ["step-2"]
+
+
+def test_links_inside_what_is_removed_are_not_followed(step: Path) -> None:
+    precious = step.parent.parent / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    (step.parent / "step-2.partial").mkdir()
+    (step.parent / "step-2.partial" / "link").symlink_to(precious)
+    Checkpoints(step.parent, Alone()).save(2, {"weight": torch.zeros(1)}, {}, {})
+    assert (precious / "thesis.txt").read_text() == "years"
+
+
+def test_broken_links_are_in_nobody_s_way(step: Path) -> None:
+    for form in ("step-2.partial", "step-1.trash"):
+        (step.parent / form).symlink_to("nowhere")
+    for number in (1, 2):
+        Checkpoints(step.parent, Alone()).save(number, {"weight": torch.zeros(1)}, {}, {})
+    assert sorted(path.name for path in step.parent.iterdir()) == ["step-1", "step-2"]
+
+
+class Hostile:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_pickles_where_events_and_weights_should_be(tmp_path: Path) -> None:
+    marker = tmp_path / "unpickled"
+    content = pickle.dumps(Hostile(marker))
+    for name in ("rank-0.jsonl", "model.safetensors", "model.pt"):
+        (tmp_path / name).write_bytes(content)
+    assert list(events.read(tmp_path / "rank-0.jsonl")) == []
+    assert events.steps(tmp_path) == {}
+    for name in ("model.safetensors", "model.pt"):
+        with pytest.raises(CheckpointError):
+            shoal.load(nn.Linear(2, 2), tmp_path / name)
+    assert not marker.exists()
+    pickle.loads(content)
+    assert marker.exists()
+
+
+HOSTILE_LINES = [
+    b"[" * DEEP,
+    b'{"event":' * DEEP,
+    b"\xff\xfe\x00",
+    b'{"event": "step"}',
+    b'{"event": "step", "name": [], "step": 1, "share": [0, 4]}',
+    b'{"event": "step", "name": "step", "step": NaN, "share": [0, 4]}',
+    b'{"event": "step", "name": "step", "step": 1, "share": [0]}',
+    b'{"event": "step", "name": "step", "step": 1, "share": [0, "4"]}',
+    b'{"event": "step", "name": "step", "step": 1, "share": {"0": 1}}',
+    b'{"event": "start"}',
+    b'{"event": ["start"], "began": 1}',
+    b'{"event": "step", "step": ' + b"9" * 5000 + b"}",
+]
+
+
+def test_events_of_somebody_else(tmp_path: Path) -> None:
+    good = b'{"event": "step", "name": "step", "step": 1, "share": [0, 4]}'
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "rank-0.jsonl").write_bytes(b"\n".join([*HOSTILE_LINES, good, b""]))
+    for name in ("rank-.jsonl", "rank-x.jsonl", "rank--1.jsonl", "rank-1e3.jsonl"):
+        (tmp_path / "events" / name).write_bytes(good)
+    assert {key: list(ranks) for key, ranks in events.steps(tmp_path).items()} == {("step", 1): [0]}
+    assert shoal.coverage(tmp_path).end == 4
+
+
+def test_dtypes_are_known_by_their_names() -> None:
+    named = {str(dtype).removeprefix("torch."): dtype.itemsize for dtype in DTYPES}
+    assert named == BYTES
+
+
+OBJECTS = {"all_gather_object", "broadcast_object_list", "send_object_list", "recv_object_list"}
+OBJECTS |= {"gather_object", "scatter_object_list"}
+LOADERS = {"torch", "np", "numpy", "joblib", "pickle", "cloudpickle", "serialization", "jit", "package"}
+
+
+def test_nothing_in_the_library_unpickles_files_or_what_ranks_send(repository: Path) -> None:
+    """By its imports and calls, torch's object collectives among them."""
+    package = repository / "src" / "shoal"
+    loads, objects = [], set()
+    for path in rules.python_files(package):
+        inside = str(path.relative_to(package))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called, owner = node.func.attr, ast.unparse(node.func.value).split(".")[-1]
+                if called in ("load", "loads", "Unpickler") and owner in LOADERS:
+                    options = {(option.arg, ast.unparse(option.value)) for option in node.keywords}
+                    safe = options & {("weights_only", "True"), ("allow_pickle", "False")}
+                    loads += [] if safe else [f"{inside}: {ast.unparse(node.func)}"]
+                if called in OBJECTS:
+                    objects.add(inside)
+    assert loads == ["util/pickling.py: pickle.loads"]
+    assert objects == set()

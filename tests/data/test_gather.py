@@ -1,0 +1,164 @@
+"""Losses that couple the samples of a batch, over ranks: the numbers of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from helpers.ranks import Ranks
+from shoal.data.gather import gather_rows
+from shoal.data.micro import Micro
+from shoal.util.errors import StepError
+
+pytestmark = pytest.mark.processes
+
+SAMPLES, BATCH, STEPS = 19, 8, 6  # the last batch of an epoch has 3 samples: some of 4 ranks have none
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    started: dict[tuple[int, str], Ranks] = {}
+
+    def of(size: int, layout: str = "replicate=-1") -> Ranks:
+        return started.setdefault((size, layout), Ranks(size, layout=layout))
+
+    yield of
+    for some in started.values():
+        some.kill()
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.cat((F.normalize(self.body(values)), self.scale.expand(len(values), 1)), 1)
+
+
+def contrast(output: Tensor, everyone: Tensor, start: int) -> tuple[Tensor, int]:
+    """InfoNCE: each sample against the noisy copies of all samples of the global batch."""
+    own = torch.arange(start, start + len(output))
+    scores = output[:, -1:] * (output[:, :-1] @ everyone[:, :-1].roll(1, 1).T)
+    return F.cross_entropy(scores, own, reduction="sum"), len(output)
+
+
+def loss(output: Tensor, batch: tuple[Tensor]) -> tuple[Tensor, int]:
+    return contrast(output, *shoal.gather(output))
+
+
+def dataset() -> tuple[Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    return (torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),)
+
+
+def train(world: shoal.World, raw: bool) -> tuple[list[float], list[Tensor]]:
+    model = shoal.parallelize(Encoder().double(), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=None if raw else 1.0)
+    data = shoal.Loader(dataset(), world, batch_size=BATCH)
+    losses = []
+    for _, batch in zip(range(STEPS), data.epochs(9), strict=False):
+        if not raw:
+            losses.append(step(batch).loss)
+            continue
+        for micro in batch:
+            output = model(micro[0])
+            total, count = contrast(output, *batch.gather(output))
+            batch.backward(total=total, count=count, model=model)
+        losses.append(batch.finish(model, clip=1.0).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(shoal.evaluate(step, dataset(), batch_size=BATCH)["loss"])
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def plain() -> tuple[list[float], list[Tensor]]:
+    """The same in plain torch, whole batches in one process."""
+    model = Encoder().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, position = [], 0
+
+    def mean(batch: Tensor) -> Tensor:
+        output = model(batch)
+        return contrast(output, output, 0)[0] / len(batch)
+
+    for _ in range(STEPS):
+        epoch, offset = divmod(position, SAMPLES)
+        stop = min(offset + BATCH, SAMPLES)
+        indices = shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(offset, stop)
+        value = mean(dataset()[0][torch.from_numpy(indices)])
+        value.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+        position += stop - offset
+    parts = dataset()[0].split(BATCH)
+    losses.append(sum(mean(part).item() * len(part) for part in parts) / SAMPLES)
+    return losses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("raw", [False, True], ids=["step", "own loop"])
+def test_a_contrastive_loss_is_that_of_one_process(
+    size: int, raw: bool, ranks: Callable[..., Ranks]
+) -> None:
+    """FAILURES 28: no factor of the number of ranks in the gradient."""
+    losses, parameters = plain()
+    for ours, found in ranks(size).call(train, raw):
+        assert ours == pytest.approx(losses, rel=1e-9)
+        for one, other in zip(found, parameters, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def gathered(world: shoal.World) -> tuple[list[float], int, list[float]]:
+    """Rank r has r + 1 rows of r; each rank's loss weighs the rows of rank r by r + 1."""
+    rows = torch.full((world.data_rank + 1, 1), float(world.data_rank), requires_grad=True)
+    everyone, start = gather_rows(rows, Micro(None, 0, len(rows), 1.0, world))
+    (everyone * (everyone.detach() + 1)).sum().backward()
+    assert rows.grad is not None
+    return everyone.flatten().tolist(), start, rows.grad.flatten().tolist()
+
+
+def test_ranks_may_have_different_numbers_of_rows(ranks: Callable[..., Ranks]) -> None:
+    everyone = [0.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+    expected = [(everyone, 0, [3.0]), (everyone, 1, [6.0] * 2), (everyone, 3, [9.0] * 3)]
+    assert ranks(3).call(gathered) == expected
+
+
+def test_only_ranks_with_other_samples_are_asked(ranks: Callable[..., Ranks]) -> None:
+    found = ranks(4, "pipeline=2,replicate=2").call(gathered)
+    everyone = [0.0, 1.0, 1.0]
+    assert found == [(everyone, 0, [2.0]), (everyone, 1, [4.0] * 2)] * 2
+
+
+def test_outside_a_task_there_is_nobody_to_ask() -> None:
+    with pytest.raises(StepError, match="no Task is under way"):
+        shoal.gather(torch.ones(1))
+
+
+def test_the_model_itself_may_gather(ranks: Callable[..., Ranks]) -> None:
+    assert set(ranks(2).call(centred)) == {0.0}
+
+
+class Centred(nn.Linear):
+    def forward(self, values: Tensor) -> Any:
+        output = super().forward(values)
+        return output - shoal.gather(output).all.mean(0)
+
+
+def centred(world: shoal.World) -> float:
+    model = shoal.parallelize(Centred(4, 1).double(), world)
+    task = shoal.Task(lambda output, batch: (output.sum(), len(output)))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    (batch, *_) = shoal.Loader(dataset(), world, batch_size=BATCH).epochs(1)
+    return round(step(batch).loss, 12)

@@ -1,0 +1,104 @@
+"""A worker of a Loader that dies is named as such, wherever its rank is then."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import shoal
+from shoal.data.worker_failure import Workers
+
+pytestmark = [pytest.mark.processes, pytest.mark.full]
+
+
+class Dying(Dataset[torch.Tensor]):
+    """Its worker ends at sample 5 in some way."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        self.end = end
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            self.end()
+        return torch.ones(1)
+
+
+def kill(number: int) -> Callable[[], object]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("end", "how", "fix"),
+    [
+        (kill(signal.SIGKILL), "signal 9, Killed", "num_workers=1"),
+        (kill(signal.SIGSEGV), "signal 11, Segmentation fault", "num_workers=0 reads"),
+        (lambda: os._exit(3), "exit code 3", "num_workers=0 reads"),
+        (lambda: os._exit(0), "it ended by itself", "num_workers=0 reads"),
+    ],
+)
+def test_a_worker_that_dies_is_named(end: Callable[[], object], how: str, fix: str) -> None:
+    with shoal.init() as world:
+        data = shoal.Loader(Dying(end), world, batch_size=2, num_workers=2, shuffle=False)
+        with pytest.raises(shoal.DataError) as caught:
+            list(data.epochs(1))
+    error = caught.value
+    assert error.given == "shoal.Loader(…, num_workers=2)"
+    assert error.found.startswith(f"a worker of rank 0's Loader died ({how}): process ")
+    assert fix in error.fix
+
+
+def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> None:
+    """torch may notice the death where it polls for batches, and then leaves the exit code out."""
+    process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    process.start()
+    process.join()
+    workers = Workers(rank=1, count=4, processes=[process])
+    error = RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
+    explained = workers.explain(error)
+    assert explained is not None
+    assert explained.found.startswith("a worker of rank 1's Loader died (exit code 3): process ")
+
+
+def _compute(go: Path) -> None:
+    go.touch()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_worker_that_dies_while_the_rank_computes(tmp_path: Path) -> None:
+    """torch's error comes in whatever the main thread is doing."""
+    go = tmp_path / "go"
+
+    def end() -> None:
+        while not go.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with shoal.init() as world:
+        data = shoal.Loader(Dying(end), world, batch_size=2, num_workers=1, shuffle=False)
+        batches = data.epochs(1)
+        next(batches)
+        with pytest.raises(shoal.DataError, match="a worker of rank 0's Loader died \\(signal 9"):
+            _compute(go)
+
+
+def test_an_error_of_the_dataset_stays_what_it_is() -> None:
+    def fail() -> None:
+        raise RuntimeError("the file is broken")
+
+    with shoal.init() as world:
+        data = shoal.Loader(Dying(fail), world, batch_size=2, num_workers=1, shuffle=False)
+        with pytest.raises(RuntimeError, match="the file is broken"):
+            list(data.epochs(1))

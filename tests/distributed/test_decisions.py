@@ -1,0 +1,222 @@
+"""Every decision of `shoal.init` says why, and what it passed over, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from helpers import recordings
+from shoal.distributed.cluster_env import LAUNCHERS, Placement
+from shoal.distributed.cpu_affinity import share, threads
+from shoal.distributed.device import choose_device
+from shoal.distributed.env_vars import placement
+from shoal.distributed.initialize import check_limits, choose_backend, choose_layout, shared
+from shoal.util.decision import GIVEN, Choice
+from shoal.util.errors import LaunchError
+
+REFUSED = "slurm-1-of-2-per-node"
+
+
+def by_name(choices: tuple[Choice[Any], ...]) -> dict[str, Choice[Any]]:
+    found = {choice.what: choice for choice in choices}
+    assert len(found) == len(choices), "two choices of one thing"
+    return found
+
+
+def read(name: str, rank: int = -1, more: Mapping[str, str] | None = None) -> Placement:
+    recorded = recordings.load(name)
+    env = {"HOME": "/nowhere", **recorded.environments[rank], **(more or {})}
+    return placement(env, cpus=recorded.cpus[rank], commands=lambda: recorded.ancestors)
+
+
+@pytest.mark.parametrize("name", sorted(set(recordings.names("")) - {REFUSED}))
+def test_each_launcher_has_a_reason_that_names_a_variable(name: str) -> None:
+    recorded = recordings.load(name)
+    for rank, env in enumerate(recorded.environments):
+        found = read(name, rank)
+        launcher = by_name(found.choices)["launcher"]
+        assert launcher.value == found.launcher
+        assert any(f"{variable}={value}" in launcher.reason for variable, value in env.items())
+        rejected = [one for one in LAUNCHERS if one.name in launcher.rejected]
+        assert len(rejected) == len(LAUNCHERS) - (found.launcher != "none")
+        for one in rejected:
+            assert any(mark in launcher.rejected[one.name] for mark in one.marks)
+
+
+@pytest.mark.parametrize("name", sorted(set(recordings.names("")) - {REFUSED}))
+def test_choices_are_what_the_placement_has(name: str) -> None:
+    found = read(name)
+    made = by_name(found.choices)
+    assert made["cores"].value == found.cores
+    assert all(choice.reason for choice in made.values())
+    if found.meeting is not None:
+        assert made["address"].value == found.meeting.hosts
+        assert made["port"].value == found.meeting.ports
+    else:
+        assert made["address"].value == (found.address,)
+
+
+def test_a_launcher_that_is_there_too_but_further_away() -> None:
+    why = by_name(read("torchrun-under-srun").choices)["launcher"].rejected["srun"]
+    assert why == "SLURM_STEP_ID=0, SLURM_PROCID=1 is there too, but torchrun is asked earlier"
+
+
+def test_a_shell_of_slurms_own_is_told_as_one() -> None:
+    shell = read("slurm-salloc-shell", more={"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"})
+    launcher = by_name(shell.choices)["launcher"]
+    assert launcher.value == "none"
+    assert launcher.rejected["srun"].startswith("SLURM_STEP_ID=4294967290")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "what", "value", "reason"),
+    [
+        ("slurm-4x3-gpus", {}, "cores", 2, "SLURM_CPUS_PER_TASK=2"),
+        ("slurm-cyclic", {}, "cores", 2, "SLURM_CPUS_ON_NODE=3, the 2 that it is bound to"),
+        ("slurm-sub-step", {}, "cores", 1, "SLURM_CPUS_ON_NODE=2, divided by 2 task(s)"),
+        ("slurm-sub-step", {}, "address", ("node03",), "SLURM_STEP_NODELIST=node[03-04]"),
+        ("open-mpi-4", {}, "address", ("127.0.0.1",), "OMPI_COMM_WORLD_LOCAL_SIZE=2"),
+        ("open-mpi-4-in-salloc", {}, "address", ("node01", "node02", "node03"), "SLURM_JOB_NODELIST"),
+        ("slurm-cyclic", {"MASTER_ADDR": "ib0"}, "address", ("ib0",), "given: MASTER_ADDR=ib0"),
+        ("slurm-cyclic", {"MASTER_PORT": "4000"}, "port", (4000,), "given: MASTER_PORT=4000"),
+        ("slurm-cyclic", {"SHOAL_PORTS": "3000-3000"}, "port", (3000,), "SHOAL_PORTS=3000-3000"),
+        ("torchrun", {"MASTER_PORT": "4000"}, "port", (4000,), "torchrun: MASTER_PORT=4000"),
+    ],
+)
+def test_who_said_so(name: str, more: dict[str, str], what: str, value: object, reason: str) -> None:
+    choice = by_name(read(name, more=more).choices)[what]
+    assert choice.value == value
+    assert reason in choice.reason
+    if what in ("address", "port") and not more and name != "torchrun":
+        assert f"MASTER_{'ADDR' if what == 'address' else 'PORT'} is not set" in str(choice.rejected)
+
+
+def test_a_meeting_that_nobody_names_tells_what_to_set() -> None:
+    env = recordings.load("open-mpi-4-in-salloc").environments[0]
+    env = {name: value for name, value in env.items() if not name.startswith("SLURM")}
+    made = by_name(placement({"HOME": "/nowhere", **env}, cpus=2, commands=list).choices)
+    assert made["meeting"].value == "/nowhere/.cache/shoal/meeting"
+    assert "SHOAL_MEETING is not set" in made["meeting"].reason
+    assert "SLURM_JOB_NODELIST" in made["address"].reason
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "reason", "rejected"),
+    [
+        (0, None, "no GPU is visible", {"cuda"}),
+        (4, None, "local rank 1, 4 visible GPUs", {"cpu"}),
+        (1, None, "the only visible GPU", {"cpu"}),
+        (4, "cpu", GIVEN, set()),
+        (4, "cuda:2", GIVEN, set()),
+        (4, "cuda", "given: cuda; local rank 1", set()),
+    ],
+)
+def test_the_device(
+    monkeypatch: pytest.MonkeyPatch, visible: int, given: str | None, reason: str, rejected: set[str]
+) -> None:
+    gpus(monkeypatch, visible)
+    choice = choose_device(given, read("torchrun"))
+    assert choice.reason.startswith(reason)
+    assert set(choice.rejected) == rejected
+
+
+def test_the_backend() -> None:
+    choice = choose_backend(None, torch.device("cpu"))
+    assert (choice.value, choice.reason) == ("gloo", "the device is a CPU")
+    assert "CUDA" in choice.rejected["nccl"]
+    assert choose_backend("gloo", torch.device("cpu")).reason == GIVEN
+
+
+@pytest.mark.parametrize(
+    ("everyone", "found"),
+    [
+        ([("a", "cpu"), ("a", "cpu")], ""),
+        ([("a", "GPU 1"), ("a", "GPU 2"), ("b", "GPU 1")], ""),
+        ([("a", "GPU 1"), ("a", "GPU 2"), ("a", "GPU 1")], "ranks 0 and 2 share a GPU of a"),
+        ([("a", "GPU 1"), ("b", "cpu")], "rank 1, on b, has no GPU"),
+    ],
+)
+def test_gpus_that_nccl_can_not_use(everyone: list[tuple[str, str]], found: str) -> None:
+    assert shared(everyone) == found
+
+
+def test_a_gpu_for_several_ranks() -> None:
+    choice = choose_backend(None, torch.device("cuda", 0), "ranks 0 and 1 share a GPU of a")
+    assert (choice.value, choice.reason) == ("gloo", "ranks 0 and 1 share a GPU of a")
+    assert set(choice.rejected) == {"nccl"}
+
+
+def test_nccl_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: name == "nccl")
+    choice = choose_backend(None, torch.device("cuda", 0))
+    assert choice.value == "nccl"
+    assert set(choice.rejected) == {"gloo"}
+    with pytest.raises(LaunchError, match="nccl"):
+        choose_backend("gloo", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("now", "variable", "launcher", "value", "reason", "rejected"),
+    [
+        (1, "1", "torchrun", 4, "this rank's cores", {"OMP_NUM_THREADS=1"}),
+        (1, "1", "srun", 1, "given: OMP_NUM_THREADS=1", set()),
+        (2, "2", "shoal run", 2, "given: OMP_NUM_THREADS=2", set()),
+        (3, "2", "srun", 3, "given: set in the process", {"OMP_NUM_THREADS=2"}),
+        (16, "", "srun", 4, "this rank's cores; OMP_NUM_THREADS", {"16"}),
+        (2, "", "srun", 2, "as torch has it", set()),
+    ],
+)
+def test_threads_and_who_set_them(
+    now: int, variable: str, launcher: str, value: int, reason: str, rejected: set[str]
+) -> None:
+    choice = threads(4, now=now, variable=variable, launcher=launcher)
+    assert choice.value == value
+    assert choice.reason.startswith(reason)
+    assert set(choice.rejected) == rejected
+
+
+def test_cores_of_ones_own_and_shared_ones() -> None:
+    assert "bound to this rank alone" in share([0, 1], [[0, 1], [2, 3]]).reason
+    assert "divided among 3 ranks" in share(range(8), [range(8)] * 3).reason
+
+
+@pytest.mark.parametrize(
+    ("layout", "text", "reason"),
+    [
+        ("replicate=-1", "replicate=4", "replicate=-1, the default"),
+        ("replicate=2,tensor=2", "replicate=2,tensor=2", GIVEN),
+        (shoal.Layout(tensor=2, shard=-1), "shard=2,tensor=2", "given: shard=-1,tensor=2, on 4"),
+    ],
+)
+def test_the_layout(layout: str | shoal.Layout, text: str, reason: str) -> None:
+    choice = choose_layout(layout, 4)
+    assert str(choice.value) == text
+    assert choice.reason.startswith(reason)
+
+
+def test_time_limits() -> None:
+    assert check_limits(600.0, 3600.0).reason.startswith("the default")
+    assert check_limits(600.0, 60.0).reason.startswith(GIVEN)
+
+
+def test_a_world_keeps_them() -> None:
+    with shoal.init(device="cpu", deterministic=True, backend="gloo") as world:
+        made = by_name(world.choices)
+        assert made["device"].reason == made["backend"].reason == GIVEN
+        assert (made["deterministic"].value, made["deterministic"].reason) == (True, GIVEN)
+        assert made["layout"].value == world.layout
+        assert made["cores"].value == world.placement.cores
+        assert made["threads"].value == torch.get_num_threads()
+        assert {"launcher", "address", "time limits"} <= set(made)
+    with shoal.init(device="cpu") as world:
+        assert by_name(world.choices)["deterministic"].value is False
+    assert len({*world.choices, *world.choices}) == len(world.choices)

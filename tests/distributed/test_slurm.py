@@ -1,0 +1,157 @@
+"""The same script and the same result under a real Slurm, however its tasks are laid out."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers.cluster.slurm import Cluster
+from helpers.commands import wait_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch, shoal
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum(), len(output)
+
+def main(size, seconds):
+    with shoal.init(seed=1) as world:
+        assert world.size == size, world.placement.reason
+        inputs = torch.randn(101, 5)
+        targets = inputs.sum(1, keepdim=True)
+        model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+        data = shoal.Loader((inputs, targets), world, batch_size=16)
+        with shoal.Run(sys.argv[3], step, data) as run:
+            run.restore()
+            for batch in data.epochs(3):
+                step(batch)
+                run.tick(every=1)
+                if world.placement.attempt == 0:
+                    time.sleep(seconds)
+        result = shoal.evaluate(step, (inputs, targets))
+        world.say(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
+
+main(int(sys.argv[1]), float(sys.argv[2]))
+"""
+
+SUMS = """
+import torch, shoal
+
+with shoal.init(backend="mpi") as world:
+    total = world.all_reduce(torch.full((2,), world.rank + 1.0))
+    (library,) = [choice.reason for choice in world.choices if choice.what == "backend"]
+    world.say(f"{total.tolist()} by {library.removeprefix('given; ')}")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> list[str]:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return [sys.executable, str(tmp_path / "train.py")]
+
+
+def loss(text: str) -> str:
+    found = re.findall(r"loss (\d+\.\d+) attempt", text)
+    assert len(found) == 1, text
+    return str(found[0])
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process reaches on the login node, where no task is."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(TRAIN)
+    done = cluster.run([sys.executable, "train.py", "1", "0", "run"], folder=folder)
+    assert done.returncode == 0, done.stderr
+    return loss(done.stdout)
+
+
+STARTED = {
+    "srun": "srun -N2 -n3 {script} 3 0 run",
+    "srun inside salloc": "salloc -N3 --ntasks-per-node=1 srun -N2 -n2 --relative=1 {script} 2 0 run",
+    "arbitrary": "env SLURM_HOSTFILE=hosts srun -m arbitrary -n3 {script} 3 0 run",
+    "heterogeneous": "salloc -N1 -n1 : -N1 -n2 srun --het-group=0,1 {script} 3 0 run",
+    "pmi2": "srun --mpi=pmi2 -N2 -n2 {script} 2 0 run",
+    "pmix": "srun --mpi=pmix -N2 -n2 {script} 2 0 run",
+    "Open MPI": "salloc -N2 -n3 mpirun.openmpi -n 3 {script} 3 0 run",
+    "MPICH": "salloc -N2 -n3 mpirun.mpich -n 3 {script} 3 0 run",
+}
+
+
+LESS_USED = ("srun inside salloc", "arbitrary", "heterogeneous", "pmi2", "pmix", "MPICH")
+
+
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.long] * (how in LESS_USED)) for how in STARTED]
+)
+def test_the_same_script_reaches_the_same_loss(
+    how: str, cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "hosts").write_text("node03\nnode01\nnode03\n")
+    command = STARTED[how].format(script=" ".join(script)).split()
+    done = cluster.run(command, folder=tmp_path, variables=AS_ROOT)
+    assert done.returncode == 0, done.stderr
+    assert loss(done.stdout) == alone
+
+
+def test_srun_starts_ranks_of_mpi(cluster: Cluster, tmp_path: Path) -> None:
+    """By PMIx, on two nodes; and where it says nothing of MPI they are refused, not N worlds of one."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    srun = ["srun", "-N2", "-n3"]
+    command = [sys.executable, "sums.py"]
+    variables = {**AS_ROOT, "SLURM_MPI_TYPE": "pmix"}
+    done = cluster.run([*srun, *command], folder=tmp_path, variables=variables)
+    assert done.stdout.splitlines()[-1].startswith("[6.0, 6.0] by mpi4py"), done.stderr
+    assert "Open MPI" in done.stdout
+    done = cluster.run([*srun, "--mpi=none", *command], folder=tmp_path, variables=AS_ROOT)
+    assert done.returncode != 0
+    assert "found: srun has told its tasks nothing of MPI" in done.stderr
+    assert "fix:   srun --mpi=pmix" in done.stderr
+
+
+def test_two_steps_of_one_job_on_one_node_do_not_clash(
+    cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+) -> None:
+    """FAILURES 16: with four ports for both."""
+    step = f"srun --exact -n2 {' '.join(script)} 2 0"
+    both = f"{step} one & first=$!; {step} two & second=$!; wait $first && wait $second"
+    done = cluster.run(
+        ["salloc", "-N1", "-n4", "bash", "-c", both],
+        folder=tmp_path,
+        variables={"SHOAL_PORTS": "17401-17404"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"loss (\d+\.\d+) attempt", done.stdout) == [alone] * 2
+
+
+def test_the_same_command_after_a_requeue(
+    cluster: Cluster, alone: str, script: list[str], tmp_path: Path
+) -> None:
+    """FAILURES 10: a job put back in the middle; its own text, run again, goes on where it was."""
+    job = tmp_path / "job.sh"
+    text = ["#!/bin/bash", "#SBATCH -N2 -n2 --requeue --open-mode=append -o log"]
+    job.write_text("\n".join([*text, f"srun {' '.join(script)} 2 0.2 run", ""]))
+    number = cluster.run(["sbatch", "--parsable", "job.sh"], folder=tmp_path).stdout.strip()
+    log = tmp_path / "log"
+
+    def told() -> str:
+        return log.read_text() if log.exists() else "no log"
+
+    wait_for(lambda: any((tmp_path / "run/checkpoints").glob("step-3")), every=0.1, told=told)
+    assert cluster.run(["scontrol", "requeue", number]).returncode == 0
+    wait_for(lambda: "attempt 1" in told(), every=0.1, told=told)
+    assert loss(told()) == alone

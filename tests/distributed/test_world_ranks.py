@@ -1,0 +1,310 @@
+"""Worlds of several processes: agreement, sections, time limits, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from helpers.commands import wait_for
+from helpers.ranks import RankError, Ranks, free_port
+from shoal.distributed.watchdog.abort import EXIT_CODE
+from shoal.util.errors import AgreementError, LaunchError
+
+pytestmark = pytest.mark.processes
+
+STEP_SECONDS = 6.0
+PREPARE_SECONDS = 100.0
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(3) as started:
+        yield started
+
+
+def collectives(world: shoal.World) -> Any:
+    tensor = torch.tensor([1.0 + world.rank, -float(world.rank)])
+    reduced = [world.all_reduce(tensor.clone(), op).tolist() for op in ("sum", "max", "min")]
+    world.barrier()
+    return (
+        reduced,
+        world.gather({"rank": world.rank}),
+        [world.broadcast(f"from {world.rank}", source) for source in (0, 2)],
+        world.agree([1, 2], "the list"),
+    )
+
+
+def test_collectives(ranks: Ranks) -> None:
+    everyone = [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    reduced = [[6.0, -3.0], [3.0, 0.0], [1.0, -2.0]]
+    assert ranks.call(collectives) == [(reduced, everyone, ["from 0", "from 2"], [1, 2])] * 3
+
+
+def disagree(world: shoal.World, odd: int) -> None:
+    world.agree(8 if world.rank == odd else 7, "the width")
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_the_odd_rank_is_named_on_all(ranks: Ranks, odd: int) -> None:
+    for result in ranks.attempt(disagree, odd):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, AgreementError)
+        assert f"8 on rank {odd}" in str(result.error)
+        assert "the width" in result.error.fix
+
+
+def streams(world: shoal.World) -> tuple[float, float, float]:
+    world.reseed("weights", by_rank=False)
+    weights = float(torch.rand(()))
+    shoal.parallelize(nn.Linear(1, 1), world)
+    return weights, float(torch.rand(())), float(torch.rand((), generator=world.generator("mine")))
+
+
+def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks) -> None:
+    weights, noise, mine = (set(values) for values in zip(*ranks.call(streams), strict=True))
+    assert (len(weights), len(noise), len(mine)) == (1, 3, 3)
+
+
+def section(world: shoal.World, directory: Path) -> tuple[bool, list[str]]:
+    """Each rank notes when it runs the body; rank 0 alone is in it until it has left."""
+    with world.first_rank_first() as first:
+        seen = sorted(path.name for path in directory.iterdir())
+        if first:
+            (directory / "begun").touch()
+            (directory / "done").touch()
+    return first, seen
+
+
+def test_rank_0_runs_first_and_alone(ranks: Ranks, tmp_path: Path) -> None:
+    after = ["begun", "done"]
+    assert ranks.call(section, tmp_path) == [(True, []), (False, after), (False, after)]
+    assert ranks.call(section, tmp_path) == [(True, after), (False, after), (False, after)]
+
+
+def failing_section(world: shoal.World) -> None:
+    with world.first_rank_first() as first:
+        if first:
+            raise LookupError("no such archive")
+
+
+def test_a_failure_of_rank_0_ends_the_wait_of_all(ranks: Ranks) -> None:
+    own, *others = ranks.attempt(failing_section)
+    assert "LookupError: no such archive" in own.text
+    for other in others:
+        assert isinstance(other.error, LaunchError)
+        assert "rank 0 failed: LookupError: no such archive" in other.error.found
+    assert ranks.call(collectives)[0][1] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+LAST_SECTION = """
+import os, sys, time, psutil, shoal
+from pathlib import Path
+
+note = Path(sys.argv[1])
+with shoal.init() as world:
+    if world.rank == 1:
+        while not note.exists() or not note.read_text():
+            time.sleep(0.01)
+        begun = time.monotonic()  # until rank 0 is gone, unless it waits
+        while psutil.pid_exists(int(note.read_text())) and time.monotonic() - begun < 2:
+            time.sleep(0.01)
+    with world.first_rank_first() as first:
+        if first:
+            note.write_text(str(os.getpid()))
+"""
+
+
+@pytest.mark.full
+def test_rank_0_hosts_the_store_until_all_have_heard_of_its_last_section(tmp_path: Path) -> None:
+    port, script = free_port(), tmp_path / "script.py"
+    script.write_text(LAST_SECTION)
+    started = []
+    for rank in ("1", "0"):
+        variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(script), str(tmp_path / "note")]
+        started.append(
+            subprocess.Popen(
+                command, env=os.environ | variables | address, stderr=subprocess.PIPE, text=True
+            )
+        )
+    ends = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], ends
+
+
+def mesh(world: shoal.World) -> tuple[Any, ...]:
+    found = world.mesh
+    assert world.mesh is found
+    return found.mesh_dim_names, found.size(), found["replicate"].get_local_rank()
+
+
+def test_the_mesh_has_the_axes_of_the_layout(ranks: Ranks) -> None:
+    axes = ("pipeline", "replicate", "shard", "context", "tensor")
+    assert ranks.call(mesh) == [(axes, 3, rank) for rank in range(3)]
+
+
+def local_rank_is_not_rank(world: shoal.World, port: int) -> tuple[bool, bool]:
+    """What one GPU per task looks like: everyone believes to be local rank 0."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(port))
+    world.close()
+    with shoal.init() as again:
+        return again.placement.local_rank == 0, again.first
+
+
+def test_only_global_rank_0_is_first() -> None:
+    with Ranks(2) as ranks:
+        assert ranks.call(local_rank_is_not_rank, free_port()) == [(True, True), (True, False)]
+
+
+def live(port: int) -> None:
+    """A whole life of a world: join, train a step, prepare something, leave."""
+    os.environ["MASTER_PORT"] = str(port)
+    with shoal.init() as world:
+        one_step(world, raw=False)
+        with world.first_rank_first() as first:
+            assert first == world.first
+        world.barrier()
+    assert not dist.is_initialized()
+
+
+def one_step(world: shoal.World, *, raw: bool) -> None:
+    model = shoal.parallelize(nn.Linear(2, 2), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
+    (batch,) = shoal.Loader((torch.ones(8, 2),), world, batch_size=8).epochs(1)
+    if raw:
+        for (values,) in batch:
+            total = model(values).square().sum()
+            batch.backward(total=total, count=len(values), model=model)
+        batch.finish(model)
+    else:
+        shoal.Step(model, optimizer, task)(batch)
+
+
+Resources = Counter[str]
+"""Open connections, and all threads by their names, those of libraries too."""
+
+
+def resources() -> Resources:
+    found = Counter(connections=len(psutil.Process().net_connections()))
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            found[(thread / "comm").read_text().strip()] += 1
+    return found
+
+
+def settled(most: Resources) -> Resources:
+    """What this process holds, once it is no more than `most`: libraries end threads when they like."""
+    deadline = time.monotonic() + 60
+    while not (found := resources()) <= most and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def live_again(world: shoal.World, ports: list[int]) -> tuple[Resources, Resources, Resources]:
+    """What this process holds after a world without a model, after one with a model, and several."""
+    world.close()
+    own = Path("/proc/self/comm").read_text().strip()
+    closed = settled(Counter({own: 1}))
+    live(ports[0])
+    gc.collect()  # a model and its engine know each other
+    once = resources()
+    for port in ports[1:]:
+        live(port)
+    gc.collect()
+    return closed, once, settled(once)
+
+
+def test_worlds_open_again_and_leave_nothing() -> None:
+    with Ranks(2) as own:
+        for closed, once, often in own.call(live_again, [free_port() for _ in range(4)]):
+            assert closed.total() == 1  # the thread that says so
+            # torch itself keeps the group of its last DistributedDataParallel, and no other.
+            assert often <= once
+
+
+def slow_then_stuck(world: shoal.World, directory: Path) -> None:
+    """Rank 0 takes longer than a step may, in a section of its own; then rank 1 stays away."""
+    world.stepping()
+    with world.first_rank_first() as first:
+        if first:
+            begun = time.monotonic()
+            while time.monotonic() - begun < STEP_SECONDS + 1:
+                time.sleep(0.05)
+    world.barrier()
+    stay_away(world, directory)
+
+
+def stay_away(world: shoal.World, directory: Path) -> None:
+    (directory / f"stuck {world.rank}").touch()
+    if world.rank == 0:
+        world.barrier()
+    threading.Event().wait()
+
+
+def ends_in_time(ranks: Ranks, directory: Path, function: Callable[..., Any], *given: Any) -> None:
+    """All ranks end with the code of a hang, after the time limit of a step and not of preparation."""
+    outcome = threading.Thread(target=ranks.attempt, args=(function, directory, *given))
+    outcome.start()
+    wait_for(lambda: len(list(directory.glob("stuck *"))) == ranks.size)
+    for process in ranks.processes:
+        process.join(PREPARE_SECONDS)
+    seconds = time.time() - (directory / "stuck 0").stat().st_mtime  # the rank that waits
+    outcome.join()
+    assert [process.exitcode for process in ranks.processes] == [EXIT_CODE] * ranks.size
+    assert STEP_SECONDS * 0.9 < seconds < PREPARE_SECONDS
+
+
+@pytest.mark.full
+def test_a_section_has_no_time_limit_and_a_step_has(tmp_path: Path) -> None:
+    """FAILURES 20: rank 0 prepares for longer than a collective may take, in the midst of training;
+    a hang after it is noticed in time."""
+    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
+        ends_in_time(ranks, tmp_path, slow_then_stuck)
+
+
+def one_step_then_stuck(world: shoal.World, directory: Path, raw: bool) -> None:
+    """No Run: the first step alone starts the time limit of steps."""
+    one_step(world, raw=raw)
+    stay_away(world, directory)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("raw", [pytest.param(False, marks=pytest.mark.long), True])
+def test_the_first_step_starts_the_time_limit(tmp_path: Path, raw: bool) -> None:
+    """FAILURES 20: a long limit for what comes before the first step, a short one from then on."""
+    with Ranks(2, timeout=STEP_SECONDS, prepare_timeout=PREPARE_SECONDS) as ranks:
+        ends_in_time(ranks, tmp_path, one_step_then_stuck, raw)
+
+
+@pytest.mark.full
+def test_one_world_after_another_in_the_same_processes(tmp_path: Path) -> None:
+    """The launcher's store outlives a world, with the addresses of its groups."""
+    script = tmp_path / "worlds.py"
+    script.write_text(
+        "import torch, shoal\n"
+        "for layout in ('shard=-1', 'pipeline=-1', 'replicate=-1'):\n"
+        "    with shoal.init(layout=layout) as world:\n"
+        "        world.mesh['shard'].get_group(), world.mesh['pipeline'].get_group()\n"
+        "        world.say(world.layout, int(world.all_reduce(torch.ones(()))))\n"
+    )
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:3] == ["shard=2 2", "pipeline=2 2", "replicate=2 2"]

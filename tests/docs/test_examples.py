@@ -1,0 +1,237 @@
+"""The examples are run, small: alone, on two processes, and again, with the same final numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = pytest.mark.processes
+
+ALONE = [sys.executable]
+TWO = [sys.executable, "-m", "shoal", "run", "-n", "2"]
+
+# Each with the arguments of a whole run and, where they may change, those of a part of it.
+SMALL = {
+    "mnist": ("--epochs 2 --batch-size 64", "--epochs 1"),
+    "gan": ("--steps 20", "--steps 8"),
+    "emulator": ("--flows 8 --size 16 --width 4 --epochs 1", ""),
+    "pipeline": ("--blocks 3 --epochs 2", "--epochs 1"),
+    "remote": ("--strings 100 --epochs 2", "--epochs 1"),
+    "placed": ("--epochs 2", "--epochs 1"),
+    "bytes_lm": (
+        "--bytes 40000 --context 16 --width 32 --layers 1 --steps 6 --batch-size 8 --ema 0.5",
+        "",
+    ),
+}
+
+
+def examples(*often: str) -> list[Any]:
+    """All of them, of which CI tries some."""
+    return [
+        pytest.param(name, marks=pytest.mark.full if name in often else pytest.mark.long)
+        for name in SMALL
+    ]
+
+
+LAYOUTS = ("tensor=2", "context=2", "pipeline=2", "shard=2,tensor=2", "tensor=2,pipeline=2")
+STAND_IN = "--training 500 --test 200 --gzip"
+TINY_MODEL = ["--samples", "96", "--longest", "4", "--epochs", "2"]
+FINETUNE = {"given loop": [], "own loop": ["--own-loop"], "lora": ["--lora"]}
+
+
+@pytest.fixture(scope="module")
+def digits(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small stand-in for MNIST."""
+    folder = tmp_path_factory.mktemp("mnist")
+    script = repository / "examples/mnist_standin.py"
+    subprocess.run([*ALONE, script, folder, *STAND_IN.split()], check=True, timeout=100)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def default_dtype() -> Iterator[None]:
+    """Examples may choose another, here in the process of the tests."""
+    kept = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(kept)
+
+
+def arguments(name: str, digits: Path) -> list[str]:
+    return [*SMALL[name][0].split(), *(["--data", str(digits)] if name == "mnist" else [])]
+
+
+@pytest.mark.parametrize("name", examples("mnist", "placed"))
+def test_an_example_ends_the_same_in_two_parts(
+    name: str,
+    repository: Path,
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = str(repository / f"examples/{name}.py")
+
+    def output(folder: str, *more: str) -> str:
+        torch.set_default_dtype(torch.float32)
+        given = [script, *arguments(name, digits), "--run", str(tmp_path / folder), *more]
+        monkeypatch.setattr(sys, "argv", given)
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out
+
+    whole = output("whole")
+    output("parts", *SMALL[name][1].split())
+    resumed = output("parts")
+    assert re.search(r"resumed at sample [1-9]", resumed)
+    assert resumed.splitlines()[-1] == whole.splitlines()[-1]
+
+
+def printed(command: list[str], *given: str) -> str:
+    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def last_line(command: list[str], *given: str) -> str:
+    return printed(command, *given).splitlines()[-1]
+
+
+def final_number(line: str) -> float:
+    """The loss or bits of the last line, which has four decimals."""
+    found = re.search(r"\d+\.\d{4}", line)
+    assert found is not None, line
+    return float(found[0])
+
+
+def check_alone_and_two(script: Path, given: list[str], folder: Path) -> None:
+    alone = last_line(ALONE, str(script), *given, "--run", str(folder / "alone"))
+    two = last_line(TWO, str(script), "--", *given, "--run", str(folder / "two"))
+    # To the digits shown, of which rounding may turn the last.
+    assert final_number(two) == pytest.approx(final_number(alone), abs=1.5e-4)
+    assert last_line(ALONE, str(script), *given, "--run", str(folder / "alone")) == alone
+
+
+@pytest.mark.parametrize("name", examples("mnist"))
+def test_an_example_gives_the_same_on_two_processes(
+    name: str, repository: Path, digits: Path, tmp_path: Path
+) -> None:
+    check_alone_and_two(repository / f"examples/{name}.py", arguments(name, digits), tmp_path)
+    if name == "emulator":
+        assert (tmp_path / "two/picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["hogwild", "parameter_server"])
+def test_workers_that_do_not_wait_learn(name: str, repository: Path, tmp_path: Path) -> None:
+    """Not alike each time, but far better than chance, which is one in eight or ten."""
+    given = ["--samples", "1200", "--run", str(tmp_path)]
+    said = printed(TWO, str(repository / f"examples/{name}.py"), "--", *given)
+    found = re.search(r"^accuracy (\d+\.\d)%", said, re.MULTILINE)  # beside what each worker says
+    assert found is not None, said
+    assert float(found[1]) > 50
+
+
+@pytest.mark.long
+def test_bytes_are_learned_alike_in_every_layout(repository: Path, tmp_path: Path) -> None:
+    """Derived plans, measured stages and all; checkpoints and averages with each."""
+    small = "--bytes 40000 --context 16 --width 64 --layers 2 --steps 6 --batch-size 8 --ema 0.5"
+    given = [*small.split(), "--micro-batches", "2"]
+    script = str(repository / "examples/bytes_lm.py")
+    expected = final_number(last_line(ALONE, script, *given, "--run", str(tmp_path / "alone")))
+    for layout in LAYOUTS:
+        size = math.prod(int(part.partition("=")[2]) for part in layout.split(","))
+        command = [sys.executable, "-m", "shoal", "run", "-n", str(size), script, "--", *given]
+        line = last_line(command, "--layout", layout, "--run", str(tmp_path / layout))
+        assert final_number(line) == pytest.approx(expected, abs=1.5e-4), layout
+
+
+@pytest.mark.long
+def test_each_compression_learns(repository: Path) -> None:
+    command = [*TWO, str(repository / "examples/compression.py"), "--", "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r"^(\w+) .* MB a step, accuracy ([\d.]+)%$", done.stdout, re.MULTILINE))
+    assert list(found) == ["none", "bf16", "int8", "PowerSGD", "TopK", "auto"]
+    assert all(float(accuracy) > 50 for accuracy in found.values()), found  # chance is 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["DiLoCo", pytest.param("LocalSGD", marks=pytest.mark.long)])
+def test_ranks_that_meet_seldom_learn_and_go_on(way: str, repository: Path, tmp_path: Path) -> None:
+    given = [str(repository / "examples/diloco.py"), "--", "--way", way, "--run", str(tmp_path)]
+    last_line([*TWO, *given], "--epochs", "2")
+    line = last_line([*TWO, *given], "--epochs", "4")
+    found = re.search(r"92 steps, averaged 4 times, accuracy ([\d.]+)%", line)
+    assert found is not None, line
+    assert float(found[1]) > 50
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("loop", FINETUNE)
+def test_a_transformers_model_gives_the_same_on_two_processes(
+    loop: str, repository: Path, tmp_path: Path
+) -> None:
+    given = [*TINY_MODEL, *FINETUNE[loop]]
+    check_alone_and_two(repository / "examples/finetune.py", given, tmp_path)
+    assert (tmp_path / "two/adapter/adapter_model.safetensors").exists() == (loop == "lora")
+
+
+@pytest.mark.long
+def test_a_transformers_model_ends_the_same_in_both_loops(repository: Path, tmp_path: Path) -> None:
+    script = str(repository / "examples/finetune.py")
+    given, own = (
+        last_line(ALONE, script, *TINY_MODEL, "--run", str(tmp_path / loop), *FINETUNE[loop])
+        for loop in ("given loop", "own loop")
+    )
+    assert given == own
+
+
+@pytest.mark.full
+def test_the_stand_in_is_mnist_in_form(repository: Path, digits: Path) -> None:
+    mnist = runpy.run_path(str(repository / "examples/mnist.py"))
+    for part, count in (("train", 500), ("t10k", 200)):
+        images, labels = mnist["read"](digits, part)
+        assert images.shape == (count, 28, 28)
+        assert images.dtype == torch.uint8
+        assert sorted(set(labels.tolist())) == list(range(10))
+        # A digit is bright on dark, and stays inside the image.
+        assert np.percentile(images.amax((1, 2)), 5) > 200
+        assert images[:, [0, -1]].float().mean() < 2
+
+
+@pytest.mark.full
+def test_the_notebook_runs(repository: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(repository / "examples/notebook.ipynb", as_version=4)
+    NotebookClient(
+        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
+    cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    printed = ["".join(part.text for part in parts if part.get("name") == "stdout") for parts in cells]
+    one, two, compared, _, again = printed
+    assert final_number(one) == pytest.approx(final_number(two), abs=1.5e-4)
+    assert compared.startswith("80 and 80 steps")
+    assert "resumed at sample 5,000" in again
+    assert again.splitlines()[-1] == two.splitlines()[-1]
+
+
+def test_the_demo_kills_a_process_in_a_save(tmp_path: Path) -> None:
+    """Whenever it runs: the checkpoint of step 80 is under way, and never comes to be."""
+    demo = runpy.run_path("examples/demo.py")
+    for name in ("first", "second"):
+        text = demo["kill_in_a_save"](tmp_path / name)
+        assert "killed by SIGKILL" in text
+        assert "while rank 1 wrote its part of step-80" in text
+        assert text.endswith("newest checkpoint: step-60")
+        assert demo["newest"](tmp_path / name).name == "step-60"

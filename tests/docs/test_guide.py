@@ -1,0 +1,114 @@
+"""Every block of Python in the guide is run, page by page, and prints what the page says."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from helpers import guide_pages as pages
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted(FOLDER.glob("*.md"))
+PROGRAMS = [page for page in PAGES if pages.blocks(page.read_text())]
+TWICE = {"index", "data", "loop", "parallel"}
+"""The pages that CI runs on two processes too; all in `make test-all`."""
+
+
+def run_page(page: Path, capture: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": "__page__"}
+    try:
+        for block in pages.blocks(page.read_text()):
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
+            capture.readouterr()
+            exec(code, names)
+            printed = pages.without_progress(capture.readouterr().out)
+            if block.printed is not None:
+                assert printed == block.printed, f"{page.name}, line {block.line}"
+    finally:
+        world = names.get("world")
+        names.clear()
+        gc.collect()  # models that lie in reference cycles belong to this world
+        if isinstance(world, shoal.World):
+            world.close()
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
+def test_a_page_runs(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng():
+        run_page(page, capsys)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.full if page.stem in TWICE else pytest.mark.long)
+        for page in PROGRAMS
+    ],
+    ids=lambda page: page.stem,
+)
+def test_a_page_runs_on_two_processes(page: Path, tmp_path: Path) -> None:
+    """The asserts of a page hold there as well, and rank 0 says the same."""
+    (tmp_path / "page.py").write_text(pages.program(page))
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "run", "-n", "2", "page.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for block in pages.blocks(page.read_text()):
+        assert (block.printed or "") in done.stdout
+
+
+def test_the_guide_is_found() -> None:
+    assert {"index", "data", "checkpoints", "loop"} <= {page.stem for page in PROGRAMS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_python_is_out_of_reach(page: Path) -> None:
+    text = page.read_text()
+    assert pages.unrun(text) == []
+    for path in pages.included(text):
+        assert (FOLDER.parent / path).is_file()
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    listed = [
+        line.removeprefix("::: shoal.")
+        for line in (FOLDER / "reference.md").read_text().splitlines()
+        if line.startswith(":::")
+    ]
+    assert sorted(listed) == sorted(shoal.__all__)
+
+
+def test_blocks_are_read_with_their_lines_and_output() -> None:
+    text = (
+        "# Title\n\n```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n\n```\nshell\n```\n\n"
+        "```python\ny = 2\n```\n\nBetween.\n\n```text\nnot its output\n```\n"
+    )
+    assert pages.blocks(text) == [
+        pages.Block("x = 1\nprint(x)\n", 4, "1\n"),
+        pages.Block("y = 2\n", 17, None),
+    ]
+
+
+def test_a_block_that_nobody_runs_is_named() -> None:
+    one = '    ```python\n    --8<-- "docs/a.py"\n    ```\n'
+    text = f'=== "tab"\n\n{one}\n    ```python\n    x = 1\n    ```\n'
+    assert pages.unrun(text) == ["    x = 1"]
+    assert pages.included(text) == ["docs/a.py"]

@@ -1,0 +1,1 @@
+"""What several tests need: processes, clusters, models, recordings."""

@@ -1,0 +1,206 @@
+"""Real ranks for tests: N processes in one gloo group, started once and used for many calls."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+import shoal
+from helpers.processes import PRELOADED
+
+CALL_SECONDS = 180.0
+
+_HELD: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port that nobody else is given while these tests run; what sets SO_REUSEADDR can listen there.
+
+    So do torch's stores and all of Shoal. A port that is let go may be somebody's a moment later.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    _HELD.append(held)
+    return int(held.getsockname()[1])
+
+
+class Ranks:
+    """`ranks.call(function, *arguments)` runs `function(world, *arguments)` on every rank."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        layout: str = "replicate=-1",
+        seed: int = 0,
+        timeout: float = 120.0,
+        prepare_timeout: float = 120.0,
+    ) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        division = _Division(layout, free_port())
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, size, division, seed, timeout, prepare_timeout),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def divide(self, layout: str) -> None:
+        """From now on the same processes are a world of another layout, which they join anew."""
+        division = _Division(layout, free_port())
+        for pipe in self._pipes:
+            pipe.send(division)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results in rank order; an exception of any rank is raised here with its traceback."""
+        return _unless_raised(self.attempt(function, *arguments))
+
+    def attempt(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """The results, or the exceptions in their place."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(CALL_SECONDS):
+                self.kill()
+                raise AssertionError(f"rank {rank} of {self.size} gave no answer")
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append(RankError(None, f"rank {rank} died"))
+        return results
+
+    def call_until_killed(self, function: Callable[..., Any], *arguments: Any) -> list[Any] | None:
+        """The results; or None as soon as SIGKILL has ended one rank, and the others with it.
+
+        A rank that raises may do so only because another one was killed.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        silent = dict(enumerate(self._pipes))
+        results: list[Any] = [None] * self.size
+        deadline = time.monotonic() + CALL_SECONDS
+        while silent:
+            sentinels = [process.sentinel for process in self.processes]
+            ready = wait([*silent.values(), *sentinels], deadline - time.monotonic())
+            if not ready or not set(sentinels).isdisjoint(ready):
+                self.kill()
+                assert ready, f"no rank was killed, and ranks {list(silent)} gave no answer"
+                return None
+            for rank in [rank for rank, pipe in silent.items() if pipe in ready]:
+                pipe = silent.pop(rank)
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    self.kill()
+                    return None
+        return _unless_raised(results)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()  # it may not have made its group yet
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it started, and left
+        for process in self.processes:
+            process.join()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+class RankError(Exception):
+    """What a rank raised: the ShoalError itself where it was one, and the traceback as text."""
+
+    def __init__(self, error: shoal.ShoalError | None, text: str) -> None:
+        super().__init__(error, text)
+        self.error = error
+        self.text = text
+
+
+def _unless_raised(results: list[Any]) -> list[Any]:
+    for rank, result in enumerate(results):
+        if isinstance(result, BaseException):
+            raise AssertionError(f"rank {rank} of {len(results)}: {result.args[-1]}") from result
+    return results
+
+
+class _Division(NamedTuple):
+    """How the ranks are divided, and where they meet: never again where a world before has met."""
+
+    layout: str
+    port: int
+
+
+def _serve(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    division: _Division | None,
+    seed: int,
+    timeout: float,
+    prepare_timeout: float,
+) -> None:
+    os.setpgid(0, 0)
+    multiprocessing.set_start_method(None, force=True)  # of its own workers: that of any process
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+    )
+    torch.set_num_threads(1)
+    while division is not None:
+        os.environ["MASTER_PORT"] = str(division.port)
+        with shoal.init(
+            layout=division.layout, seed=seed, timeout=timeout, prepare_timeout=prepare_timeout
+        ) as world:
+            division = _answer(pipe, world)
+
+
+def _answer(pipe: Connection, world: shoal.World) -> _Division | None:
+    """Do what is asked for, until another division is, or the asking ends."""
+    while True:
+        try:
+            asked = pipe.recv()
+        except EOFError:
+            return None
+        if isinstance(asked, _Division):
+            return asked
+        function, arguments = asked
+        try:
+            result = function(world, *arguments)
+        except BaseException as error:
+            known = error if isinstance(error, shoal.ShoalError) else None
+            result = RankError(known, traceback.format_exc())
+        pipe.send(result)

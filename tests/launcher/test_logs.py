@@ -1,0 +1,117 @@
+"""`shoal run --logs`: what ranks and their children write, by rank; rank 0's on the screen."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.commands import GONE_WITHIN, Command, wait_for
+
+pytestmark = pytest.mark.processes
+
+SPEAK = """
+import os, subprocess, sys
+rank = int(os.environ["RANK"])
+print(f"rank {rank} prints")
+print(f"rank {rank} complains", file=sys.stderr)
+os.write(1, b"not text: \\xff\\n")
+subprocess.run(["echo", f"rank {rank}'s child speaks"])
+"""
+SPOKEN = [
+    "rank {} prints",
+    "rank {} complains",
+    "not text: \N{REPLACEMENT CHARACTER}",
+    "rank {}'s child speaks",
+]
+FAIL = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == int(sys.argv[1]):
+    raise ValueError("boom")
+"""
+HEAD = r"=== \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d on \S+, attempt %d of %d: %s ==="
+
+
+def shoal_run(folder: Path, script: str, *options: str) -> tuple[int, list[str], str]:
+    """The exit code, the lines on stdout and what stderr says of a run of two."""
+    (folder / "speak.py").write_text(script)
+    command = [sys.executable, "-m", "shoal", "run", "-n", "2", *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=200, check=False)
+    return done.returncode, lines(done.stdout), done.stderr.decode()
+
+
+def lines(data: bytes) -> list[str]:
+    return data.decode(errors="replace").splitlines()
+
+
+def spoken(rank: int) -> list[str]:
+    return [line.format(rank) for line in SPOKEN]
+
+
+@pytest.mark.full
+def test_each_rank_has_its_file_and_rank_0_the_screen(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        code, out, err = shoal_run(tmp_path, SPEAK, "--logs", "new/logs", "speak.py", "--", "a b")
+        assert (code, err) == (0, "")
+        assert out == spoken(0)
+        for rank in range(2):
+            log = lines((tmp_path / f"new/logs/rank-{rank}.log").read_bytes())
+            # The second run is appended to the first.
+            assert len(log) == attempt * (1 + len(SPOKEN))
+            head, *rest = log[-1 - len(SPOKEN) :]
+            assert re.fullmatch(HEAD % (1, 1, "speak.py 'a b'"), head)
+            assert rest == spoken(rank)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_is_in_its_log_and_last_on_the_screen_once(tmp_path: Path, rank: int) -> None:
+    options = ("--restarts", "1", "--logs", "logs", "speak.py", str(rank))
+    code, out, err = shoal_run(tmp_path, SPEAK + FAIL, *options)
+    assert code == 0
+    assert out == spoken(0) * 2
+    assert err.count("ValueError: boom") == 1
+    logs = [(tmp_path / f"logs/rank-{each}.log").read_text(errors="replace") for each in range(2)]
+    assert [log.count(err) for log in logs] == [int(each == rank) for each in range(2)]
+    for log in logs:
+        first, second = (re.search(HEAD % (n, 2, rf"speak\.py {rank}"), log) for n in (1, 2))
+        assert first is not None
+        assert second is not None
+        # Where it failed, the report stands between the attempts.
+        if "boom" in log:
+            assert first.end() < log.index("ValueError: boom") < second.start()
+
+
+@pytest.fixture
+def speaking(tmp_path: Path) -> Iterator[Command]:
+    (tmp_path / "speak.py").write_text(SPEAK + "import time\nwhile True: time.sleep(1)\n")
+    options = ["-n", "2", "--logs", "logs", "speak.py"]
+    command = Command([sys.executable, "-m", "shoal", "run", *options], tmp_path)
+    yield command
+    command.clean_up()
+
+
+def test_rank_0_appears_while_the_run_goes_on(speaking: Command) -> None:
+    assert speaking.process.stdout is not None
+    # It would wait for ever if a line came only with the end.
+    assert [speaking.process.stdout.readline() for _ in SPOKEN] == [f"{line}\n" for line in spoken(0)]
+    speaking.process.terminate()
+    ended = speaking.end(timeout=GONE_WITHIN)
+    assert (ended.code, ended.out) == (143, "")
+    wait_for(lambda: speaking.members() == [], timeout=GONE_WITHIN)
+
+
+@pytest.mark.parametrize("folder", ["a file", "a file/below"])
+def test_a_directory_that_can_not_be_written_stops_it_before_anything_starts(
+    tmp_path: Path, folder: str
+) -> None:
+    (tmp_path / "a file").touch()
+    code, out, err = shoal_run(tmp_path, "raise SystemExit('started')", "--logs", folder, "speak.py")
+    assert (code, out) == (2, [])
+    given, found, fix = err.splitlines()
+    assert given == f"given: --logs {folder}"
+    assert found.startswith(f"found: {tmp_path / 'a file'}")
+    assert fix.startswith("fix:")

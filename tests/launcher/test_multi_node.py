@@ -1,0 +1,411 @@
+"""`shoal run --nodes`: launchers of one machine as its nodes; they come, go, fail and are killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from helpers.commands import GONE_WITHIN, Command, Ended, wait_for
+from helpers.ranks import free_port
+from shoal.report.coverage import coverage
+from shoal.telemetry import events
+
+pytestmark = pytest.mark.processes
+
+HERE = socket.gethostname()
+
+TRAIN = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+
+here = Path(__file__).parent
+
+
+def hold(world, name):
+    (here / f"{name}-{world.rank}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+
+with shoal.init(seed=0) as world:
+    torch.manual_seed(0)
+    inputs = torch.randn(41, 6, dtype=torch.float64)
+    targets = torch.randint(0, 3, (41,))
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    model = shoal.parallelize(net, world, None)
+    task = shoal.Task(lambda out, b: (F.cross_entropy(out, b[1], reduction="sum"), len(b[1])))
+    step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), task, clip=1.0)
+    data = shoal.Loader((inputs, targets), world, batch_size=12)
+    with shoal.Run(here / "run", step, data) as run:
+        run.restore()
+        second = (here / "fewer-0").exists()
+        for batch in data.epochs(5):
+            step(batch)
+            run.tick(every=3)
+            if world.size == MOST and step.number == 5 and not second:
+                hold(world, "all")
+            if world.size == MOST - 1 and step.number == 10:
+                hold(world, "fewer")
+        run.save()
+"""
+
+TALK = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+here = Path(__file__).parent
+dist.init_process_group("gloo", init_method="env://")
+rank, size, one = dist.get_rank(), dist.get_world_size(), torch.ones(1)
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+dist.all_reduce(one)
+assert one.item() == size
+
+def talk(until=None):
+    (here / f"talk-{attempt}-{size}-{rank}").write_text(str(os.getpid()))
+    stop = torch.zeros(1)
+    while not stop.item():
+        stop.fill_(float(until is not None and until.exists()))
+        dist.all_reduce(stop)
+
+def agree_to_stop():
+    talk(here / "stop")
+"""
+
+
+class Nodes:
+    """Launchers of one run; each is a node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.started: list[Command] = []
+
+    def start(
+        self, script: str, *options: str, nodes: str = "2", processes: int = 1, name: str = "script.py"
+    ) -> Command:
+        (self.folder / name).write_text(textwrap.dedent(script))
+        address = ["--rendezvous", f"127.0.0.1:{self.port}"]
+        command = [sys.executable, "-m", "shoal", "run", "--nodes", nodes, *address]
+        command += ["-n", str(processes), *options, name]
+        self.started.append(Command(command, self.folder))
+        return self.started[-1]
+
+    def ranks(self, pattern: str) -> dict[str, list[str]]:
+        """What ranks wrote into files with such names, by name."""
+        found = {path.name: path.read_text().split() for path in self.folder.glob(pattern)}
+        return {name: words for name, words in found.items() if words}
+
+    def wait_for(self, pattern: str, count: int) -> dict[str, list[str]]:
+        def there() -> bool:
+            for each in self.started:
+                if each.process.poll() not in (None, 0, -signal.SIGKILL, 128 + signal.SIGTERM):
+                    raise AssertionError(each.end())
+            return len(self.ranks(pattern)) >= count  # more, where one was missed for a while
+
+        wait_for(there)
+        return self.ranks(pattern)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    run = Nodes(tmp_path)
+    yield run
+    for each in run.started:
+        each.clean_up()
+
+
+def alone(folder: Path) -> dict[int, float]:
+    """The losses of one process that nobody disturbs, by step."""
+    folder.mkdir()
+    (folder / "script.py").write_text(f"MOST = 99\n{textwrap.dedent(TRAIN)}")
+    subprocess.run([sys.executable, "script.py"], cwd=folder, check=True, capture_output=True)
+    return losses(folder / "run")
+
+
+def losses(directory: Path) -> dict[int, float]:
+    taken = events.steps(directory / "events")
+    return {number: next(iter(ranks.values()))["loss"] for (_, number), ranks in taken.items()}
+
+
+def killed_and_back(nodes: Nodes, script: str) -> None:
+    """Run on four ranks, then three, since a node is killed, then four, since another one comes.
+
+    No sample is lost or repeated.
+    """
+    most = 4
+
+    def start(processes: int = 1) -> Command:
+        # They don't look for a signal while they are held, so can't save.
+        return nodes.start(script, "--grace", "1", nodes="2:3", processes=processes)
+
+    two = start(2)
+    wait_for(lambda: listening(nodes.port))
+    one, gone = start(), start()
+    stay = (two, one)
+    nodes.wait_for("all-*", most)
+    gone.process.kill()
+    nodes.wait_for("fewer-*", most - 1)
+    assert gone.members() == []
+    new = start()
+    ended = [each.end() for each in (*stay, new)]
+    assert {each.code for each in ended} == {0}, ended
+    for each in ended[:-1]:
+        assert f"{HERE} (process {gone.process.pid}) left: starting again" in each.err
+        assert f"{HERE} (process {new.process.pid}) joined: starting again" in each.err
+
+    taken = events.steps(nodes.folder / "run" / "events")
+    sizes = [len(ranks) for _, ranks in sorted(taken.items())]
+    assert sizes == [most] * 3 + [most - 1] * 6 + [most] * 11
+    seen = coverage(nodes.folder / "run")
+    assert (seen.exact, seen.end) == (True, 5 * 41)
+
+
+@pytest.mark.long
+def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None:
+    killed_and_back(nodes, f"MOST = 4\n{textwrap.dedent(TRAIN)}")
+    expected = alone(tmp_path / "alone")
+    found = losses(tmp_path / "run")
+    assert found.keys() == expected.keys()
+    assert max(abs(found[number] - expected[number]) for number in expected) < 1e-9
+
+
+@pytest.mark.long
+def test_a_group_of_diloco_is_lost_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
+    text = textwrap.dedent(TRAIN).replace("world, None)", "world, shoal.DiLoCo(every=2))")
+    killed_and_back(nodes, f"MOST = 4\n{text}")
+    found = losses(tmp_path / "run")
+    assert sorted(found) == list(range(1, 21))
+    assert sum(found[n] for n in range(18, 21)) < sum(found[n] for n in range(1, 4))
+
+
+STEADY = (
+    TRAIN.split("        run.restore()", maxsplit=1)[0]
+    + """
+        run.restore()
+        for batch in data.epochs(10**6):
+            step(batch)
+            stop = (here / "stop").exists() and world.size == 2
+            (here / f"at-{world.size}-{world.rank}").write_text(str(step.number))
+            time.sleep(0.05)  # so many events are enough
+            run.tick()
+            if any(world.gather(stop)):
+                break
+        run.save()
+"""
+)
+
+
+@pytest.mark.long
+def test_ranks_save_before_a_node_joins(nodes: Nodes, tmp_path: Path) -> None:
+    first = nodes.start(STEADY, nodes="1:2")
+    nodes.wait_for("at-1-*", 1)
+    second = nodes.start(STEADY, nodes="1:2")
+    nodes.wait_for("at-2-*", 2)
+    (tmp_path / "stop").touch()
+    ended = [each.end() for each in (first, second)]
+    assert [each.code for each in ended] == [0, 0], ended
+    assert f"(process {second.process.pid}) joined: starting again" in ended[0].err
+    found = re.search(r"saved step ([\d,]+) in", ended[0].out + ended[0].err)
+    assert found is not None, ended[0]
+    (last,) = nodes.ranks("at-1-0")["at-1-0"]
+    assert int(found[1].replace(",", "")) == int(last)
+    assert "resumed at sample" in ended[0].out + ended[1].out
+    assert coverage(tmp_path / "run").exact
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+FAIL = f"""{TALK}
+times = len(list(here.glob("died-*")))
+if times < 2:
+    if rank != 1 - times:
+        talk()
+    dist.all_reduce(one)  # with the first of the others' talk: they have counted, and can be seen
+    (here / f"died-{{rank}}").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+agree_to_stop()
+"""
+
+
+@pytest.mark.full
+def test_a_killed_rank_restarts_all_nodes(nodes: Nodes) -> None:
+    """One on each node, one after the other: each is told once, where it was."""
+    both = [nodes.start(FAIL, "--restarts", "2") for _ in range(2)]
+    # Of each attempt those who lived, and in the last one both.
+    nodes.wait_for("talk-*-2-*", 4)
+    (nodes.folder / "stop").touch()
+    ended = [each.end() for each in both]
+    assert [each.code for each in ended] == [0, 0], ended
+    for each in ended:
+        assert each.err.count("where: rank ") == 1
+        assert len(re.findall(r"^first of all, rank \d on .*: killed by SIGKILL", each.err, re.M)) == 1
+        assert re.findall(r"restart (\d) of 2", each.err) == ["1", "2"]
+
+
+@pytest.mark.full
+def test_without_restarts_all_nodes_end_with_the_culprits_code(nodes: Nodes) -> None:
+    both = [nodes.start(f"{TALK}\nif rank == 1: sys.exit(7)\ntalk()") for _ in range(2)]
+    ended = [each.end() for each in both]
+    assert [each.code for each in ended] == [7, 7]
+    assert sum("first of all, rank 1 on" in each.err for each in ended) == 1
+    assert [each.members() for each in both] == [[], []]
+
+
+def refused(ended: Ended, found: str) -> None:
+    assert ended.code == 2, ended
+    assert found in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.full
+def test_a_node_that_never_comes(nodes: Nodes) -> None:
+    node = nodes.start("", "--wait", "2", nodes="2:4")
+    assert node.process.stderr is not None
+    assert "waits at 127.0.0.1:" in node.process.stderr.readline()
+    refused(node.end(), f"after 2 s too few are there: {HERE} (process {node.process.pid})")
+    assert node.members() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("nodes_there", "script", "found"),
+    [
+        ("2:3", "print(1)", "--nodes 2 there, 2:3 here"),
+        ("2", "print(2)", "content of the script"),
+    ],
+)
+def test_nodes_that_run_something_else_are_refused(
+    nodes: Nodes, nodes_there: str, script: str, found: str
+) -> None:
+    nodes.start("print(1)")
+    wait_for(lambda: listening(nodes.port))
+    (nodes.folder / "elsewhere").mkdir()
+    other = nodes.start(script, nodes=nodes_there, name="elsewhere/../script.py")
+    refused(other.end(), found)
+
+
+@pytest.mark.full
+def test_something_else_listens_there(nodes: Nodes) -> None:
+    """It takes the connection and stays silent: torch's own time limit would not end that."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nodes.port = silent.getsockname()[1]
+        ended = nodes.start("", "--wait", "3").end()
+    refused(ended, f"here, port {nodes.port}: Address already in use")
+
+
+@pytest.mark.full
+def test_a_node_is_told_to_end_and_the_other_goes_on(nodes: Nodes) -> None:
+    script, silence = f"{TALK}\nagree_to_stop()", ("--silence", "600")
+    stay, go = (nodes.start(script, *silence, nodes="1:2") for _ in range(2))
+    nodes.wait_for("talk-*-2-*", 2)
+    host = holder(nodes)
+    stay, go = (stay, go) if host is stay else (go, stay)
+    alone = len(nodes.ranks("talk-*-1-*"))  # one that was first, before the other came
+    go.process.terminate()
+    ended = go.end(timeout=GONE_WITHIN)
+    assert ended.code == 143
+    # Its silence is not waited for, which would take longer than this does: it has said that it goes.
+    nodes.wait_for("talk-*-1-*", alone + 1)
+    (nodes.folder / "stop").touch()
+    ended = stay.end()
+    assert ended.code == 0
+    assert f"(process {go.process.pid}) left: starting again" in ended.err
+
+
+def holder(nodes: Nodes) -> Command:
+    """The launcher whose agent listens at the rendezvous."""
+    for each in nodes.started:
+        for pid in each.members():
+            for connection in psutil.Process(pid).net_connections("tcp"):
+                if connection.status == "LISTEN" and connection.laddr.port == nodes.port:
+                    return each
+    raise AssertionError("nobody listens")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
+def test_without_the_node_that_holds_the_rendezvous_all_end(
+    nodes: Nodes, signum: signal.Signals
+) -> None:
+    both = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(2)]
+    nodes.wait_for("talk-*-2-*", 2)
+    host = holder(nodes)
+    (other,) = [each for each in both if each is not host]
+    host.process.send_signal(signum)
+    ended = other.end()
+    if signum == signal.SIGKILL:
+        refused(ended, "which holds the rendezvous, can't be reached")
+    else:
+        assert host.end().code == 143
+        assert ended.code == 143
+        assert "was told to end, and holds the rendezvous: all end" in ended.err
+    wait_for(lambda: not [pid for each in both for pid in each.members()], timeout=GONE_WITHIN)
+
+
+@pytest.mark.full
+def test_two_runs_on_one_machine_do_not_meet(nodes: Nodes, tmp_path: Path) -> None:
+    other = Nodes(tmp_path / "other")
+    other.folder.mkdir()
+    try:
+        mine = [nodes.start(f"{TALK}\nagree_to_stop()") for _ in range(2)]
+        theirs = [other.start(f"{TALK}\nagree_to_stop()") for _ in range(2)]
+        for run in (nodes, other):
+            run.wait_for("talk-*-2-*", 2)
+            (run.folder / "stop").touch()
+        assert [each.end().code for each in (*mine, *theirs)] == [0] * 4
+    finally:
+        for each in other.started:
+            each.clean_up()
+
+
+@pytest.mark.long
+def test_a_node_that_stood_still_is_left_behind_and_comes_back(nodes: Nodes) -> None:
+    """Its processes are stopped, as when a machine is cut off or suspended, and go on later."""
+    script = f"{TALK}\nagree_to_stop()"
+    both = [nodes.start(script, "--silence", "8", nodes="1:2") for _ in range(2)]
+    nodes.wait_for("talk-*-2-*", 2)
+    host = holder(nodes)
+    (other,) = [each for each in both if each is not host]
+    stopped, alone = other.members(), len(nodes.ranks("talk-*-1-*"))  # one that was first, before
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    nodes.wait_for("talk-*-1-*", alone + 1)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    # Both again, by a later attempt than the first one of two nodes.
+    wait_for(lambda: len(nodes.ranks("talk-*-2-*")) >= 4)
+    (nodes.folder / "stop").touch()
+    assert [each.end().code for each in both] == [0, 0]
+
+
+@pytest.mark.full
+def test_a_late_node_takes_part_or_hears_that_the_run_is_over(nodes: Nodes) -> None:
+    """At most two: the third waits until the run ends, and ends with it."""
+    three = [nodes.start(f"{TALK}\nagree_to_stop()", nodes="1:2") for _ in range(3)]
+    nodes.wait_for("talk-*-2-*", 2)
+    (nodes.folder / "stop").touch()
+    ended = [each.end() for each in three]
+    assert [each.code for each in ended] == [0, 0, 0]
+    assert sum("came too late" in each.err for each in ended) <= 1

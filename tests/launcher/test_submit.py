@@ -1,0 +1,307 @@
+"""What becomes of a request: decided, checked and said, by values alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from helpers.fake_slurm import place, write
+from shoal.launcher.submit import site_catalog
+from shoal.launcher.submit.check import (
+    check,
+    notes,
+    objections,
+    secret_options,
+    without_secrets,
+    workers_of,
+)
+from shoal.launcher.submit.decide import decide
+from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.save_time import stopping_seconds
+from shoal.launcher.submit.site import Partition, Qos, Site, read_site
+from shoal.launcher.submit.site_draft import draft
+from shoal.launcher.submit.times import gpu_hours, parse_time, spell_time
+from shoal.util.errors import LaunchError
+
+HOUR = 3600
+JEAN_ZAY = site_catalog.load(site_catalog.find_entry("jean-zay"))
+PLAIN = site_catalog.load(site_catalog.find_entry("plain"))
+
+
+def request(**changes: object) -> Request:
+    values = {"script": "train.py", "time": 20 * HOUR}
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def against(site: Site = JEAN_ZAY, save: float | None = None, **changes: object) -> list[str]:
+    """What is found to speak against a request."""
+    asked = request(**changes)
+    return [each.found for each in objections(asked, site, decide(asked, site, save=save))]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("20:00:00", 72000),
+        ("2-12", 216000),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+    ],
+)
+def test_times_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+    assert parse_time(spell_time(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "1h", "1:2:3:4", "-5", "1-", "$(x)", "1:00\n"])
+def test_other_times_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="not a length of time"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"partition": "gpu"}, "jean-zay has gpu_p13, gpu_p2, gpu_p5"),
+        ({"gpus": 8}, "a node of gpu_p13 has 4 GPUs"),
+        ({"time": 101 * HOUR, "gpus": 4}, "gpu_p13 ends jobs after 100:00:00: 404 GPU-hours"),
+        ({"time": 21 * HOUR, "gpus": 8, "partition": "gpu_p5"}, "gpu_p5 ends jobs after 20:00:00"),
+        ({"time": 30 * HOUR, "nodes": 5, "gpus": 4}, "ends jobs after 20:00:00: 600 GPU-hours"),
+        ({"qos": "qos_gpu-dev", "gpus": 1}, "gpu_p13 qos_gpu-dev ends jobs after 02:00:00"),
+        ({"time": HOUR, "nodes": 129, "gpus": 4}, "gives a job so long at most 512 GPUs"),
+        ({"gpus": 4, "processes": 1}, "4 GPUs reserved, 1 used: 60 GPU-hours of 80 GPU-hours"),
+        ({"gpus": 2, "processes": 4}, "4 processes share 2 GPUs"),
+        ({"nodes": 2, "processes": 1}, "1 node(s) without a process"),
+        ({"gpus": 4, "cpus": 11}, "44 cores, and a node of gpu_p13 has 40"),
+        ({"gpus": 8, "partition": "gpu_p2", "workers": 8}, "a process has 3 core(s)"),
+        ({"memory": "10G"}, "--mem is not accepted"),
+        ({"nodes": 2, "processes": 3, "launcher": "torchrun"}, "do not divide into 2 equal nodes"),
+        ({"sweep": (("a",),), "launcher": "torchrun"}, "each element has its own"),
+        ({"time": 600, "save": 200.0}, "460 s of it are kept for saving"),
+    ],
+)
+def test_what_speaks_against_a_job(changes: dict[str, object], found: str) -> None:
+    said = against(**changes)  # type: ignore[arg-type]
+    assert any(found in each for each in said), said
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpus": 4},
+        {"nodes": 128, "gpus": 4},
+        {"nodes": 4, "gpus": 4, "time": 100 * HOUR},
+        {"gpus": 8, "partition": "gpu_p2", "workers": 3},
+        {"nodes": 4, "gpus": 3, "partition": "gpu_p5"},
+        {"qos": "qos_gpu-dev", "gpus": 1, "time": 2 * HOUR},
+        {"nodes": 3, "processes": 5},
+        {"time": 60},
+    ],
+)
+def test_nothing_speaks_against_these(changes: dict[str, object]) -> None:
+    assert against(**changes) == []  # type: ignore[arg-type]
+
+
+def test_a_site_of_which_nothing_is_known_objects_to_waste_alone() -> None:
+    assert against(PLAIN, partition="any", gpus=99, time=9999 * HOUR) == []
+    assert len(against(PLAIN, gpus=4, processes=1)) == 1
+
+
+def test_the_qos_is_the_first_that_fits() -> None:
+    def qos(**changes: object) -> str | None:
+        return decide(request(**changes), JEAN_ZAY, save=None).qos
+
+    assert qos(gpus=4) is None  # Slurm takes t3 by itself
+    assert qos(gpus=4, time=21 * HOUR) == "qos_gpu-t4"
+    assert qos(gpus=4, time=HOUR, qos="qos_gpu-dev") == "qos_gpu-dev"
+
+
+def test_accounts_get_the_suffix_of_the_partition() -> None:
+    def account(**changes: object) -> str | None:
+        return decide(request(**changes), JEAN_ZAY, save=None).account
+
+    assert account() is None
+    assert account(account="abc") == "abc@v100"
+    assert account(account="abc", partition="gpu_p5") == "abc@a100"
+    assert account(account="abc@cpu") == "abc@cpu"
+
+
+def test_how_long_before_its_end_a_job_is_told() -> None:
+    def lead(save: float | None, **changes: object) -> int:
+        return decide(request(**changes), PLAIN, save=save).lead
+
+    assert lead(None) == 300
+    assert lead(None, time=120) == 30
+    assert lead(12.0) == 85
+    assert lead(400.0) == 860
+
+
+def test_the_save_is_measured_from_what_rank_0_recorded(tmp_path: Path) -> None:
+    assert stopping_seconds(tmp_path) is None
+    step = {"event": "step", "wait": 0.5, "forward": 1.0, "backward": 2.0, "update": 0.5}
+    saves = [{"event": "save", "seconds": seconds} for seconds in (90.0, 7.0, 8.0, 6.0, 5.0, 9.0)]
+    odd = [{"event": "save", "seconds": bad} for bad in ("1", None, True, -1, float("inf"))]
+    lines = [json.dumps(event) for event in (step, *odd, *saves)]
+    (tmp_path / "events").mkdir()
+    record = tmp_path / "events/rank-0.jsonl"
+    record.write_text("\n".join([*lines, '{"event": "st']))
+    # The longest of the last five, and a step.
+    assert stopping_seconds(tmp_path) == 13.0
+    record.write_text(json.dumps(step) + "\n")
+    assert stopping_seconds(tmp_path) is None
+
+
+def test_what_is_said_of_a_job() -> None:
+    def said(**changes: object) -> list[str]:
+        asked = request(**changes)
+        return list(notes(asked, JEAN_ZAY, decide(asked, JEAN_ZAY, save=None)))
+
+    assert any("nobody has tried" in note for note in said())
+    plain = Site(name="plain", tried="here", requeue=False)
+    *_, chain = notes(request(), plain, decide(request(), plain, save=None))
+    assert "--chain N" in chain
+    counted = "counts as 8 GPUs on each node, not 3: up to 640 GPU-hours"
+    assert counted in said(nodes=4, gpus=3, partition="gpu_p5")
+    assert "counts as 2 GPUs on each node, not 1: up to 40 GPU-hours" in said(gpus=1, cpus=11)
+    assert any("--api-key" in note for note in said(args=("--api-key", "hunter2")))
+    assert not any("hunter2" in note for note in said(args=("--api-key", "hunter2")))
+
+
+def test_workers_are_read_from_the_text_and_the_options() -> None:
+    assert workers_of("Loader(d, num_workers=4)\nx(num_workers=n)\n", ["--workers", "6"]) == 6
+    assert workers_of("Loader(d, num_workers=4)", ["--num-workers=2"]) == 4
+    assert workers_of("not python (", ["--num_workers=many", "--workers"]) == 0
+
+
+def test_values_of_secrets_are_masked() -> None:
+    words = ["--token", "abc", "--lr", "0.1", "--password=x", "--flag", "https://me:pw@host/x"]
+    assert secret_options(words) == ["--token", "--password"]
+    masked = ["--token", "***", "--lr", "0.1", "--password=***", "--flag", "https://***@host/x"]
+    assert without_secrets(words) == masked
+
+
+def test_gpu_hours() -> None:
+    assert gpu_hours(4, 20 * HOUR) == "80 GPU-hours"
+    assert gpu_hours(1, 900) == "0.25 GPU-hours"
+    assert gpu_hours(1000, 100 * HOUR) == "100,000 GPU-hours"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("about = ", "no TOML"),
+        ("colour = 'red'", "an unknown key, colour"),
+        ("requeue = 'no'", "requeue = 'no', a str"),
+        ("lead = 5", "lead = 5, a int"),
+        ("lead = 'soon'", "not a length of time"),
+        ("setup = 'module purge'", "setup = 'module purge', a str"),
+        ("setup = [1]", "setup = 1, a int"),
+        ("launcher = 'aprun'", "launcher = 'aprun'"),
+        ("ports = '1; rm'", "ports = '1; rm'"),
+        ("default = 'gpu'", "none of its partitions"),
+        ("partitions = 3", "partitions that are no tables"),
+        ("[partitions.a]\nname = 'b'", "an unknown key, partitions.a.name"),
+        ("[partitions.a]\ngpus = true", "partitions.a.gpus = True, a bool"),
+        ("[partitions.a]\ngpus = -1", "partitions.a.gpus = -1"),
+        ("[partitions.a]\noption = 5", "partitions.a.option = 5, a int"),
+        ("mpirun = []", "mpirun = []"),
+        ("ports = '20000-10001'", "ports = '20000-10001'"),
+        ("[partitions.a.qos.b]\ntime = '1-'", "not a length of time"),
+        ("[partitions.a]\nqos = ['b']", "partitions.a.qos that are no tables"),
+    ],
+)
+def test_what_is_wrong_in_a_site_is_named(text: str, found: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        read_site("mine", text, "mine.toml")
+    assert found in caught.value.found or found in caught.value.given
+    assert "mine.toml" in caught.value.given
+
+
+def test_own_sites_come_before_those_that_are_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "shoal/sites"
+    folder.mkdir(parents=True)
+    (folder / "plain.toml").write_text("about = 'mine'\n")
+    (folder / "other.toml").write_text("hosts = ['login[0-9]*']\n")
+    assert site_catalog.load(site_catalog.entries()["plain"]).about == "mine"
+    assert site_catalog.choose(None, "login3.x").value.name == "other"
+    assert site_catalog.choose(None, "jean-zay4").value.name == "jean-zay"
+    assert site_catalog.choose(None, "elsewhere").value.name == "plain"
+    assert site_catalog.choose("jean-zay", "login3.x").value.name == "jean-zay"
+    monkeypatch.setenv("SHOAL_SITE", "other")
+    assert site_catalog.choose(None, "elsewhere").value.name == "other"
+    with pytest.raises(LaunchError, match="jean-zay, plain, other"):
+        site_catalog.choose("nowhere")
+
+
+def test_the_page_shows_a_site_and_a_refusal_as_they_are(repository: Path) -> None:
+    page = (repository / "docs/submit.md").read_text()
+    [text] = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    site = read_site("mine", text, "mine.toml")
+    named = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
+    known = {field.name for kind in (Site, Partition, Qos) for field in fields(kind)}
+    assert known - named == {"name", "partitions", "qos", "tried", "mpirun", "container", "options"}
+    asked = request(gpus=4, processes=1)
+    with pytest.raises(LaunchError) as caught:
+        check(asked, PLAIN, decide(asked, PLAIN, save=None))
+    assert str(caught.value).strip() in page
+    long = request(gpus=4, nodes=2, time=25 * HOUR)
+    job = decide(long, site, save=None)
+    assert (job.qos, list(objections(long, site, job))) == ("long", [])
+
+
+SINFO = """\
+main|infinite|8|gpu:8|4|1:8:1
+gpu|1-00:00:00|128|gpu:a100:4(S:0-1)|6|2:32:2
+gpu|1-00:00:00|64|(null)|2|2:16:2
+short|30:00|64+|(null)|10+|2:16:2
+short|30:00|64+|(null)|10|2:16:2
+"""
+
+
+def test_a_site_is_drafted_from_what_slurm_says() -> None:
+    text = draft(
+        "mine", SINFO, "ClusterName             = mini\nKillWait     = 5 sec\nJobRequeue = 0\n"
+    )
+    site = read_site("mine", text, "mine.toml")
+    assert (site.about, site.requeue, site.hint) == ("mini", False, "nomultithread")
+    assert list(site.partitions) == ["main", "gpu", "short"]
+    gpu, main, short = (site.partitions[name] for name in ("gpu", "main", "short"))
+    assert (gpu.gpus, gpu.cores, gpu.cpus_per_gpu, gpu.nodes) == (4, 64, 16, 8)
+    assert (gpu.time, main.time, short.time) == (24 * HOUR, None, 1800)
+    assert (main.gpus, main.cpus_per_gpu, short.gpus) == (8, 1, 0)
+    assert "Nodes differ" in text
+    assert "--partition=gpu" in write(request(partition="gpu"), site, place("/x"))
+
+
+def test_nothing_is_drafted_from_nothing() -> None:
+    with pytest.raises(LaunchError, match="no partition"):
+        draft("mine", "slurm_load_partitions: error\n", "")
+
+
+GOLDEN: dict[str, dict[str, object]] = {
+    "gpu_p13": {"nodes": 4, "gpus": 4},
+    "gpu_p2": {"nodes": 2, "gpus": 8, "partition": "gpu_p2", "time": 100 * HOUR},
+    "gpu_p5": {"nodes": 4, "gpus": 3, "partition": "gpu_p5"},
+}
+
+
+@pytest.mark.parametrize("partition", GOLDEN)
+def test_each_line_for_jean_zay_has_a_source(partition: str, repository: Path) -> None:
+    """What IDRIS's pages ask for: the file has each line of the script and, behind it, its source."""
+    text = (repository / f"tests/launcher/golden/jean-zay-{partition}.txt").read_text()
+    head, _, body = text.partition("\n\n")
+    sources = {line.split()[0].strip("[]") for line in head.splitlines()}
+    pairs = [line.rpartition(" | ") if line else ("", "", "") for line in body.splitlines()]
+    asked = request(account="abc", **GOLDEN[partition])
+    script = write(asked, JEAN_ZAY, place("/scratch/me", python="python"))
+    assert [line.rstrip() for line, _, _ in pairs] == script.splitlines()
+    assert {word for line, _, words in pairs if line for word in words.split(", ")} <= sources

@@ -1,0 +1,432 @@
+"""`shoal submit` on a real Slurm: what was submitted runs, is told to save, and goes on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.cluster.slurm import Cluster
+from helpers.commands import wait_for
+from shoal.telemetry import events
+
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+TRAIN = """
+import os, signal, sys, time
+import torch, shoal
+from torch import nn
+
+torch.set_default_dtype(torch.float64)
+
+def loss(output, batch):
+    return (output - batch[1]).square().sum(), len(output)
+
+directory, size, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+with shoal.init(seed=1) as world:
+    assert world.size == size, world.placement.reason
+    world.say(f"begins with {world.size} ranks, {sys.argv[4:]}")
+    inputs = torch.randn(101, 5)
+    targets = inputs.sum(1, keepdim=True)
+    model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+    data = shoal.Loader((inputs, targets), world, batch_size=16)
+    with shoal.Run(directory, step, data) as run:
+        first = run.restore() is None
+        for batch in data.epochs(3):
+            step(batch)
+            run.tick()
+            if first:
+                time.sleep(seconds)
+        run.save()
+    result = shoal.evaluate(step, (inputs, targets))
+    world.say(f"loss {result['loss']:.9f}")
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process reaches."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(TRAIN)
+    command = [sys.executable, "train.py", "run", "1", "0"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    return losses(done.stdout)[0]
+
+
+class Jobs:
+    """A directory with train.py, on the login node of a cluster."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.variables = {"XDG_CONFIG_HOME": str(folder / "config"), **AS_ROOT}
+        (folder / "train.py").write_text(TRAIN)
+
+    def shoal(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "shoal", *arguments]
+        done = self.cluster.run(command, folder=self.folder, variables=self.variables)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def refused(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "shoal", *arguments]
+        done = self.cluster.run(command, folder=self.folder, variables=self.variables)
+        assert done.returncode == 2, done.stdout
+        return done.stderr
+
+    def submit(self, *arguments: str) -> str:
+        """Submit with run directory `run`; the number of the job, of a chain the first."""
+        said = self.shoal("submit", "--run", "run", "--time", "10:00", *arguments)
+        return str(re.findall(r"^job (\d+)", said)[0])
+
+    def slurm(self, *command: str) -> str:
+        done = self.cluster.run(command, folder=self.folder)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def log(self, element: str = "") -> str:
+        path = self.folder / f"run/jobs/1/log{element}.txt"
+        return path.read_text() if path.exists() else ""
+
+    def ends(self) -> list[tuple[str, int]]:
+        """The job and the exit code of each end of one."""
+        path = self.folder / "run/jobs/1/ends"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(line.split()[0], int(line.split()[2])) for line in lines]
+
+    def wait(self, condition: Callable[[], bool], timeout: float = 120) -> None:
+        def told() -> str:
+            return f"{self.log()}\n{self.slurm('squeue')}"
+
+        wait_for(condition, timeout, every=0.1, told=told)
+
+    def wait_for_step(self, number: int, run: str = "run") -> None:
+        """Until a step is recorded, which training waits after."""
+        path = self.folder / run / "events/rank-0.jsonl"
+        self.wait(lambda: path.exists() and number in (e.get("step") for e in events.read(path)))
+
+    def wait_for_files(self, *names: str) -> None:
+        self.wait(lambda: all((self.folder / name).exists() for name in names))
+
+    def gone(self) -> bool:
+        return self.slurm("squeue", "--noheader").strip() == ""
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
+    """After each test nothing of it is left in the queue."""
+    folder = tmp_path / "it's a $HOME"
+    folder.mkdir()
+    found = Jobs(cluster, folder)
+    yield found
+    cluster.run(["scancel", "--user=root"])
+    found.wait(found.gone)
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"^loss (\d+\.\d+)$", text, re.MULTILINE)
+
+
+LONG = [pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        pytest.param(["--nodes", "3", "-n", "5"], 5, id="2, 2, 1", marks=LONG),
+        pytest.param(["-n", "2"], 2, id="1 x 2", marks=LONG),
+        pytest.param(["--nodes", "2", "-n", "4"], 4, id="2 x 2", marks=LONG),
+        pytest.param(["--nodes", "4"], 4, id="4 x 1", marks=LONG),
+        pytest.param(["--nodes=4", "--gpus-per-node=3"], 12, id="4 x 3 of 8 GPUs", marks=LONG),
+        pytest.param(
+            ["--nodes=2", "--processes=4", "--launcher=torchrun"], 4, id="torchrun", marks=LONG
+        ),
+    ],
+)
+def test_the_same_loss_as_one_process(arguments: list[str], size: int, jobs: Jobs, alone: str) -> None:
+    jobs.submit(*arguments, "train.py", "--", "run", str(size), "0", "a b", "$HOME", "it's")
+    jobs.wait(lambda: len(jobs.ends()) == 1)
+    assert losses(jobs.log()) == [alone], jobs.log()
+    assert jobs.ends()[0][1] == 0
+    assert "['a b', '$HOME', \"it's\"]" in jobs.log()
+    assert "finished" in jobs.shoal("status", "run")
+
+
+@pytest.mark.long
+def test_the_digits_are_learned_alike(jobs: Jobs, repository: Path) -> None:
+    """The example as it is, on two nodes with two processes each, beside one process."""
+    script = str(repository / "examples/digits.py")
+    command = [sys.executable, script, "--run", "alone", "--epochs", "2"]
+    done = subprocess.run(command, cwd=jobs.folder, capture_output=True, text=True, check=True)
+    jobs.submit("--nodes", "2", "-n", "4", script, "--", "--run", "run", "--epochs", "2")
+    jobs.wait(lambda: len(jobs.ends()) == 1)
+    assert done.stdout.splitlines()[-1] in jobs.log().splitlines(), jobs.log()
+
+
+@pytest.mark.long
+def test_an_array_shares_its_nodes(jobs: Jobs, alone: str) -> None:
+    (jobs.folder / "sweep").write_text("one 2 0\ntwo 2 0\nthree 2 0\n")
+    jobs.submit("-n", "2", "--sweep", "sweep", "train.py")
+    jobs.wait(lambda: len(jobs.ends()) == 3)
+    assert [losses(jobs.log(f"-{element}")) for element in range(3)] == [[alone]] * 3
+
+
+def test_each_node_has_a_copy_of_its_own(jobs: Jobs) -> None:
+    """Its own disk is here /dev/shm, which the nodes do not share."""
+    folder = jobs.folder / "config/shoal/sites"
+    folder.mkdir(parents=True)
+    (folder / "mine.toml").write_text('local = "/dev/shm"\n')
+    (jobs.folder / "my data/deep").mkdir(parents=True)
+    (jobs.folder / "my data/deep/file").write_text("content")
+    (jobs.folder / "train.py").write_text(
+        "import os, sys\nprint(os.uname().nodename, sys.argv[1], open(sys.argv[1]).read())\n"
+    )
+    number = jobs.submit(
+        *("--site", "mine", "--nodes", "2", "--stage", "my data"), "train.py", "--", "my data/deep/file"
+    )
+    jobs.wait(lambda: len(jobs.ends()) == 1)
+    assert jobs.ends() == [(number, 0)], jobs.log()
+    place = f"/dev/shm/shoal-{number}/my data/deep/file content"
+    lines = [line.partition(" ") for line in jobs.log().splitlines() if "content" in line]
+    assert [line[2] for line in lines] == [place, place]
+    assert len({line[0] for line in lines}) == 2
+    left = jobs.slurm("srun", "--nodes=2", "ls", "/dev/shm")
+    assert "shoal-" not in left
+
+
+def test_what_was_submitted_runs_after_a_requeue(jobs: Jobs, alone: str) -> None:
+    number = jobs.submit("--nodes", "2", "-n", "2", "train.py", "--", "run", "2", "0.5")
+    jobs.wait_for_step(3)
+    (jobs.folder / "train.py").write_text("raise SystemExit('this was not submitted')\n")
+    jobs.slurm("scontrol", "requeue", number)
+    jobs.wait(lambda: losses(jobs.log()) != [])
+    assert losses(jobs.log()) == [alone]
+    assert "resumed at sample" in jobs.log()
+    jobs.wait(jobs.gone)
+    assert jobs.ends()[-1] == (number, 0)
+
+
+def test_a_signal_to_one_rank_requeues_one_element(jobs: Jobs, alone: str) -> None:
+    """FAILURES 9: it saves and goes back into the queue; the other runs on."""
+    (jobs.folder / "sweep").write_text("one 2 0.3\ntwo 2 0.3\n")
+    number = jobs.submit("-n", "2", "--sweep", "sweep", "train.py")
+    for run in ("one", "two"):
+        jobs.wait_for_step(2, run)
+    # The last element has the number of the whole array.
+    jobs.slurm("scancel", "--signal=USR1", f"{number}_1")
+    jobs.wait(lambda: len(jobs.ends()) == 3)
+    assert sorted(jobs.ends()) == [(f"{number}_0", 0), (f"{number}_1", 0), (f"{number}_1", 75)]
+    assert losses(jobs.log("-0")) == losses(jobs.log("-1")) == [alone]
+    assert "resumed" not in jobs.log("-0")
+    assert "USR1 on rank" in jobs.log("-1")
+    assert "goes back into the queue" in jobs.log("-1")
+
+
+@pytest.mark.long
+def test_the_time_limit_is_a_requeue(jobs: Jobs, alone: str) -> None:
+    """Slurm tells the ranks ahead of it, to within half a minute."""
+    jobs.submit("--time", "1", "-n", "2", "train.py", "--", "run", "2", "30")
+    jobs.wait(lambda: losses(jobs.log()) != [], timeout=200)
+    jobs.wait(lambda: len(jobs.ends()) == 2)
+    assert losses(jobs.log()) == [alone]
+    assert [code for _, code in jobs.ends()] == [75, 0]
+
+
+# The first two attempts wait to be told to save; then a save waits: for SIGTERM, or without end.
+TWICE = TRAIN.replace(
+    "import torch, shoal\n",
+    """
+from pathlib import Path
+import torch, shoal
+
+class Slow:
+    def state_dict(self):
+        if asked:
+            Path(f"saving-{attempt}-{world.rank}").touch()
+        while asked and (attempt == 1 or not told_again):
+            time.sleep(0.01)
+        return {}
+    def load_state_dict(self, state):
+        pass
+
+asked, told_again = [], []
+signal.signal(signal.SIGTERM, lambda *_: told_again.append(1))
+""",
+)
+TWICE = TWICE.replace(
+    '    world.say(f"begins', '    attempt = world.placement.attempt\n    world.say(f"begins'
+)
+TWICE = TWICE.replace("step, data) as run", "step, data, state={'slow': Slow()}) as run")
+TWICE = TWICE.replace(
+    "            run.tick()\n",
+    """
+            if attempt < 2 and step.number == 5 * (attempt + 1):
+                Path(f"ready-{attempt}-{world.rank}").touch()
+                while not run._stopping._asked:
+                    time.sleep(0.01)
+                asked.append(1)
+            run.tick()
+""",
+)
+TWICE = TWICE.replace("        run.save()\n", "")
+
+
+@pytest.mark.long
+def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
+    """A save that ends between SIGTERM and SIGKILL is whole, one that does not never was.
+
+    Either way Slurm puts the job back once, and no sample is lost or taken twice.
+    """
+    (jobs.folder / "twice.py").write_text(TWICE)
+    number = jobs.submit("--nodes", "2", "-n", "2", "twice.py", "--", "run", "2", "0")
+    for attempt in (0, 1):
+        jobs.wait_for_files(f"ready-{attempt}-0", f"ready-{attempt}-1")
+        jobs.slurm("scancel", "--signal=USR1", number)
+        jobs.wait_for_files(f"saving-{attempt}-0", f"saving-{attempt}-1")
+        jobs.slurm("scontrol", "requeue", number)
+    jobs.wait(lambda: losses(jobs.log()) != [])
+    jobs.wait(jobs.gone)
+    assert losses(jobs.log()) == [alone]
+    (saved,) = re.findall(r"saved step (\d+)", jobs.log())
+    assert re.findall(r"resumed at sample \d+ \(step (\d+)", jobs.log()) == [saved, saved]
+    assert "goes back into the queue" not in jobs.log()
+    assert jobs.ends()[-1] == (number, 0)
+    taken = events.steps(jobs.folder / "run")
+    assert sorted(taken) == [("step", step) for step in range(1, 22)]
+    shares = sorted(tuple(rank["share"]) for ranks in taken.values() for rank in ranks.values())
+    assert [end for _, end in shares[:-1]] == [begin for begin, _ in shares[1:]]
+    assert (shares[0][0], shares[-1][1]) == (0, 3 * 101)
+
+
+LATE = """
+import os, signal, time
+
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(1)
+    os._exit(75)
+
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, save)
+while "SLURM_RESTART_COUNT" not in os.environ:
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.long
+def test_a_save_after_the_time_limit_counts_too(jobs: Jobs) -> None:
+    """Slurm gives a job a few seconds from SIGTERM to SIGKILL, and calls it timed out."""
+    (jobs.folder / "late.py").write_text(LATE)
+    jobs.submit("--time", "1", "-n", "2", "late.py")
+    jobs.wait(lambda: len(jobs.ends()) == 2, timeout=200)
+    assert [code for _, code in jobs.ends()] == [75, 0]
+    assert "DUE TO TIME LIMIT" in jobs.log()
+
+
+@pytest.mark.long
+def test_scancel_is_final(jobs: Jobs) -> None:
+    """Ranks save, as on any SIGTERM, but the job does not go back into the queue."""
+    number = jobs.submit("-n", "2", "train.py", "--", "run", "2", "0.5")
+    jobs.wait_for_step(2)
+    jobs.slurm("scancel", number)
+    jobs.wait(jobs.gone)
+    assert "goes back into the queue" not in jobs.log()
+    assert list((jobs.folder / "run/checkpoints").glob("step-*"))
+
+
+@pytest.mark.long
+def test_cancel_ends_a_job_after_its_save(jobs: Jobs) -> None:
+    jobs.submit("-n", "2", "train.py", "--", "run", "2", "0.5")
+    jobs.wait_for_step(2)
+    jobs.shoal("cancel", "run")
+    jobs.wait(jobs.gone)
+    assert [code for _, code in jobs.ends()] == [75]
+    assert "has saved and is cancelled" in jobs.log()
+    assert "saved, to go on" in jobs.shoal("status", "run")
+
+
+@pytest.mark.long
+def test_a_chain_goes_on_and_ends_early(jobs: Jobs, alone: str) -> None:
+    first = int(jobs.submit("--chain", "4", "-n", "2", "train.py", "--", "run", "2", "0.3"))
+    jobs.wait_for_step(2)
+    jobs.slurm("scancel", "--signal=USR1", str(first))
+    jobs.wait(jobs.gone)
+    assert jobs.ends() == [(str(first), 75), (str(first + 1), 0)]
+    assert losses(jobs.log()) == [alone]
+
+
+def test_a_rank_that_fails_ends_the_job(jobs: Jobs) -> None:
+    """Killed or raising: the others end within seconds, and it is no preemption."""
+    (jobs.folder / "fails.py").write_text(
+        "import os, signal, time\n"
+        "if os.environ['SLURM_PROCID'] == '1':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(1000)\n"
+    )
+    jobs.submit("--nodes", "2", "-n", "2", "fails.py")
+    jobs.wait(lambda: len(jobs.ends()) == 1)
+    assert jobs.ends()[0][1] == 137
+    jobs.wait(jobs.gone)
+
+
+def test_the_log_of_a_failure_ends_with_its_reason_also_after_a_restart(jobs: Jobs) -> None:
+    (jobs.folder / "raises.py").write_text(
+        "import torch, shoal\n"
+        "with shoal.init() as world:\n"
+        "    if world.rank == 1:\n"
+        "        raise ValueError(f'attempt {world.placement.attempt}')\n"
+        "    world.all_reduce(torch.ones(()))\n"
+    )
+    jobs.submit("--nodes", "2", "--restarts", "1", "raises.py")
+    jobs.wait(lambda: len(jobs.ends()) == 2)
+    assert [code for _, code in jobs.ends()] == [1, 1]
+    jobs.wait(jobs.gone)
+    *_, reason, place = jobs.log().splitlines()
+    assert reason == "ValueError: attempt 1", jobs.log()
+    assert re.match(r"where: rank 1 of 2 on node\d\d, .*raises.py:4", place)
+    assert place in jobs.shoal("status", "run").replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
+def test_ranks_of_mpi_are_told_by_the_batch_script(mpirun: str, jobs: Jobs, alone: str) -> None:
+    sites = jobs.folder / "config/shoal/sites"
+    sites.mkdir(parents=True)
+    (sites / "mpi.toml").write_text(f"launcher = 'mpirun'\nmpirun = ['{mpirun}']\n")
+    size = ["--site", "mpi", "--nodes", "2", "-n", "4"]
+    number = jobs.submit(*size, "train.py", "--", "run", "4", "0.3")
+    jobs.wait_for_step(2)
+    jobs.slurm("scancel", "--batch", "--signal=USR1", number)
+    jobs.wait(lambda: len(jobs.ends()) == 2)
+    assert [code for _, code in jobs.ends()] == [75, 0]
+    assert losses(jobs.log()) == [alone]
+
+
+@pytest.mark.long
+def test_torchrun_passes_it_on(jobs: Jobs, alone: str) -> None:
+    """Its own exit code is another; that the ranks have saved stands in the run's record."""
+    size = ["--launcher", "torchrun", "--nodes", "2", "-n", "4"]
+    number = jobs.submit(*size, "train.py", "--", "run", "4", "0.3")
+    jobs.wait_for_step(2)
+    jobs.slurm("scancel", "--signal=TERM", number)
+    jobs.wait(lambda: len(jobs.ends()) == 2)
+    assert [code for _, code in jobs.ends()] == [75, 0]
+    assert losses(jobs.log()) == [alone]
+
+
+def test_a_site_is_drafted_and_its_limits_are_kept(jobs: Jobs) -> None:
+    jobs.shoal("sites", "new", "mini")
+    command = ["submit", "--site", "mini", "--time", "10:00", "--gpus-per-node", "9", "train.py"]
+    assert "a node of main has 8 GPUs" in jobs.refused(*command)
+
+
+def test_what_slurm_refuses_is_passed_on(jobs: Jobs) -> None:
+    assert "invalid partition" in jobs.refused("submit", "--time", "10:00", "-p", "none", "train.py")

@@ -1,0 +1,87 @@
+"""Layers whose numbers depend on the division of a batch are named once, when training begins."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from helpers.ranks import Ranks
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        yield started
+
+
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def said(world: shoal.World, layers: tuple[nn.Module, ...], micro: int, own: bool, ends: str) -> str:
+    """What rank 0 prints in two steps, and in evaluation where `ends` says so."""
+    values = torch.ones(32, 4)
+    model = shoal.parallelize(nn.Sequential(nn.Linear(4, 4), *layers), world)
+    if ends == "frozen":
+        model.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = shoal.Step(model, optimizer, shoal.Task(loss))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        data = shoal.Loader((values,), world, batch_size=16, micro_batches=micro)
+        if ends == "evaluated":
+            shoal.evaluate(step, (torch.ones(8, 4),))
+        for batch in data.epochs(0 if ends == "evaluated" else 1):
+            if own:
+                for part in batch:
+                    total, count = loss(model(part[0]), part)
+                    batch.backward(total=total, count=count, model=model)
+                batch.finish(model)
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                step(batch)
+    return printed.getvalue()
+
+
+BOTH = (nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_layers_that_depend_on_the_division_are_named_once(own: bool, ranks: Ranks) -> None:
+    first, second = ranks.call(said, BOTH, 1, own, "")
+    assert first.count("\n") == 1
+    assert "1 (BatchNorm1d): statistics cover one micro-batch of one rank" in first
+    assert "2 (Dropout): each rank draws its own random numbers" in first
+    assert "2 data rank(s) and 1 micro-batch(es)" in first
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends"),
+    [
+        (BOTH, "frozen"),
+        (BOTH, "evaluated"),
+        ((nn.LayerNorm(4), nn.Dropout(0.0), nn.ReLU()), ""),
+    ],
+    ids=["eval mode", "evaluation", "others"],
+)
+def test_nothing_is_said_of_what_does_not_depend_on_it(
+    layers: tuple[nn.Module, ...], ends: str, ranks: Ranks
+) -> None:
+    assert ranks.call(said, layers, 1, False, ends) == ["", ""]
+
+
+@pytest.mark.parametrize(("micro", "lines"), [(1, 0), (2, 1)])
+def test_one_process_divides_by_micro_batches_only(micro: int, lines: int) -> None:
+    with shoal.init(device="cpu") as world:
+        assert said(world, BOTH, micro, False, "").count("\n") == lines

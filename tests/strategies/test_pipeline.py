@@ -1,0 +1,273 @@
+"""Pipelines: how a model is cut, what travels, and what a run keeps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from helpers.pipeline_model import CLASSES, PIPELINE, STEPS, Net, build, dataset, log, parts, tied
+from helpers.ranks import RankError, Ranks
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
+        yield ranks
+
+
+def trained(world: shoal.World, strategy: Any, directory: Path, steps: int) -> dict[str, Any]:
+    """Train up to `steps`, from the directory's checkpoint if there is one, and save there."""
+    step, data = parts(world, strategy)
+    ema = shoal.EMA(step.model, decay=0.5)
+    losses = []
+    with shoal.Run(directory, step, data, state={"ema": ema}) as run:
+        run.restore()
+        for batch in data.epochs(9):
+            losses.append(step(batch).loss)
+            ema.update()
+            run.tick()
+            if step.number == steps:
+                break
+        run.save()
+    with ema.applied():
+        averaged = shoal.evaluate(step, dataset(), batch_size=8)["loss"]
+    shoal.export(step, directory / "model.safetensors")
+    return {"losses": losses, "evaluated": averaged}
+
+
+def test_checkpoints_go_on_in_one_process_and_back(two: Ranks, tmp_path: Path) -> None:
+    """Parameters, moments, averages and the exported file are of all stages."""
+    from safetensors.torch import load_file
+
+    with shoal.init() as world:
+        whole = trained(world, None, tmp_path / "whole", STEPS)
+        two.call(trained, PIPELINE, tmp_path / "parts", 2)
+        trained(world, None, tmp_path / "parts", 4)
+        end = two.call(trained, PIPELINE, tmp_path / "parts", STEPS)
+    for result in end:
+        assert result["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
+        assert result["evaluated"] == pytest.approx(whole["evaluated"], rel=1e-12)
+    expected, found = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-11, atol=1e-13)
+
+
+def resumed(world: shoal.World, directory: Path) -> tuple[int, list[Tensor]]:
+    trained(world, PIPELINE, directory, 3)
+    step, data = parts(world, PIPELINE)
+    with shoal.Run(directory, step, data) as run:
+        loaded = run.checkpoints.restore(run.contents.template(), run.contents.elsewhere())
+        assert loaded is not None
+        state = loaded.state["steps"]["step"]
+        read = [*state["model"].values(), *(m["exp_avg"] for m in state["optimizer"]["state"].values())]
+    return sum(tensor.is_meta for tensor in read), [p.detach() for p in step.model.parameters()]
+
+
+def test_a_rank_reads_its_own_stages_only(two: Ranks, tmp_path: Path) -> None:
+    own = build().state_dict()
+    results = two.call(resumed, tmp_path / "run")
+    assert sum(skipped for skipped, _ in results) == len(own) + len(list(build().parameters()))
+
+
+def loaded(world: shoal.World, state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    step, _ = parts(world, PIPELINE)
+    shoal.load(step.model, state)
+    return [(name, tensor.clone()) for name, tensor in step.model.state_dict().items()]
+
+
+def test_a_file_is_loaded_by_stages(two: Ranks) -> None:
+    torch.manual_seed(9)
+    state = Net().double().state_dict()
+    found = dict(itertools.chain(*two.call(loaded, state)))
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    del state["head.bias"]
+    for result in two.attempt(loaded, state):
+        assert isinstance(result, RankError)
+        assert "missing: head.bias" in str(result.error)
+
+
+def filled(world: shoal.World) -> list[tuple[str, Tensor]]:
+    world.reseed("weights", by_rank=False)
+    model = shoal.parallelize(lambda: Net().double(), world, PIPELINE)
+    return [(name, tensor.clone()) for name, tensor in model.state_dict().items()]
+
+
+def test_a_model_made_stage_by_stage_has_the_values_of_one_process(two: Ranks) -> None:
+    with shoal.init() as world:
+        world.reseed("weights", by_rank=False)
+        expected = Net().double().state_dict()
+    found = [dict(result) for result in two.call(filled)]
+    assert found[0].keys().isdisjoint(name for name in found[1])
+    together = found[0] | found[1]
+    assert together.keys() == expected.keys()
+    assert all(torch.equal(together[name], tensor) for name, tensor in expected.items())
+
+
+def balanced(world: shoal.World) -> tuple[list[float], list[str]]:
+    strategy = shoal.Pipeline(example=(torch.randn(4, 4, dtype=torch.float64),))
+    model = shoal.parallelize(build(), world, strategy)
+    return log(world, strategy), [name for name, _ in model.named_parameters()]
+
+
+def test_a_model_is_cut_by_what_its_parts_cost(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = log(world, None)
+    (losses, first), (again, second) = two.call(balanced)
+    assert losses == again == pytest.approx(expected, rel=1e-12)
+    assert {*first} | {*second} == {name for name, _ in build().named_parameters()}
+    assert any(name.startswith("blocks") for name in first)
+    assert any(name.startswith("blocks") for name in second)
+
+
+def wide_at_the_end() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(512, 512 if number < 5 else 8192) for number in range(6)))
+
+
+def stage_sizes(world: shoal.World) -> int:
+    strategy = shoal.Pipeline(example=(torch.randn(64, 512),))
+    return len(list(shoal.parallelize(wide_at_the_end, world, strategy).parameters()))
+
+
+def test_what_a_function_makes_is_there_when_it_is_measured(two: Ranks) -> None:
+    assert two.call(stage_sizes) == [10, 2]
+
+
+def test_blocks_that_run_again_in_backward(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = log(world, None)
+    for losses in two.call(log, [shoal.Recompute(), PIPELINE]):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.long
+def test_stages_compiled(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = log(world, None)
+    for losses in two.call(log, PIPELINE, build, "inductor"):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_folded_schedule_carries_tied_parameters(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = log(world, None, tied)
+    strategy = shoal.Pipeline(split=("chain.1", "chain.2", "chain.4"), schedule="zbv")
+    for losses in two.call(log, strategy, tied):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def growing(world: shoal.World, strategy: Any) -> list[float]:
+    """Batches of another size each time, in one form of micro-batches after the other."""
+    step, _ = parts(world, strategy)
+    losses = []
+    for size in (8, 13, 5, 32):
+        data = shoal.Loader(dataset(), world, batch_size=size, micro_batches=4)
+        losses += [step(batch).loss for batch in itertools.islice(data.epochs(1), 3)]
+    return losses
+
+
+def test_batches_of_any_size_follow_each_other(two: Ranks) -> None:
+    with shoal.init() as world:
+        expected = growing(world, None)
+    for losses in two.call(growing, PIPELINE):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class Spectral(Net):
+    """Frequencies travel from one stage to the next, beside what is no tensor in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform, self.back = Transform(), Back()
+
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Any]:
+        turned = self.transform(self.blocks[0](self.first(values) + self.places))
+        hidden = self.back(self.blocks[1](turned.real) + 1j * self.blocks[2](turned.imag))
+        return {"spare": None, "scores": self.head(hidden) * torch.exp(self.scale)[:CLASSES]}
+
+
+class Transform(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        turned: Tensor = torch.fft.fft(values)
+        return turned
+
+
+class Back(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        back: Tensor = torch.fft.ifft(values).real
+        return back
+
+
+class InPlace(Net):
+    """What is changed in place has other names, under which other stages use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.ReLU(inplace=True)
+
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        hidden = early = self.first(values)
+        hidden += self.places
+        hidden = late = self.blocks[0](hidden * 2)
+        hidden = self.blocks[2](self.blocks[1](self.cut(hidden)))
+        return {"scores": self.head(hidden * self.scale + early + late)}
+
+
+@pytest.mark.parametrize(("make", "split"), [(Spectral, "blocks.1"), (InPlace, "cut")])
+def test_what_travels_is_that_of_one_process(two: Ranks, make: Any, split: str) -> None:
+    with shoal.init() as world:
+        expected = log(world, None, seeded(make))
+    for losses in two.call(log_of, make, split):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def seeded(make: Any) -> Any:
+    def build() -> nn.Module:
+        torch.manual_seed(2)
+        module: nn.Module = make().double()
+        return module
+
+    return build
+
+
+def log_of(world: shoal.World, make: Any, split: str) -> list[float]:
+    return log(world, shoal.Pipeline(split=(split,)), seeded(make))
+
+
+class Noisy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, nn.Dropout(0.3))
+
+
+def with_dropout(world: shoal.World, directory: Path, stops: list[int]) -> list[float]:
+    """The losses of runs one after the other in one directory, each until one of `stops`."""
+    losses = []
+    for number, stop in enumerate(stops):
+        world.reseed(f"run {number}")
+        step, data = parts(world, PIPELINE, lambda: Noisy().double())
+        with shoal.Run(directory, step, data) as run:
+            run.restore()
+            for batch in data.epochs(9):
+                losses.append(step(batch).loss)
+                run.tick()
+                if step.number == stop:
+                    break
+            run.save()
+    return losses
+
+
+def test_a_resumed_run_draws_the_same_noise_in_a_short_batch(two: Ranks, tmp_path: Path) -> None:
+    """The fourth batch is the short one of the epoch, and the first after the restore."""
+    at_once = two.call(with_dropout, tmp_path / "once", [STEPS])
+    assert two.call(with_dropout, tmp_path / "twice", [3, STEPS]) == at_once

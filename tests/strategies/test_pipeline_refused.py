@@ -1,0 +1,262 @@
+"""What no pipeline can do is said, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from helpers.pipeline_model import CLASSES, PIPELINE, Net, build, dataset, log, loss, parts, tied
+from helpers.ranks import RankError, Ranks
+from shoal.util.errors import LayoutError, StepError
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, layout="pipeline=2", seed=0) as ranks:
+        yield ranks
+
+
+class Deciding(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        return super().forward(values if values.sum() > 0 else -values)
+
+
+class Dropping(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        return super().forward(F.dropout(values, 0.1, self.training))
+
+
+class Doubling(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        values = values * 1
+        values.mul_(2)
+        return super().forward(values)
+
+
+class Drawing(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        return super().forward(values + torch.randn(4))
+
+
+class Numbering(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        self.scale += 1
+        return super().forward(values)
+
+
+class Counting(nn.Module):
+    """What a later stage needs is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, CLASSES), nn.Linear(CLASSES, CLASSES)
+        self.double()
+
+    def forward(self, values: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(values)
+        width = hidden.size(1)
+        return {"scores": self.second(hidden) / width}
+
+
+class Again(Net):
+    def forward(self, values: Tensor, scaled: bool = True) -> dict[str, Tensor]:
+        hidden = self.blocks[0](self.first(values) * self.places)
+        return {"scores": self.head(self.blocks[2](self.blocks[1](self.blocks[1](hidden))))}
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Frozen(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.blocks[1:], self.head):
+            part.requires_grad_(False)
+
+
+def one_way(**options: Any) -> shoal.Pipeline:
+    return shoal.Pipeline(**{"split": ("blocks.1",), **options})
+
+
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    (Net, one_way(split=("blocks.7",)), "calls no part 'blocks.7'; it calls first, blocks.0, blocks.1"),
+    (Net, one_way(split=("first",)), "not the first part"),
+    (Net, one_way(split=("blocks.2", "blocks.1"), schedule="looped"), "each split point once"),
+    (Net, one_way(split=("blocks.1", "blocks.2")), "has 1 stage(s) on each rank"),
+    (Net, one_way(schedule="zbv"), "3 split points for 4 stages"),
+    (Net, one_way(stages_per_rank=2, schedule="looped"), "has 2 stage(s) on each rank"),
+    (tied, one_way(split=("chain.2",)), "chain.0.weight and chain.4.weight are one parameter of two"),
+    (Deciding, one_way(), "it decides by what tensors hold"),
+    (Dropping, one_way(), "nn.Dropout in place of F.dropout"),
+    (Doubling, one_way(), "changes mul in place"),
+    (Drawing, one_way(), "makes tensors of nothing"),
+    (Numbering, one_way(), "keeps what it computes on the model: scale"),
+    (Counting, one_way(split=("second",)), "only tensors travel"),
+    (Net, [shoal.Recompute(), one_way(split=BLOCKS, schedule="zbv")], "would run the blocks again"),
+    (Again, one_way(split=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
+    (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
+    (Frozen, one_way(), "has no trainable parameters"),
+    (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
+    (Net, shoal.DDP(), "layout='replicate=-1'), or shoal.Pipeline(split=…) for this axis"),
+]
+
+
+@pytest.mark.parametrize(("make", "strategy", "found"), REFUSED)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(
+    two: Ranks, make: Any, strategy: Any, found: str
+) -> None:
+    for result in two.attempt(log, strategy, make):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, StepError | LayoutError)
+        assert found in str(result.error)
+
+
+def called(world: shoal.World) -> None:
+    step, data = parts(world, PIPELINE)
+    for micro in next(data.epochs(1)):
+        step.model(micro[0])
+
+
+def own_loop(world: shoal.World) -> None:
+    _, data = parts(world, PIPELINE)
+    batch = next(data.epochs(1))
+    for _ in batch:
+        batch.backward(total=torch.zeros((), requires_grad=True), count=1)
+
+
+def unequal(world: shoal.World) -> None:
+    """Sentences of other lengths in the micro-batches of one batch."""
+    step, _ = parts(world, PIPELINE, lambda: Net().double())
+    rows = [
+        (torch.randn(2 + number % 2, 4).double(), torch.zeros(2 + number % 2).long())
+        for number in range(8)
+    ]
+    data = shoal.Loader(rows, world, batch_size=4, micro_batches=4, collate_fn=lambda some: some[0])
+    step(next(data.epochs(1)))
+
+
+def with_an_option(world: shoal.World) -> None:
+    step, data = parts(world, PIPELINE)
+    step.task = shoal.Task(loss, inputs=lambda batch: (batch[0], False))
+    step(next(data.epochs(1)))
+
+
+def few(world: shoal.World) -> None:
+    split = ("blocks.0", "blocks.1", "blocks.2")
+    step, _ = parts(world, shoal.Pipeline(split=split, schedule="dualpipev"))
+    step(next(shoal.Loader(dataset(), world, batch_size=16).epochs(1)))
+
+
+def scripted(world: shoal.World) -> None:
+    log(world, PIPELINE, build, "script")
+
+
+def split_and_compiled(world: shoal.World) -> None:
+    split = ("blocks.0", "blocks.1", "blocks.2")
+    log(world, shoal.Pipeline(split=split, schedule="zbv"), build, "inductor")
+
+
+@pytest.mark.parametrize(
+    ("task", "found"),
+    [
+        (called, "each rank has some of its stages"),
+        (own_loop, "its strategy takes whole steps"),
+        (unequal, "inputs of different shapes"),
+        (with_an_option, "arguments with defaults keep them"),
+        (few, "micro_batches=4"),
+        (scripted, "TorchScript can't call"),
+        (split_and_compiled, "it runs backward in two parts"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_said(two: Ranks, task: Any, found: str) -> None:
+    for result in two.attempt(task):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, StepError)
+        assert found in str(result.error)
+
+
+@pytest.mark.parametrize("options", [{"split": None}, {"split": "blocks.1"}, {"schedule": "2f2b"}])
+def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(StepError):
+        one_way(**options)
+
+
+@pytest.mark.parametrize("stage", [shoal.DDP(), shoal.FSDP(), shoal.FSDP(reshard=False)])
+def test_combinations_of_torchs_that_are_wrong_are_refused(stage: Any) -> None:
+    """torch gives no gradients, or wrong ones, for most of them."""
+    with pytest.raises(StepError, match=r"wrong|no gradients"):
+        one_way(stage=stage)
+
+
+class Meaning(nn.Module):
+    """It returns its own loss, a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, values: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.second(self.first(values)), labels)}
+
+
+def its_own_loss(world: shoal.World, size: int) -> float:
+    model = shoal.parallelize(Meaning(), world, shoal.Pipeline(split=("second",)))
+    task = shoal.Task(
+        lambda output, batch: (output["loss"] * len(batch[1]), len(batch[1])), inputs=lambda b: b
+    )
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    batch = next(shoal.Loader(dataset(), world, batch_size=size, micro_batches=2).epochs(1))
+    return step(batch).loss
+
+
+def test_a_mean_over_samples_that_fill_up_is_refused_on_all_ranks(two: Ranks) -> None:
+    two.call(its_own_loss, 10)
+    for result in two.attempt(its_own_loss, 11):
+        assert isinstance(result, RankError)
+        assert "some only fill a short micro-batch up" in str(result.error)
+    two.call(its_own_loss, 10)
+
+
+class Heads(nn.Module):
+    """Features that are normalised together, between a column and a row layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.narrow = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.double()
+
+    def forward(self, values: Tensor) -> dict[str, Tensor]:
+        hidden = self.wide(self.first(values)).softmax(-1)
+        return {"scores": self.head(self.narrow(hidden))}
+
+
+def planned(world: shoal.World, plan: dict[str, str]) -> None:
+    torch.manual_seed(3)
+    log(world, [shoal.Tensor(plan=plan), shoal.Pipeline(split=("head",))], Heads)
+
+
+def test_a_plan_is_proved_stage_by_stage() -> None:
+    wrong = {"wide": "column", "narrow": "row"}
+    with Ranks(4, layout="tensor=2,pipeline=2", seed=0) as four:
+        for plan, found in (
+            (wrong, "what comes to narrow"),
+            ({"wide": "sequence"}, "whole activations"),
+        ):
+            for result in four.attempt(planned, plan):
+                assert isinstance(result, RankError)
+                assert found in str(result.error)

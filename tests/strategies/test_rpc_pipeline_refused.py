@@ -1,0 +1,348 @@
+"""What stages on several ranks can't do is said on all of them, and training may go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+import shoal
+from helpers.ranks import RankError, Ranks
+from helpers.token_model import STAGES, Block, Tagger, build, dataset, loss, parts, train
+
+pytestmark = pytest.mark.processes
+
+REMOTE = shoal.Remote(stages=STAGES[2])
+WITHOUT = [
+    {},
+    {"front": ()},
+    {"front": "first"},
+    {"front": ("first", "")},
+    ("first", "head"),
+    {1: ("first",)},
+]
+WORKERS = [
+    ({"front": (0,)}, "each has at least one worker"),
+    ({"front": (0,), "back": ()}, "each has at least one worker"),
+    ({"front": (0,), "back": (0, 1)}, "a rank runs one stage"),
+    ({"front": (0,), "back": (-1,)}, "ranks of the axis pipeline, from 0"),
+    ({"front": (0,), "back": (True,)}, "ranks of the axis pipeline, from 0"),
+    ({"front": 0, "back": 1}, "each has at least one worker"),
+    ((0, 1), "each has at least one worker"),
+]
+
+
+@pytest.mark.parametrize("stages", WITHOUT)
+def test_stages_without_names_or_modules_are_refused(stages: Any) -> None:
+    with pytest.raises(shoal.StepError, match="each the names of its modules"):
+        shoal.Remote(stages=stages)
+
+
+@pytest.mark.parametrize(("workers", "found"), WORKERS)
+def test_workers_that_do_not_fit_are_refused(workers: Any, found: str) -> None:
+    with pytest.raises(shoal.StepError, match=found):
+        shoal.Remote(stages=STAGES[2], workers=workers)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, layout="pipeline=2") as ranks:
+        yield ranks
+
+
+class Tied(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+class Unused(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Backwards(Tagger):
+    """What the map calls the second part is called first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](self.blocks[1](self.embedding(tokens)))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Still(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.act(self.first(x))
+        return y
+
+
+class Frozen(Tagger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def given(world: shoal.World, make: Any, strategy: Any) -> None:
+    shoal.parallelize(make(), world, strategy)
+
+
+def remote(**stages: tuple[str, ...]) -> shoal.Remote:
+    return shoal.Remote(stages=stages)
+
+
+MAPS: list[tuple[Any, Any, str]] = [
+    (Tagger, remote(front=("embedding", "blocks"), back=("tail",)), "has 'tail', which the model does"),
+    (Tagger, remote(front=("embedding",), back=("head",)), "blocks.0 has parameters or buffers"),
+    (Backwards, REMOTE, "after blocks.1 of 'back' the model calls blocks.0 of 'front'"),
+    (Backwards, remote(front=("embedding", "blocks.1"), back=("head", "blocks.0")), ""),
+    (Tagger, shoal.Remote(stages=STAGES[3]), "no rank 2 among 2"),
+    (Tagger, remote(all=("embedding", "blocks", "head")), "nothing to run for rank 1 among 2"),
+    (Tied, REMOTE, "embedding.weight and head.weight are one parameter of two stages"),
+    (Unused, REMOTE, "parameters that its forward does not use: spare.weight"),
+    (Still, remote(front=("first",), back=("act",)), "stage 'back' has no parameters"),
+    (Frozen, REMOTE, "a model without trainable parameters"),
+    (Tagger, [REMOTE, shoal.DDP()], "Remote sums gradients by itself"),
+    (Tagger, [shoal.Recompute(units=("blocks.*",)), REMOTE], "draw from the same random generator"),
+    (Tagger, [shoal.Recompute(), shoal.DDP()], "no strategy given serves the axis 'pipeline'"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("make", "strategy", "found"), MAPS)
+def test_maps_that_do_not_fit_are_refused_on_all_ranks(
+    two: Ranks, make: Any, strategy: Any, found: str
+) -> None:
+    results = two.attempt(given, make, strategy)
+    if not found:
+        assert results == [None, None]
+    for result in results if found else ():
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, shoal.StepError | shoal.LayoutError)
+        assert found in str(result.error)
+
+
+class Opaque(nn.Module):
+    """Its output can't be pickled."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, threading.Lock()
+
+
+class Handing(nn.Module):
+    """Beside a tensor the first stage hands on something else."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.opaque = Opaque()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        if self.kind == "number":
+            return self.second(x) / x.size(1)
+        x, lock = self.opaque(x)
+        return self.second(x), lock
+
+
+def handed(world: shoal.World, kind: str) -> float:
+    torch.manual_seed(1)
+    stages = {"front": ("first", "opaque") if kind == "lock" else ("first",), "back": ("second",)}
+    model = shoal.parallelize(Handing(kind).double(), world, shoal.Remote(stages=stages))
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    rows = torch.arange(24.0, dtype=torch.float64).view(6, 4)
+    data = shoal.Loader((rows, rows), world, batch_size=6, micro_batches=2)
+    return [step(batch).loss for batch in data.epochs(2)][-1]
+
+
+@pytest.mark.full
+def test_numbers_are_handed_on_and_what_cannot_be_pickled_is_named(two: Ranks) -> None:
+    with shoal.init() as world:
+        wanted = handed(world, "number")
+    assert two.call(handed, "number") == [pytest.approx(wanted, rel=1e-12)] * 2
+    for result in two.attempt(handed, "lock"):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, shoal.StepError)
+        assert "cannot pickle '_thread.lock' object" in str(result.error)
+
+
+class Failing(Tagger):
+    """Fails in training, on a batch of a certain size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad: nn.Module = Bad()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.bad(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Bad(nn.Module):
+    rows = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and len(x) == self.rows:
+            raise ValueError("these rows are bad")
+        return x
+
+
+def failing(world: shoal.World, where: str) -> list[str]:
+    """One step that fails, then one that does not."""
+    torch.manual_seed(3)
+    model = shoal.parallelize(Failing().double(), world, REMOTE)
+
+    def losing(output: Tensor, batch: Any) -> tuple[Tensor, Any]:
+        if torch.is_grad_enabled() and where == "loss" and len(bad) and len(output) == bad[0]:
+            raise ValueError("this loss is bad")
+        return loss(output, batch)
+
+    bad: list[int] = []
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(losing))
+    data = shoal.Loader(dataset(), world, batch_size=16, micro_batches=4)
+    batches = data.epochs(9)
+    step(next(batches))
+    bad.append(4)
+    Bad.rows = 4 if where == "stage" else -1
+    said = []
+    try:
+        step(next(batches))
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    bad.clear()
+    Bad.rows = -1
+    said.append(f"{step(next(batches)).loss:.6f}")
+    return said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("where", "who"), [("stage", 0), ("loss", 1)])
+def test_what_fails_in_a_stage_is_raised_there_and_told_elsewhere(
+    two: Ranks, where: str, who: int
+) -> None:
+    results = two.call(failing, where)
+    own, other = results[who], results[1 - who]
+    assert own[0].startswith("ValueError")
+    assert other[0].startswith("StepError")
+    for part in (f"rank {who} (stage ", "ValueError: th", "bad"):
+        assert part in other[0]
+    assert own[1] == other[1] != "nan"  # the next step is one of all ranks again
+
+
+def called(world: shoal.World) -> None:
+    step, data = parts(world, REMOTE)
+    for micro in next(data.epochs(1)):
+        step.model(micro[0])
+
+
+def own_loop(world: shoal.World) -> None:
+    _, data = parts(world, REMOTE)
+    batch = next(data.epochs(1))
+    for _ in batch:
+        batch.backward(total=torch.zeros((), requires_grad=True), count=1)
+
+
+def scripted(world: shoal.World) -> None:
+    model = shoal.parallelize(build(), world, REMOTE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = shoal.Step(model, optimizer, shoal.Task(loss), compile="script")
+    step(next(shoal.Loader(dataset(), world, batch_size=8).epochs(1)))
+
+
+def detached(world: shoal.World) -> None:
+    model = shoal.parallelize(build(), world, REMOTE)
+    task = shoal.Task(lambda output, batch: loss(output.detach(), batch))
+    step = shoal.Step(model, torch.optim.AdamW(model.parameters()), task)
+    step(next(shoal.Loader(dataset(), world, batch_size=8).epochs(1)))
+
+
+def converted(world: shoal.World) -> None:
+    step, data = parts(world, REMOTE)
+    if world.rank == 0:
+        step.model.float()
+    step(next(data.epochs(1)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("task", "found"),
+    [
+        (called, "step = shoal.Step(model, optimizer, task); step(batch) trains"),
+        (own_loop, "its strategy takes whole steps"),
+        (scripted, "TorchScript can't call"),
+        (detached, "does not depend on any trainable parameter"),
+        (converted, "moved, converted or replaced after parallelize"),
+    ],
+)
+def test_what_stages_on_other_ranks_cannot_do_is_said(two: Ranks, task: Any, found: str) -> None:
+    for result in two.attempt(task):
+        assert isinstance(result, RankError)
+        assert isinstance(result.error, shoal.StepError)
+        assert found in str(result.error)
+
+
+def with_rpc_of_its_own(world: shoal.World) -> None:
+    port = world.broadcast(_free())
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    name = f"mine{world.rank}"
+    rpc.init_rpc(name, rank=world.rank, world_size=world.size, rpc_backend_options=options)
+    try:
+        shoal.parallelize(build(), world, REMOTE)
+    finally:
+        rpc.shutdown()
+
+
+def _free() -> int:
+    from helpers.ranks import free_port
+
+    return free_port()
+
+
+@pytest.mark.full
+def test_rpc_that_was_begun_before_is_refused() -> None:
+    with Ranks(2, layout="pipeline=2") as ranks:
+        for result in ranks.attempt(with_rpc_of_its_own):
+            assert isinstance(result, RankError)
+            assert "torch has one RPC agent in a process" in str(result.error)
+
+
+def partly_frozen(world: shoal.World, strategy: Any) -> list[float]:
+    model = build()
+    model.embedding.requires_grad_(False)
+    for part in model.blocks:
+        assert isinstance(part, Block)
+    model.blocks[0].requires_grad_(False)
+    model = shoal.parallelize(model, world, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = shoal.Step(model, optimizer, shoal.Task(loss), clip=0.1)
+    data = shoal.Loader(dataset(), world, batch_size=16, micro_batches=2)
+    return [step(batch).loss for batch in data.epochs(2)]
+
+
+@pytest.mark.full
+def test_a_stage_may_be_frozen(two: Ranks) -> None:
+    with shoal.init() as world:
+        wanted = partly_frozen(world, None)
+    for found in two.call(partly_frozen, REMOTE):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.full
+def test_after_all_that_the_ranks_still_train(two: Ranks) -> None:
+    first, second = two.call(train, REMOTE, 4)
+    assert first[0].losses == second[0].losses

@@ -1,0 +1,202 @@
+"""Curves in real trackers: one run goes on after a restart, without a jump back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import (
+    EventAccumulator,
+)
+from torch import nn
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
+
+import shoal
+from helpers.commands import wait_for
+from helpers.ranks import Ranks
+from shoal.util import regular_file
+from shoal.util.errors import LaunchError
+
+pytestmark = pytest.mark.processes
+
+
+def train(world: shoal.World, directory: Path, stop: int, trackers: Any = None) -> None:
+    """Up to step `stop`, saving at step 4, with a number that tells the attempt's steps apart."""
+    torch.manual_seed(0)
+    model = shoal.parallelize(nn.Linear(2, 1), world)
+    task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), task)
+    data = shoal.Loader((torch.ones(40, 2),), world, batch_size=4)
+    with shoal.Run(directory, step, data, trackers=trackers) as run:
+        run.restore()
+        for batch in data.epochs(9):
+            result = step(batch)
+            world.log({"loss": result.loss, "half": torch.tensor(run.step / 2)})
+            run.tick(every=4)
+            if run.step == stop:
+                break
+
+
+@pytest.fixture
+def world() -> Iterator[shoal.World]:
+    with shoal.init() as alone:
+        yield alone
+
+
+def curve(directory: Path, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_tensorboard_is_the_default_and_goes_on_where_the_run_does(
+    world: shoal.World, tmp_path: Path
+) -> None:
+    train(world, tmp_path, 6)  # two steps beyond its checkpoint
+    train(world, tmp_path, 9)
+    assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
+    lines = (tmp_path / "events/rank-0.jsonl").read_text().splitlines()
+    logged = [event for event in map(json.loads, lines) if event["event"] == "log"]
+    assert [event["step"] for event in logged] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9]
+
+
+def test_curves_are_rank_0s(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        ranks.call(train_quietly, tmp_path)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert len(curve(tmp_path, "loss")) == 3
+
+
+def killed_at_step_6(world: shoal.World, directory: Path) -> None:
+    """No close, no exit handler: what was not handed over by then is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        tick = shoal.Run.tick
+
+        def tick_and_die(run: shoal.Run, *, every: int | None = None) -> None:
+            tick(run, every=every)
+            if run.step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        patch.setattr(shoal.Run, "tick", tick_and_die)
+        train(world, directory, 9)
+
+
+def test_tensorboard_goes_on_after_a_kill_without_a_gap(world: shoal.World, tmp_path: Path) -> None:
+    """FAILURES 30: one curve, each step once and in order, though the first attempt closed nothing."""
+    with Ranks(1) as ranks:
+        assert ranks.call_until_killed(killed_at_step_6, tmp_path) is None
+    (first,) = (tmp_path / "tensorboard").iterdir()
+    begun = int(first.name.split(".")[3])
+    while int(time.time()) <= begun:  # files are read in the order of the second in their names
+        time.sleep(0.01)
+    train(world, tmp_path, 9)
+    assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
+
+
+def recorded(path: Path) -> list[tuple[int, float]]:
+    """Steps and numbers in a file of wandb's: blocks of 32 KiB, records of checksum, length, kind."""
+    data, at, record, found = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):  # it is being written
+            break
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            history = Record.FromString(record).history
+            values = {item.key or item.nested_key[0]: item.value_json for item in history.item}
+            if "half" in values:
+                found.append((history.step.num, float(values["half"])))
+            record = b""
+    return found
+
+
+def train_quietly(world: shoal.World, directory: Path) -> None:
+    train(world, directory, 3)
+
+
+@pytest.mark.full
+def test_wandb_is_one_run_whose_steps_never_go_back(world: shoal.World, tmp_path: Path) -> None:
+    """FAILURES 30: the second attempt, which takes steps 5 and 6 again, sends none below the last."""
+    options = (shoal.WandB(project="tests", mode="offline"),)
+    train(world, tmp_path, 6, options)
+    before = json.loads((tmp_path / "wandb.json").read_text())
+    assert before["sent"] == 6
+    train(world, tmp_path, 9, options)
+    after = json.loads((tmp_path / "wandb.json").read_text())
+    assert after == {"id": before["id"], "sent": 9}
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.stem for path in runs] == [f"run-{before['id']}"] * 2
+    wanted = [[(step, step / 2) for step in range(*ends)] for ends in ((1, 7), (6, 10))]
+
+    def attempts() -> list[list[tuple[int, float]]]:
+        return sorted(recorded(path) for path in runs)
+
+    # W&B's own service may still be writing what it was given.
+    wait_for(lambda: attempts() == wanted, every=0.1, told=lambda: str(attempts()))
+
+
+@pytest.mark.full
+def test_a_kill_leaves_no_half_note_of_wandb(
+    world: shoal.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (shoal.WandB(project="tests", mode="offline"),)
+    train(world, tmp_path, 3, options)
+    before = (tmp_path / "wandb.json").read_text()
+    whole = regular_file.write_new
+
+    def die(path: Path, text: str) -> None:
+        whole(path, text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(regular_file, "write_new", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(world, tmp_path, 4, options)
+    monkeypatch.undo()
+    assert (tmp_path / "wandb.json").read_text() == before
+
+
+class Full:
+    """A tracker whose disk is full."""
+
+    def open(self, directory: Path, step: int) -> Full:
+        return self
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        raise AssertionError("it was left out")
+
+
+def test_a_full_disk_ends_its_curves_and_nothing_else(world: shoal.World, tmp_path: Path) -> None:
+    """Of several ranks only the first has trackers: the others would wait for it."""
+    with pytest.warns(UserWarning, match="curves end here.*No space left"):
+        train(world, tmp_path, 9, (Full(), shoal.TensorBoard()))
+    assert (tmp_path / "checkpoints/step-8").is_dir()
+    assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]
+
+
+def test_no_trackers_are_none(world: shoal.World, tmp_path: Path) -> None:
+    train(world, tmp_path, 2, ())
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_numbers_without_a_run_have_nowhere_to_go(world: shoal.World) -> None:
+    with pytest.raises(LaunchError, match="no Run is open"):
+        world.log({"loss": 1.0})

@@ -1,0 +1,361 @@
+"""Bad input on several ranks: the same error on all of them, soon, before anything has moved."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from helpers.ranks import Ranks
+from shoal.util.errors import (
+    CheckpointError,
+    DataError,
+    LaunchError,
+    LayoutError,
+    ShoalError,
+    StepError,
+)
+
+pytestmark = pytest.mark.processes
+
+RANKS = 3
+LIMIT = 60.0
+"""How long a rank waits for others: an error that came of that would be another one, and later."""
+SAMPLES = 20
+BAD_SAMPLE = 9
+
+X = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(SAMPLES) % 3
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(RANKS, timeout=LIMIT) as ranks:
+        ranks.call(warm_up)
+        yield ranks
+
+
+def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def mean(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1]), len(batch[1])
+
+
+class Rig:
+    def __init__(self, world: shoal.World) -> None:
+        torch.manual_seed(0)
+        self.world = world
+        self.model = shoal.parallelize(nn.Linear(4, 3), world)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def step(self, loss: Any = loss, **options: Any) -> shoal.Step:
+        return shoal.Step(self.model, self.optimizer, shoal.Task(loss), **options)
+
+    def loader(self, data: Any = None, batch_size: int = 6, **options: Any) -> shoal.Loader:
+        data = (X, Y, torch.arange(SAMPLES)) if data is None else data
+        return shoal.Loader(data, self.world, batch_size=batch_size, shuffle=False, **options)
+
+    def train(self, loss: Any, **options: Any) -> shoal.Result:
+        return self.step(loss)(next(self.loader(**options).epochs(1)))
+
+    def values(self) -> tuple[list[list[float]], int]:
+        return [p.flatten().tolist() for p in self.model.parameters()], len(self.optimizer.state)
+
+
+def warm_up(world: shoal.World) -> None:
+    # The first replica of a process costs a second of imports.
+    Rig(world).train(loss)
+
+
+def small_batch(rig: Rig) -> object:
+    return rig.loader(batch_size=2)
+
+
+def mean_where_rank_0_has_one_sample(rig: Rig) -> object:
+    return rig.train(mean, batch_size=5)
+
+
+def wrong_on_one_rank(rig: Rig) -> object:
+    if rig.world.rank == 1:
+        return rig.train(lambda output, batch: (output.sum(1), len(output)))
+    return rig.train(loss)
+
+
+def no_sample_on_any_rank_but_one(rig: Rig) -> object:
+    step = shoal.Step(rig.model, rig.optimizer, shoal.Task(squares, inputs=lambda batch: batch))
+    return shoal.evaluate(step, X[:1], metrics={"share": shoal.Accuracy()})
+
+
+def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def rubbish_from_a_metric(rig: Rig) -> object:
+    return shoal.evaluate(rig.step(), (X[:1], Y[:1]), metrics={"share": lambda output, target: "all"})
+
+
+def no_count(rig: Rig) -> object:
+    return rig.train(lambda output, batch: (output.square().sum(), 0))
+
+
+def a_directory_that_one_rank_cannot_write(rig: Rig) -> object:
+    path = "/dev/null/run" if rig.world.rank == 2 else os.path.join(os.getcwd(), "run")
+    return shoal.Run(path, rig.step(), rig.loader())
+
+
+def events_that_one_rank_cannot_write(rig: Rig) -> object:
+    if rig.world.rank == 1:
+        Path("run/events/rank-1.jsonl").mkdir(parents=True)
+    return shoal.Run("run", rig.step(), rig.loader())
+
+
+def shorter_data(rig: Rig) -> object:
+    save(rig)
+    return shoal.Run("run", rig.step(), rig.loader((X[:19], Y[:19]))).restore()
+
+
+def another_model(rig: Rig) -> object:
+    save(rig)
+    other = shoal.parallelize(nn.Sequential(nn.Linear(4, 3)), rig.world)
+    step = shoal.Step(other, torch.optim.AdamW(other.parameters()), shoal.Task(loss))
+    return shoal.Run("run", step, rig.loader()).restore()
+
+
+def save(rig: Rig) -> None:
+    shoal.Run("run", rig.step(), rig.loader()).save()
+
+
+def two_models(rig: Rig) -> object:
+    other = shoal.parallelize(nn.Linear(4, 3), rig.world)
+    batch = next(rig.loader().epochs(1))
+    for micro in batch:
+        total, count = loss(rig.model(micro[0]), micro)
+        batch.backward(total=total, count=count)
+    return other
+
+
+def no_backward(rig: Rig) -> object:
+    return next(rig.loader().epochs(1)).finish(rig.model)
+
+
+def single(rig: Rig) -> object:
+    return shoal.parallelize(nn.Linear(4, 3), rig.world, shoal.Single())
+
+
+ROWS: list[tuple[Callable[[Rig], object], type[ShoalError], str, str, str]] = [
+    (small_batch, DataError, "batch_size=2.*3 data rank", "1 of them would never", "batch_size=3"),
+    (mean_where_rank_0_has_one_sample, StepError, "mean .*for 2 samples", "a mean, not a sum", "sum"),
+    (wrong_on_one_rank, StepError, "lambda", r"shape \(2,\)", r"return F.cross_entropy\("),
+    (no_sample_on_any_rank_but_one, DataError, "Tensor", "neither a second element", "targets=lambda"),
+    (rubbish_from_a_metric, StepError, "share", "a str, not two numbers: 'all'", "return"),
+    (no_count, StepError, "6 samples", "a count of 0 in total", r"len\("),
+    (
+        a_directory_that_one_rank_cannot_write,
+        CheckpointError,
+        "checkpoints",
+        "rank 2: .*Not a directory",
+        "ls -ld",
+    ),
+    (events_that_one_rank_cannot_write, CheckpointError, "events", "rank 1: .*Is a dir", "ls -ld"),
+    (shorter_data, DataError, "19 samples", "20 samples", "shoal.Run"),
+    (another_model, CheckpointError, "Sequential", "missing: 0.weight.*unexpected: weight", "Run"),
+    (two_models, StepError, "loop", r"\d parallelized models", r"batch.backward\(.*model=model\)"),
+    (no_backward, StepError, "1 micro-batch", "called 0 times", "for micro in batch"),
+    (single, StepError, "world of 3", "a copy of its own", r"shoal.DDP\(\)"),
+]
+
+
+def provoke(world: shoal.World, number: int, folder: str) -> Any:
+    """The error on this rank, and whether parameters and optimizer are as they were."""
+    os.chdir(folder)
+    rig = Rig(world)
+    before = rig.values()
+    try:
+        ROWS[number][0](rig)
+    except ShoalError as error:
+        return error, rig.values() == before
+    return None
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row[0].__name__ for row in ROWS])
+def test_all_ranks_raise_the_same(ranks: Ranks, number: int, tmp_path: Path) -> None:
+    _, kind, *wanted = ROWS[number]
+    begun = time.monotonic()
+    results = ranks.call(provoke, number, str(tmp_path))
+    assert time.monotonic() - begun < LIMIT
+    for error, untouched in results:
+        assert type(error) is kind
+        for name, pattern in zip(("given", "found", "fix"), wanted, strict=True):
+            assert re.search(pattern, getattr(error, name)), f"{name}: {getattr(error, name)}"
+        assert untouched
+
+
+def poisoned(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    total, count = loss(output, batch)
+    return (total * torch.inf if BAD_SAMPLE in batch[2] else total), count
+
+
+def go_on(world: shoal.World, how: str, skip: bool) -> Any:
+    """Train over a batch with a loss that is not finite, or leave that batch out."""
+    rig = Rig(world)
+    step = rig.step(poisoned, clip=0.1 if how == "Step" else None)
+    told = []
+    for batch in rig.loader().epochs(1):
+        if skip and batch.first <= BAD_SAMPLE < batch.first + batch.size:
+            continue
+        before = rig.values()
+        try:
+            if how == "Step":
+                step(batch)
+            else:
+                for micro in batch:
+                    total, count = poisoned(rig.model(micro[0]), micro)
+                    batch.backward(total=total, count=count, model=rig.model)
+                batch.finish(rig.model, clip=0.1)
+                rig.optimizer.step()
+                rig.optimizer.zero_grad()
+        except StepError as error:
+            assert rig.values() == before
+            assert all(p.grad is None for p in rig.model.parameters())
+            told.append((error.given, error.found))
+    return told, rig.values()
+
+
+@pytest.mark.parametrize("how", ["Step", "loop"])
+def test_a_loss_that_is_not_finite_is_survived_by_all(ranks: Ranks, how: str) -> None:
+    results = ranks.call(go_on, how, False)
+    without = ranks.call(go_on, how, True)
+    for rank, ((told, values), (nothing, same)) in enumerate(zip(results, without, strict=True)):
+        first = 6 + 2 * rank
+        assert told == [
+            (
+                f"the batch at samples 6 to 11 (this rank: {first} to {first + 1})",
+                "a loss of inf, over all ranks; the parameters were not touched",
+            )
+        ]
+        assert nothing == []
+        assert values == same
+
+
+def test_a_layout_that_does_not_fit_the_ranks() -> None:
+    with pytest.raises(LayoutError) as caught:
+        shoal.Layout(shard=2).resolve(RANKS)
+    assert caught.value.given == "layout='shard=2' on 3 process(es)"
+    assert "need 2 processes" in caught.value.found
+    assert "shoal run -n 2" in caught.value.fix
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+
+import shoal
+
+def loss(output, batch):
+    return F.cross_entropy(output, batch[1]), len(batch[1])
+
+def main(layout):
+    with shoal.init(layout=layout) as world:
+        data = shoal.Loader((torch.randn(8, 4), torch.arange(8) % 3), world, batch_size=8)
+        model = shoal.parallelize(torch.nn.Linear(4, 3), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = shoal.Step(model, optimizer, shoal.Task(loss))
+        for batch in data.epochs(1):
+            step(batch)
+
+main(layout="replicate=LAYOUT")
+"""
+
+
+def members(mark: str) -> list[int]:
+    """The processes whose environment has this temporary directory."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == mark:
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "line", "lines"),
+    [
+        ("-1", "step(batch)", ["given: the loss function loss (", "found: ", "fix:   reduction='sum'"]),
+        pytest.param(
+            "5",
+            "with shoal.init",
+            ["given: layout='replicate=5' on 2 ", "found: ", "fix:   shoal.init("],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_under_shoal_run_it_is_told_once_with_the_users_line(
+    tmp_path: Path, layout: str, line: str, lines: list[str]
+) -> None:
+    text = textwrap.dedent(SCRIPT).replace("LAYOUT", layout)
+    script, temporary = tmp_path / "train.py", Path(tempfile.mkdtemp(prefix="shoal-"))
+    script.write_text(text)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    try:
+        err = process.communicate(timeout=200)[1]
+        assert process.returncode == 1
+        assert members(str(temporary)) == []
+    finally:
+        shutil.rmtree(temporary)
+        for pid in members(str(temporary)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    number = next(n for n, each in enumerate(text.splitlines(), 1) if line in each)
+    *_, given, found, fix, where = err.splitlines()
+    for told, wanted in zip((given, found, fix), lines, strict=True):
+        assert told.startswith(wanted)
+    assert re.fullmatch(
+        rf"where: rank [01] of 2 on {os.uname().nodename}, {script}:{number} \(the other was stopped\)",
+        where,
+    )
+    assert err.count("given:") == err.count("where:") == err.count("Traceback") == 1
+    assert len(err.splitlines()) <= 13
+    assert str(Path(shoal.__file__).parent) not in err
+
+
+def test_a_port_in_use_is_told_by_the_rank_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+        for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        begun = time.monotonic()
+        with pytest.raises(LaunchError) as caught:
+            shoal.init()
+    assert time.monotonic() - begun < LIMIT
+    assert caught.value.given == f"rank 0 of 2 at tcp://127.0.0.1:{port} (torchrun)"
+    assert caught.value.found == f"port {port} is in use"
+    assert "export MASTER_PORT=" in caught.value.fix

@@ -1,0 +1,195 @@
+"""Mistakes in training on several ranks that would give wrong numbers: each raises, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from helpers.ranks import Ranks
+from shoal.distributed.consistency import check_same_environment
+from shoal.util.errors import AgreementError, StepError
+
+pytestmark = pytest.mark.processes
+
+SAMPLES, BATCH = 24, 8
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def divided() -> Iterator[Ranks]:
+    with Ranks(2, layout="shard=-1") as started:
+        yield started
+
+
+def mean(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1]), len(batch[1])
+
+
+def total(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
+
+
+def loader(world: shoal.World, unlike: int, **options: Any) -> shoal.Loader:
+    """Batches of data that rank `unlike` has others of; -1 for none."""
+    generator = torch.Generator().manual_seed(1 if world.rank == unlike else 0)
+    inputs = torch.randn(SAMPLES, 6, generator=generator)
+    return shoal.Loader((inputs, torch.arange(SAMPLES) % 3), world, batch_size=BATCH, **options)
+
+
+def take(batch: shoal.Batch, model: nn.Module, loss: Any, step: shoal.Step | None = None) -> None:
+    if step is not None:
+        step(batch)
+        return
+    for micro in batch:
+        value, count = loss(model(micro[0]), micro)
+        batch.backward(total=value, count=count, model=model)
+    batch.finish(model)
+
+
+def counted(world: shoal.World, own: bool) -> tuple[list[int], str, str]:
+    """Collectives of each step of a first Loader, and what a second one with unlike data raises."""
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = None if own else shoal.Step(model, optimizer, shoal.Task(total))
+    check_same_environment(world)
+    sequence: Any = world.group
+    found = []
+    for batch in loader(world, -1).epochs(1):
+        before = sequence._get_sequence_number_for_group()
+        take(batch, model, total, step)
+        found.append(sequence._get_sequence_number_for_group() - before)
+    before_second = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(AgreementError) as caught:
+        take(next(loader(world, 1).epochs(1)), model, total, step)
+    assert all(map(torch.equal, before_second, model.parameters()))
+    return found, caught.value.given, caught.value.fix
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["step", "own loop"])
+def test_the_data_of_each_loader_are_compared_at_its_first_batch_alone(ranks: Ranks, own: bool) -> None:
+    for (first, second, third), given, fix in ranks.call(counted, own):
+        assert first > second == third
+        assert "the loader's samples" in given
+        assert "draw data before shoal.parallelize" in fix
+
+
+def mean_in_a_loop(world: shoal.World) -> str:
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(mean))
+    with pytest.raises(StepError) as caught:
+        take(next(loader(world, -1).epochs(1)), model, mean)
+    assert step.number == 0
+    return caught.value.found
+
+
+def test_a_mean_in_a_loop_over_a_model_with_a_task_raises(ranks: Ranks) -> None:
+    for found in ranks.call(mean_in_a_loop):
+        assert "it is a mean, not a sum" in found
+
+
+def without_finish(world: shoal.World) -> str:
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        for batch in loader(world, -1).epochs(1):
+            for micro in batch:
+                value, count = total(model(micro[0]), micro)
+                batch.backward(total=value, count=count, model=model)
+            optimizer.step()
+            optimizer.zero_grad()
+    except StepError as error:
+        return error.fix
+    return "nothing raised"
+
+
+def test_a_forgotten_finish_raises_on_all_ranks(ranks: Ranks, divided: Ranks) -> None:
+    for fix in [*ranks.call(without_finish), *divided.call(without_finish)]:
+        assert fix == "batch.finish(model) before optimizer.step()"
+
+
+class Graphs:
+    """A batch that can't be cut in halves."""
+
+    def __init__(self, items: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = (torch.cat([item[n] for item in items]) for n in range(2))
+
+
+def of_graphs(world: shoal.World, reduction: str, samples: int) -> str | None:
+    items = [(torch.randn(3 + n % 4, 6), torch.zeros(3 + n % 4, dtype=torch.long)) for n in range(24)]
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+
+    def loss(output: Tensor, batch: Graphs) -> tuple[Tensor, int]:
+        return F.cross_entropy(output, batch.y, reduction=reduction), len(batch.y)
+
+    task = shoal.Task(loss, inputs=lambda batch: batch.x)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
+    data = shoal.Loader(items, world, batch_size=samples, collate_fn=Graphs)
+    try:
+        step(next(data.epochs(1)))
+    except StepError as error:
+        return error.found
+    return None
+
+
+@pytest.mark.parametrize("samples", [2, 3, 8])
+def test_a_mean_over_batches_that_cannot_be_cut_raises(ranks: Ranks, samples: int) -> None:
+    for found in ranks.call(of_graphs, "mean", samples):
+        assert found is not None
+        assert "it is a mean, not a sum" in found
+    assert ranks.call(of_graphs, "sum", samples) == [None, None]
+
+
+def compiled_parts(world: shoal.World) -> list[str]:
+    """A compiled model where units are compiled one by one, and the bare one compiled afterwards."""
+    with pytest.raises(StepError, match="compiles the parts of a model"):
+        shoal.parallelize(torch.compile(nn.Linear(6, 3), backend="eager"), world)
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+    whole: Any = torch.compile(model, backend="eager")
+    take(next(loader(world, -1).epochs(1)), whole, total)
+    return list(model.state_dict())
+
+
+def test_a_compiled_model_that_is_divided(divided: Ranks) -> None:
+    assert divided.call(compiled_parts) == [["weight", "bias"]] * 2
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Samples that its constructor draws, as scripts for one process do."""
+
+    def __init__(self) -> None:
+        self.images = torch.randn(16, 4)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % 2
+
+
+def printed(world: shoal.World, early: bool) -> str:
+    """What a first batch prints, of a dataset drawn before the generators differ by rank or after."""
+    world.reseed("data", by_rank=not early)
+    data = shoal.Loader(torch.utils.data.Subset(Drawn(), range(12)), world, batch_size=4)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        data.compare_ranks()
+    return out.getvalue()
+
+
+def test_a_dataset_that_holds_other_arrays_on_a_rank_is_named(ranks: Ranks) -> None:
+    first, *others = ranks.call(printed, False)
+    assert "dataset's dataset.images differs between ranks (rank 1)" in first
+    assert ranks.call(printed, True) == [""] * (1 + len(others))
