@@ -97,7 +97,7 @@ def accuracy(world: shoal.World, strategy: Any, seed: int, epochs: int) -> tuple
     model = shoal.parallelize(network(seed), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     loader = shoal.Loader(training, world, batch_size=BATCH, seed=seed)
-    rates = shoal.Schedule(warmup=20, floor=0.02)(optimizer, epochs * len(loader))
+    rates = shoal.LRSchedule(warmup=20, floor=0.02)(optimizer, epochs * len(loader))
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0, schedule=rates)
     for batch in loader.epochs(epochs):
         step(batch)
@@ -115,7 +115,7 @@ def language(world: shoal.World, strategy: Any, steps: int) -> tuple[list[float]
     rows = example.windows(example.read_library(BYTES), CONTEXT)
     model = shoal.parallelize(example.GPT(CONTEXT, WIDTH, LAYERS), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
-    rates = shoal.Schedule(warmup=10, floor=0.1)(optimizer, steps)
+    rates = shoal.LRSchedule(warmup=10, floor=0.1)(optimizer, steps)
     step = shoal.Step(
         model, optimizer, shoal.Task(example.loss, example.inputs), clip=1.0, schedule=rates
     )

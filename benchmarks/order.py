@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import typer
 
-from shoal.data.permutation import Order
+from shoal.data.permutation import Permutation
 
 SIZES = (10**3, 10**6, 10**9, 10**12)
 READ = 4_000_000  # positions per round, or the whole order if it is smaller
@@ -38,12 +38,12 @@ def seconds(work: Callable[..., object], *arguments: int) -> float:
 
 
 def fresh_seek(size: int, epoch: int, at: int) -> object:
-    return Order(size, seed=0, epoch=epoch).indices(at, at + SEEK)
+    return Permutation(size, seed=0, epoch=epoch).indices(at, at + SEEK)
 
 
 def read_rates(size: int) -> dict[str, float]:
     """Million positions a second of each contestant."""
-    order = Order(size, seed=0)
+    order = Permutation(size, seed=0)
     count = min(size, READ)
     start = (size - count) // 2
     numpy_random = np.random.default_rng(0)
@@ -63,7 +63,7 @@ def read_rates(size: int) -> dict[str, float]:
 
 def seek_times(size: int) -> dict[str, float]:
     """Microseconds to the indices at 16 positions, by third of the order, and for a new order."""
-    order = Order(size, seed=0)
+    order = Permutation(size, seed=0)
     draw = random.Random(0)
     thirds = ("first", "middle", "last")
     times: dict[str, list[float]] = {name: [] for name in (*thirds, "fresh")}

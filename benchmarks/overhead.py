@@ -41,7 +41,7 @@ from torch.utils.data.distributed import DistributedSampler
 import shoal
 from shoal.telemetry.events import FLUSH_STEPS
 from shoal.telemetry.step_timer import Timeline
-from shoal.training.run_events import Recording
+from shoal.training.run_events import RunEvents
 from spread import Spread, quartiles
 
 SAMPLES = 4096
@@ -125,7 +125,7 @@ class Unmarked(Timeline):
         return part
 
 
-class Forgetful(Recording):
+class Forgetful(RunEvents):
     """Records no step, and does all else that a tick needs of it."""
 
     def tick(self, now: float) -> bool:

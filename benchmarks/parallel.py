@@ -202,9 +202,9 @@ def through_shoal(world: shoal.World, way: str) -> Iterator[None]:
     strategies: dict[str, Any] = {
         "DDP": shoal.DDP(),
         "FSDP": shoal.FSDP(),
-        "Tensor": shoal.Tensor(plan=PLAN),
+        "Tensor": shoal.TensorParallel(plan=PLAN),
         "1F1B": shoal.Pipeline(split=(f"blocks.{LAYERS // 2}",), schedule="1f1b"),
-        "Tensor, FSDP": [shoal.Tensor(plan=PLAN), shoal.FSDP()],
+        "Tensor, FSDP": [shoal.TensorParallel(plan=PLAN), shoal.FSDP()],
     }
     torch.manual_seed(0)
     model = shoal.parallelize(Net(), world, strategies[way])

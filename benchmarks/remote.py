@@ -3,7 +3,7 @@
     python benchmarks/remote.py [--rounds 10] [--steps 1] [--json]
 
 A deep stack of wide layers, compute bound, 8 micro-batches to a batch. All of it takes one thread in
-each process: one process alone with the whole model; `shoal.Remote` and `shoal.Pipeline` with half of
+each process: one process alone with the whole model; `shoal.RPCPipeline` and `shoal.Pipeline` with half of
 the layers on each of two; and torch's own ScheduleGPipe and Schedule1F1B over the same two stages, with
 the same loss, clipping and AdamW by hand. A round runs each for the same number of steps, in an order
 drawn anew, while the others wait; speed-ups over the one process are within rounds.
@@ -168,7 +168,7 @@ def measure(world: shoal.World, rounds: int, steps: int) -> dict[str, Any]:
     split = (f"layers.{HALF}",)
     makers: dict[str, Callable[[], Iterator[float]]] = {
         ONE: alone,
-        "shoal.Remote": partial(through_shoal, world, shoal.Remote(stages=halves)),
+        "shoal.RPCPipeline": partial(through_shoal, world, shoal.RPCPipeline(stages=halves)),
         "shoal.Pipeline, 1f1b": partial(through_shoal, world, shoal.Pipeline(split=split)),
         "torch ScheduleGPipe": partial(by_hand, world, ScheduleGPipe),
         "torch Schedule1F1B": partial(by_hand, world, Schedule1F1B),
@@ -232,7 +232,7 @@ def main() -> None:
         print(f"  {name:<22} {own['seconds'] * 1e3:8.1f} ms a step  {Spread(**own['speedup'])} x")
     most = FULL * figures[APART]["speedup"]["median"]
     print(f"  the most that {MICRO_BATCHES} micro-batches can have of that: {most:.3f} x")
-    reached = figures["shoal.Remote"]["speedup"]["median"]
+    reached = figures["shoal.RPCPipeline"]["speedup"]["median"]
     print(f"  Remote's aim is {AIM} x: {'reached' if reached >= AIM else 'not reached'}")
     if options.json:
         print(json.dumps({"remote": figures}))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.distributed.watchdog.diagnosis import Limits
+from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.mismatch import Matching
 from shoal.distributed.watchdog.watchdog import Watch
 
@@ -44,7 +44,7 @@ def begin(world: shoal.World, mode: str) -> ExitStack:
     if mode != "neither" and world.group is not None:
         watch = Watch(
             world.group,
-            limits=Limits(step=600.0, prepare=3600.0),
+            limits=WaitLimits(step=600.0, prepare=3600.0),
             address="127.0.0.1",
             directory=lambda: None,
             checked=lambda: None if matching is None else matching.current,

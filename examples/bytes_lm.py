@@ -95,9 +95,9 @@ def strategies(world: shoal.World, options: argparse.Namespace) -> list[Any] | N
     degree = world.layout.degree
     chosen: list[Any] = []
     if degree("context") > 1:
-        chosen.append(shoal.Context())
+        chosen.append(shoal.ContextParallel())
     if degree("tensor") > 1:
-        chosen.append(shoal.Tensor())  # the plan is derived from the model, and printed
+        chosen.append(shoal.TensorParallel())  # the plan is derived from the model, and printed
     if degree("pipeline") > 1:
         rows = options.batch_size // world.data_size // options.micro_batches
         text = torch.zeros(max(rows, 1), options.context, dtype=torch.int)
@@ -118,7 +118,7 @@ def main(options: argparse.Namespace) -> None:
             windows(training, options.context),
             directory=options.run,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95)),
-            schedule=shoal.Schedule(warmup=20, floor=0.1),
+            schedule=shoal.LRSchedule(warmup=20, floor=0.1),
             parallel=strategies(world, options),
             batch_size=options.batch_size,
             micro_batches=options.micro_batches,

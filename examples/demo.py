@@ -130,7 +130,7 @@ def newest(directory: Path) -> Path:
 
 
 def resumed_at(directory: Path) -> int:
-    restores = events.read(directory / "events" / "rank-0.jsonl")
+    restores = events.read_events(directory / "events" / "rank-0.jsonl")
     return next(int(event["position"]) for event in restores if event["event"] == "restore")
 
 

@@ -125,7 +125,7 @@ def main(options: argparse.Namespace) -> None:
             pairs(flows[options.flows // 8 :]),
             directory=directory,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
-            schedule=shoal.Schedule(warmup=10),
+            schedule=shoal.LRSchedule(warmup=10),
             batch_size=16,
             epochs=options.epochs,
             clip=1.0,

@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
         parallel=shoal.Hogwild(server=True, staleness=options.staleness),
         batch_size=64,
         epochs=options.epochs,
-        evaluate=shoal.Evaluation(dataset=data(800), metrics={"accuracy": shoal.Accuracy()}),
+        evaluate=shoal.Validation(dataset=data(800), metrics={"accuracy": shoal.Accuracy()}),
     )
     trained.step.engine.world.say(f"accuracy {trained.metrics['accuracy']:.1%}")
 

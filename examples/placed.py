@@ -68,7 +68,7 @@ def main(options: argparse.Namespace) -> None:
     half = {f"blocks.{n}": devices[2 * n // BLOCKS] for n in range(BLOCKS)}
     by_map = {"first": devices[0], **half, "head": devices[1]}
     with shoal.init(devices_per_rank=1 if one_gpu else 2, seed=0) as world:
-        placed = shoal.Placed(devices if options.balance else by_map)
+        placed = shoal.DevicePlacement(devices if options.balance else by_map)
         model = shoal.parallelize(Rings(), world, [placed, shoal.DDP()])
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)

@@ -68,7 +68,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def main(options: argparse.Namespace) -> None:
     draw = random.Random(0)
     data = [grown(draw.randint(1, 6), draw) for _ in range(options.strings)]
-    strategy = shoal.Remote(
+    strategy = shoal.RPCPipeline(
         stages={"reader": ("signs", "read"), "judge": ("norm", "judge")},
         workers={"reader": range(options.readers), "judge": (options.readers,)},
     )

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.data import Budget, Loader, Order, Stream, Weighted
-    from shoal.data.batch import Batch, Result
-    from shoal.data.gather import Rows, gather
+    from shoal.data import Loader, Permutation, ShardedDataset, TokenBudget, WeightedSampling
+    from shoal.data.batch import Batch, StepResult
+    from shoal.data.gather import GatheredRows, gather
     from shoal.data.noise import Noise
     from shoal.distributed.cluster_env import Placement
     from shoal.distributed.layout import Layout
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from shoal.launcher import launch
     from shoal.report.coverage import coverage
     from shoal.strategies import parallelize
-    from shoal.strategies.activation_checkpoint import Recompute
+    from shoal.strategies.activation_checkpoint import ActivationCheckpointing
     from shoal.strategies.asynchronous.hogwild import Hogwild
-    from shoal.strategies.context_parallel.options import Context
+    from shoal.strategies.context_parallel.options import ContextParallel
     from shoal.strategies.data_parallel.compression import PowerSGD, TopK
-    from shoal.strategies.data_parallel.ddp import DDP, DataParallel, Single
+    from shoal.strategies.data_parallel.ddp import DDP, DataParallel, SingleProcess
     from shoal.strategies.data_parallel.local_sgd import DiLoCo, LocalSGD
-    from shoal.strategies.device_placement.options import Placed
+    from shoal.strategies.device_placement.options import DevicePlacement
     from shoal.strategies.fsdp.options import FSDP
     from shoal.strategies.pipeline.options import Pipeline
-    from shoal.strategies.rpc_pipeline.options import Remote
+    from shoal.strategies.rpc_pipeline.options import RPCPipeline
     from shoal.strategies.task import Task
-    from shoal.strategies.tensor_parallel.options import Tensor
+    from shoal.strategies.tensor_parallel.options import TensorParallel
     from shoal.telemetry.trackers import TensorBoard, WandB
-    from shoal.training.early_stopping import Evaluation
+    from shoal.training.early_stopping import Validation
     from shoal.training.ema import EMA
     from shoal.training.evaluation import Accuracy, evaluate
-    from shoal.training.loop import Moment, Trained, train
+    from shoal.training.loop import TrainingStatus, TrainResult, train
     from shoal.training.model_export import export, load
     from shoal.training.run import Run
     from shoal.training.save_policy import YoungDaly
-    from shoal.training.schedule import Schedule
+    from shoal.training.schedule import LRSchedule
     from shoal.training.step import Step
-    from shoal.util.decision import Choice
+    from shoal.util.decision import Decision
     from shoal.util.errors import (
         AgreementError,
         CheckpointError,
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "data.batch": ("Batch", "Result"),
-    "util.decision": ("Choice",),
-    "data": ("Budget", "Loader", "Order", "Stream", "Weighted"),
+    "data.batch": ("Batch", "StepResult"),
+    "util.decision": ("Decision",),
+    "data": ("TokenBudget", "Loader", "Permutation", "ShardedDataset", "WeightedSampling"),
     "report.coverage": ("coverage",),
     "training.ema": ("EMA",),
-    "training.early_stopping": ("Evaluation",),
+    "training.early_stopping": ("Validation",),
     "util.errors": (
         "AgreementError",
         "CheckpointError",
@@ -75,23 +75,23 @@ _HOMES = {
     "distributed.cluster_env": ("Placement",),
     "launcher": ("launch",),
     "distributed.layout": ("Layout",),
-    "training.loop": ("Moment", "Trained", "train"),
+    "training.loop": ("TrainingStatus", "TrainResult", "train"),
     "strategies": ("parallelize",),
     "strategies.data_parallel.local_sgd": ("DiLoCo", "LocalSGD"),
     "strategies.data_parallel.compression": ("PowerSGD", "TopK"),
-    "strategies.context_parallel.options": ("Context",),
+    "strategies.context_parallel.options": ("ContextParallel",),
     "strategies.asynchronous.hogwild": ("Hogwild",),
     "strategies.pipeline.options": ("Pipeline",),
-    "strategies.device_placement.options": ("Placed",),
-    "strategies.activation_checkpoint": ("Recompute",),
-    "strategies.rpc_pipeline.options": ("Remote",),
-    "strategies.data_parallel.ddp": ("DDP", "DataParallel", "Single"),
+    "strategies.device_placement.options": ("DevicePlacement",),
+    "strategies.activation_checkpoint": ("ActivationCheckpointing",),
+    "strategies.rpc_pipeline.options": ("RPCPipeline",),
+    "strategies.data_parallel.ddp": ("DDP", "DataParallel", "SingleProcess"),
     "strategies.fsdp.options": ("FSDP",),
-    "strategies.tensor_parallel.options": ("Tensor",),
-    "data.gather": ("Rows", "gather"),
+    "strategies.tensor_parallel.options": ("TensorParallel",),
+    "data.gather": ("GatheredRows", "gather"),
     "training.run": ("Run",),
     "training.save_policy": ("YoungDaly",),
-    "training.schedule": ("Schedule",),
+    "training.schedule": ("LRSchedule",),
     "training.step": ("Step",),
     "data.noise": ("Noise",),
     "strategies.task": ("Task",),
@@ -103,16 +103,16 @@ __all__ = [
     "Accuracy",
     "AgreementError",
     "Batch",
-    "Budget",
+    "TokenBudget",
     "CheckpointError",
-    "Choice",
-    "Context",
+    "Decision",
+    "ContextParallel",
     "DDP",
     "DataError",
     "DataParallel",
     "DiLoCo",
     "EMA",
-    "Evaluation",
+    "Validation",
     "FSDP",
     "Hogwild",
     "LaunchError",
@@ -120,31 +120,31 @@ __all__ = [
     "LayoutError",
     "Loader",
     "LocalSGD",
-    "Moment",
+    "TrainingStatus",
     "Noise",
-    "Order",
-    "Placed",
+    "Permutation",
+    "DevicePlacement",
     "Placement",
     "Pipeline",
     "PowerSGD",
-    "Recompute",
-    "Remote",
-    "Result",
-    "Rows",
+    "ActivationCheckpointing",
+    "RPCPipeline",
+    "StepResult",
+    "GatheredRows",
     "Run",
-    "Schedule",
+    "LRSchedule",
     "ShoalError",
-    "Single",
+    "SingleProcess",
     "Step",
     "StepError",
-    "Stream",
+    "ShardedDataset",
     "Task",
-    "Tensor",
+    "TensorParallel",
     "TensorBoard",
     "TopK",
-    "Trained",
+    "TrainResult",
     "WandB",
-    "Weighted",
+    "WeightedSampling",
     "World",
     "YoungDaly",
     "coverage",

@@ -11,15 +11,15 @@ import pytest
 import shoal
 from shoal.bench.compile.display import Mode
 from shoal.bench.compile.display import advise as advise_modes
-from shoal.bench.data_loading.advice import Measured, Need, advise
+from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
 from shoal.bench.data_loading.measure import Trial
 from shoal.bench.import_target import called, named
-from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.scaling.interrupt import InterruptFlag
 
 
 def measured(
     workers: int, rate: float, *, busy: float = 1.0, theirs: float = 0.0, machine: float = 0.1
-) -> Measured:
+) -> LoaderTrials:
     trials = [
         Trial(
             first=0.1,
@@ -32,7 +32,7 @@ def measured(
         )
         for factor in (0.9, 1.0, 1.3)
     ]
-    return Measured(batch_size=32, workers=workers, trials=tuple(trials))
+    return LoaderTrials(batch_size=32, workers=workers, trials=tuple(trials))
 
 
 def test_workers_help_until_the_cores_are_busy() -> None:
@@ -59,7 +59,7 @@ def test_workers_help_until_the_cores_are_busy() -> None:
         ),
     ],
 )
-def test_why_no_worker_is_best(following: Measured, why: str) -> None:
+def test_why_no_worker_is_best(following: LoaderTrials, why: str) -> None:
     [said] = advise([measured(0, 1000), following], 4, None)
     assert said.startswith("num_workers=0 gives 1,000 samples/s; 1 give ")
     assert said.endswith(f": {why}.")
@@ -154,7 +154,7 @@ def test_a_file_that_fails_leaves_no_module(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Interrupts() as interrupts:
+    with InterruptFlag() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert interrupts.asked == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
@@ -163,7 +163,7 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts() -> None:
 
 
 def test_ctrl_c_at_once() -> None:
-    with Interrupts() as interrupts:
+    with InterruptFlag() as interrupts:
         interrupts.at_once = True
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)

@@ -41,7 +41,7 @@ def test_all_operations_over_gloo(start: Start, tmp_path: Path) -> None:
     )
     ended = start(*asked.split()).end()
     assert ended.code == 0, ended.err
-    found = machine_file.read(tmp_path / "m.json")
+    found = machine_file.read_machine_file(tmp_path / "m.json")
     assert [(each.backend, each.operation, each.ranks) for each in found.series] == [
         ("gloo", operation, 2) for operation in OPERATIONS
     ]
@@ -75,7 +75,7 @@ def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
     running.process.send_signal(signal.SIGINT)
     ended = running.end()
     assert ended.code == 128 + signal.SIGINT, "".join(told) + ended.err
-    found = machine_file.read(tmp_path / "m.json")
+    found = machine_file.read_machine_file(tmp_path / "m.json")
     assert not found.complete
     assert found.series
     assert "It was ended early" in ended.out
@@ -91,7 +91,7 @@ def test_mpi_beside_gloo(program: str, tmp_path: Path) -> None:
     script = f"import sys; sys.argv[1:] = {arguments}\nfrom shoal.cli.main import main; main()"
     ended = mpirun.run(program, 2, script, tmp_path)
     assert ended.code == 0, ended.err
-    found = machine_file.read(tmp_path / "m.json")
+    found = machine_file.read_machine_file(tmp_path / "m.json")
     assert [(each.backend, each.operation) for each in found.series] == [
         (backend, operation) for backend in ("mpi", "gloo") for operation in OPERATIONS
     ]

@@ -10,13 +10,13 @@ import pytest
 
 import shoal
 from shoal.bench.collectives import command, display
-from shoal.bench.collectives.machine_file import Series
+from shoal.bench.collectives.machine_file import CollectiveSeries
 from shoal.bench.collectives.measure import OPERATIONS, summary
 from shoal.bench.units import duration, parse_sizes, percent, shown_size
 from shoal.report import bandwidth
 
 
-def request(**changed: Any) -> command.Request:
+def request(**changed: Any) -> command.CollectivesOptions:
     usual: dict[str, Any] = {
         "backends": "",
         "operations": "",
@@ -117,9 +117,11 @@ def test_a_point_is_the_median_and_the_quartiles() -> None:
     assert summary(8, [2.0]).spread == 0
 
 
-def series(backend: str, seconds: float) -> Series:
+def series(backend: str, seconds: float) -> CollectiveSeries:
     points = [summary(size, [seconds + size / 1e9]) for size in (1 << 10, 1 << 20)]
-    return Series(backend=backend, operation="all_reduce", memory="cpu", ranks=2, points=tuple(points))
+    return CollectiveSeries(
+        backend=backend, operation="all_reduce", memory="cpu", ranks=2, points=tuple(points)
+    )
 
 
 def test_backends_are_compared_at_the_ends() -> None:

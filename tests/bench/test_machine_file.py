@@ -13,15 +13,15 @@ import pytest
 
 import shoal
 from shoal.bench.collectives.machine_file import (
+    CollectiveSeries,
     Fit,
-    Links,
-    Machine,
+    LinkTable,
+    MachineFile,
     Point,
-    Series,
     fit,
-    read,
+    read_machine_file,
     to_json,
-    write,
+    write_machine_file,
 )
 
 
@@ -31,7 +31,7 @@ def point(bytes: int, seconds: float) -> Point:
 
 SIZES = [4**power << 10 for power in range(9)]
 POINTS = tuple(point(size, 1e-4 + size / 2e9) for size in SIZES)
-MACHINE = Machine(
+MACHINE = MachineFile(
     measured="2026-01-02T03:04:05+00:00",
     seconds=12.5,
     complete=True,
@@ -45,7 +45,7 @@ MACHINE = Machine(
     threads=4,
     interface="ib0",
     series=(
-        Series(
+        CollectiveSeries(
             backend="gloo",
             operation="all_reduce",
             memory="cpu",
@@ -53,9 +53,11 @@ MACHINE = Machine(
             points=POINTS,
             fit=Fit(latency=1e-4, bandwidth=2e9, error=0.01),
         ),
-        Series(backend="gloo", operation="barrier", memory="cpu", ranks=2, points=(point(0, 1e-5),)),
+        CollectiveSeries(
+            backend="gloo", operation="barrier", memory="cpu", ranks=2, points=(point(0, 1e-5),)
+        ),
     ),
-    links=Links(
+    links=LinkTable(
         backend="gloo", bytes=1 << 20, bandwidth=((None, 1e9), (2e9, None)), latency=((None, 1e-5),) * 2
     ),
 )
@@ -63,8 +65,8 @@ MACHINE = Machine(
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    write(MACHINE, path)
-    assert read(path) == MACHINE
+    write_machine_file(MACHINE, path)
+    assert read_machine_file(path) == MACHINE
     assert json.loads(to_json(MACHINE)) == json.loads(path.read_text())
     assert [each.name for each in tmp_path.iterdir()] == ["machine.json"]
 
@@ -72,7 +74,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({**json.loads(to_json(MACHINE)), "altitude": 8848}))
-    assert read(path) == MACHINE
+    assert read_machine_file(path) == MACHINE
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_what_can_not_be_is_refused(
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(plain))
     with pytest.raises(shoal.ShoalError, match=found):
-        read(path)
+        read_machine_file(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "[]", "\x00"])
@@ -110,14 +112,14 @@ def test_no_machine_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
     with pytest.raises(shoal.ShoalError, match=r"it is no (JSON|machine file)"):
-        read(path)
+        read_machine_file(path)
 
 
 def test_files_that_are_not_there_and_folders_that_are_not(tmp_path: Path) -> None:
     with pytest.raises(shoal.ShoalError, match="No such file"):
-        read(tmp_path / "machine.json")
+        read_machine_file(tmp_path / "machine.json")
     with pytest.raises(shoal.ShoalError, match="No such file"):
-        write(MACHINE, tmp_path / "no" / "machine.json")
+        write_machine_file(MACHINE, tmp_path / "no" / "machine.json")
 
 
 def test_a_line_is_found_again() -> None:
@@ -172,6 +174,8 @@ def test_two_sizes_make_no_fit() -> None:
 )
 def test_bus_bandwidth(operation: str, ranks: int, ratio: float) -> None:
     """By hand: in a ring all_reduce each rank sends 2 (N - 1) parts of N."""
-    series = Series(backend="b", operation=operation, memory="cpu", ranks=ranks, points=POINTS)
+    series = CollectiveSeries(
+        backend="b", operation=operation, memory="cpu", ranks=ranks, points=POINTS
+    )
     found = series.bus_bandwidth(POINTS[3]) / series.algorithm_bandwidth(POINTS[3])
     assert found == pytest.approx(ratio)

@@ -11,7 +11,7 @@ import pytest
 from helpers.browser import browser, program
 from shoal.bench.scaling import study as scaling
 from shoal.bench.scaling.aggregate import Repeat
-from shoal.bench.scaling.configurations import Options
+from shoal.bench.scaling.configurations import StudyOptions
 from shoal.bench.scaling.directory import Study, begin
 from shoal.bench.scaling.measure import summarize
 from shoal.util.tables import plain_console
@@ -29,7 +29,7 @@ HOSTILE = "<script>alert(1)</script> $x$ </svg>"
 
 def made_up(path: Path, *, faster: float = 1.0) -> Study:
     """Up to 16 processes, over two backends, with a straggler; the greatest one fails."""
-    options = Options(
+    options = StudyOptions(
         model="gpt",
         processes=(1, 2, 4, 8, 16),
         scalings=("strong", "weak"),

@@ -19,13 +19,13 @@ from helpers.synthetic_runs import simulate, write
 from shoal.bench.scaling import compare, directory, format, jobs
 from shoal.bench.scaling import configurations as grid
 from shoal.bench.scaling import study as scaling
-from shoal.bench.scaling.aggregate import Repeat, Row, all_notes, rows
-from shoal.bench.scaling.configurations import Configuration, Options
+from shoal.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, rows
+from shoal.bench.scaling.configurations import Configuration, StudyOptions
 from shoal.bench.scaling.diagnosis import causes, diagnoses, labels, sentence
-from shoal.bench.scaling.measure import Measured, summarize
-from shoal.bench.scaling.subject import BuiltIn, Factory, Script, parse_subject, unit
+from shoal.bench.scaling.measure import StepTimes, summarize
+from shoal.bench.scaling.subject import BuiltIn, Factory, ScriptSubject, parse_subject, unit
 from shoal.cli.main import app
-from shoal.report import read
+from shoal.report import read_history
 from shoal.report.html import csv_of
 from shoal.util.errors import CheckpointError, LaunchError
 
@@ -55,7 +55,7 @@ def test_what_is_no_model_is_refused_with_what_would_be(text: str, told: str) ->
         parse_subject(text)
 
 
-FULL = Options(
+FULL = StudyOptions(
     model="dense",
     processes=(1, 2, 4),
     scalings=("strong", "weak"),
@@ -95,7 +95,7 @@ def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int,
 )
 def test_what_cannot_be_studied_is_refused(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(LaunchError, match=told):
-        grid.check(replace(FULL, **changed))
+        grid.check_options(replace(FULL, **changed))
 
 
 def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
     script.write_text("")
     options = replace(FULL, model=str(script), backends=("gloo",), args=("--run={run}",))
     with pytest.raises(LaunchError, match="tells the script its batch"):
-        grid.check(options)
+        grid.check_options(options)
     options = replace(options, args=("--run={run}", "-b", "{batch}", "{steps}"))
-    grid.check(options)
+    grid.check_options(options)
     chosen = grid.configuration(options, grid.curves(options)[1], 4)
-    assert isinstance(options.subject, Script)
+    assert isinstance(options.subject, ScriptSubject)
     assert grid.arguments(options, chosen, "here") == ["--run=here", "-b", "32", "40"]
 
 
@@ -118,7 +118,7 @@ def times(**milliseconds: list[float]) -> dict[str, Any]:
     }
 
 
-def summary(wall: float, **milliseconds: list[float]) -> Measured:
+def summary(wall: float, **milliseconds: list[float]) -> StepTimes:
     ranks = len(next(iter(milliseconds.values())))
     hosts = [f"node{rank}" for rank in range(ranks)]
     walls = np.full((ranks, 4), wall / 1e3)
@@ -145,12 +145,14 @@ def test_ranks_that_are_late_in_turn_blame_nobody() -> None:
     assert found.parts["waiting"] == pytest.approx(0.01)
 
 
-def repeat(key: str, number: int, measured: Measured | None, **more: Any) -> Repeat:
+def repeat(key: str, number: int, measured: StepTimes | None, **more: Any) -> Repeat:
     return Repeat(key=key, round=number, began=0.0, seconds=1.0, measured=measured, **more)
 
 
-def study_of(*, strong: dict[int, Measured | None], **more: Any) -> list[Row]:
-    options = Options(model="dense", processes=tuple(strong), batch=8, rounds=1, backends=("gloo",))
+def study_of(*, strong: dict[int, StepTimes | None], **more: Any) -> list[ScalingPoint]:
+    options = StudyOptions(
+        model="dense", processes=tuple(strong), batch=8, rounds=1, backends=("gloo",)
+    )
     curve = grid.curves(options)[0]
     jobs = {size: grid.configuration(options, curve, size).key for size in strong}
     return rows(
@@ -186,7 +188,7 @@ def test_what_is_gained_is_told_too() -> None:
 
 def test_a_sentence_names_only_what_is_above_the_spread_of_the_rounds() -> None:
     """Communication is lost in each round; the forward pass is slower in one and faster in another."""
-    options = Options(model="dense", processes=(1, 2), batch=8, rounds=3, backends=("gloo",))
+    options = StudyOptions(model="dense", processes=(1, 2), batch=8, rounds=3, backends=("gloo",))
     one, two = (each.key for each in grid.configurations(options))
     repeats = [repeat(one, number, ONE) for number in range(3)]
     for number, forward in enumerate((12, 15, 21)):
@@ -216,7 +218,7 @@ def test_a_failed_size_is_a_row_and_the_rest_goes_on() -> None:
 
 
 def test_speed_up_is_taken_within_rounds_so_that_drift_cancels() -> None:
-    options = Options(model="dense", processes=(1, 2), batch=8, rounds=2, backends=("gloo",))
+    options = StudyOptions(model="dense", processes=(1, 2), batch=8, rounds=2, backends=("gloo",))
     one, two = (each.key for each in grid.configurations(options))
     fast, slow = ONE, summary(200, forward=[200])
     found = rows(
@@ -289,7 +291,7 @@ def test_a_job_that_failed_is_run_again(tmp_path: Path) -> None:
 def test_a_study_in_which_nothing_succeeded_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[Measured | None] = [None, ONE]
+    found: list[StepTimes | None] = [None, ONE]
 
     def run(study: directory.Study, configuration: Configuration, number: int, _: str) -> Repeat:
         return repeat(configuration.key, number, found.pop(0), reason="no reason")
@@ -313,7 +315,7 @@ def test_a_result_that_says_nothing_is_named(tmp_path: Path, changed: dict[str, 
 
 def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:
     nothing = {part: values * 0 for part, values in simulate(1, 20).items()}
-    history = read(write(tmp_path, nothing))
+    history = read_history(write(tmp_path, nothing))
     with pytest.raises(LaunchError, match="took no time"):
         jobs.measure(history.attempts[0], 5, 10)
 
@@ -329,7 +331,7 @@ def test_a_result_of_somebody_elses_is_named(tmp_path: Path) -> None:
         directory.load(tmp_path)
 
 
-def complete(path: Path, options: Options, seconds: dict[int, float]) -> directory.Study:
+def complete(path: Path, options: StudyOptions, seconds: dict[int, float]) -> directory.Study:
     study = directory.begin(path, options)
     for number, each in study.missing():
         wall = seconds[each.processes] * 1e3
@@ -338,7 +340,7 @@ def complete(path: Path, options: Options, seconds: dict[int, float]) -> directo
 
 
 def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> None:
-    options = Options(model="dense", processes=(1, 2), batch=8, backends=("gloo",))
+    options = StudyOptions(model="dense", processes=(1, 2), batch=8, backends=("gloo",))
     quad = complete(tmp_path / "quad", options, {1: 0.2, 2: 0.1})
     octo = complete(tmp_path / "octo", replace(options, threads=2), {1: 0.1, 2: 0.1})
     one, two = compare.pairs(quad, octo)
@@ -357,7 +359,9 @@ def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> Non
 
 
 def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
-    options = Options(model="dense", processes=(1, 2, 4), batch=8, rounds=1, backends=("nccl", "gloo"))
+    options = StudyOptions(
+        model="dense", processes=(1, 2, 4), batch=8, rounds=1, backends=("nccl", "gloo")
+    )
     two = summary(80, forward=[20, 20], backward=[40, 40], communication=[20, 20])
     repeats = [
         repeat(each.key, 0, ONE if each.processes == 1 else two)

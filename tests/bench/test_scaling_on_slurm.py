@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from helpers.fake_slurm import Fakes, place, run_script, write
 from shoal.bench.scaling.aggregate import Repeat, apart
-from shoal.bench.scaling.allocations import Asked, Room, allocations, room
-from shoal.bench.scaling.configurations import Options
+from shoal.bench.scaling.allocations import Asked, Capacity, allocations, room
+from shoal.bench.scaling.configurations import StudyOptions
 from shoal.bench.scaling.directory import Study, begin, load
 from shoal.cli.main import app
-from shoal.launcher.submit.job import Request, Turn
+from shoal.launcher.submit.job import JobRequest, Turn
 from shoal.launcher.submit.site import Partition, Site
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
@@ -30,7 +30,7 @@ nodes = 4
 """
 GPUS = Partition(name="main", gpus=4, cores=32, cpus_per_gpu=8, nodes=4)
 CORES = Partition(name="main", gpus=0, cores=32)
-FULL = Options(model="dense", processes=(1, 2, 4, 8), backends=("gloo", "mpi"), batch=8, rounds=2)
+FULL = StudyOptions(model="dense", processes=(1, 2, 4, 8), backends=("gloo", "mpi"), batch=8, rounds=2)
 
 
 def site(partition: Partition | None) -> Site:
@@ -73,7 +73,7 @@ def test_what_nobody_knows_of_a_node_is_asked_for(
         room(site(partition), asked)
 
 
-FOUR = Room(where="mini", tasks=4, gpus=True, cpus=8, most=4)
+FOUR = Capacity(where="mini", tasks=4, gpus=True, cpus=8, most=4)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,9 @@ def take_turns(fakes: Fakes, folder: Path, *words: str, limit: int = 30) -> tupl
     acts.write_text(ACTS)
     acts.chmod(0o755)
     turns = tuple(Turn(args=(word,), processes=1, log=str(folder / word)) for word in words)
-    asked = Request(script="train.py", time=3600, turns=turns, limit=limit, variables=(("A", "b c"),))
+    asked = JobRequest(
+        script="train.py", time=3600, turns=turns, limit=limit, variables=(("A", "b c"),)
+    )
     text = write(asked, Site(name="plain"), place(folder, python=str(acts), variables=asked.variables))
     assert "export A='b c'\n" in text
     done = run_script(text, fakes, {"CANCEL": str(folder / "jobs/1/cancelled")})
@@ -187,7 +189,7 @@ def test_a_turn_has_its_time(fakes: Fakes, tmp_path: Path) -> None:
 )
 def test_each_turn_has_as_many_processes_as_it_needs(launcher: str, told: str, tmp_path: Path) -> None:
     turns = tuple(Turn(args=(), processes=size, log=f"{name}.txt") for name, size in SIZES)
-    asked = Request(
+    asked = JobRequest(
         script="t.py",
         time=60,
         nodes=2,

@@ -198,7 +198,9 @@ def test_a_disk_that_is_full(
             newest, expected = (two.call(load, each.directory)[0] for each in (training, undisturbed))
             assert newest[:2] == expected[:2]
             for path in (training.directory / "events").iterdir():
-                steps = [event["step"] for event in events.read(path) if event["event"] == "batch"]
+                steps = [
+                    event["step"] for event in events.read_events(path) if event["event"] == "batch"
+                ]
                 assert steps == [*range(1, UNTIL + 1)]
             shutil.rmtree(training.directory)
 

@@ -20,7 +20,7 @@ import torch
 from helpers.processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Files
 from shoal.checkpoint.commit import store_in
-from shoal.checkpoint.filesystem import Room
+from shoal.checkpoint.filesystem import FreeSpace
 from shoal.util.errors import CheckpointError
 
 LARGE = 1 << 22
@@ -36,10 +36,10 @@ class Small(Files):
     """A disk with little room."""
 
     def __init__(self, size: int | None, files: int | None) -> None:
-        self.free = Room(size, files)
+        self.free = FreeSpace(size, files)
         self.made: list[AnyPath] = []
 
-    def room(self, path: AnyPath) -> Room:
+    def room(self, path: AnyPath) -> FreeSpace:
         return self.free
 
     def create(self, path: AnyPath) -> BinaryIO:
@@ -81,7 +81,7 @@ def test_what_the_system_says_is_free(tmp_path: Path) -> None:
     assert room.bytes <= shutil.disk_usage(tmp_path).total
     assert room.bytes > 0
     # The kernel's own files take nothing and count nothing.
-    assert Files().room(Path("/proc/self")) == Room(None, None)
+    assert Files().room(Path("/proc/self")) == FreeSpace(None, None)
 
 
 class Limited(Files):

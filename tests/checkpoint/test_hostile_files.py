@@ -28,7 +28,7 @@ from shoal.checkpoint.inspect import manifest as contents
 from shoal.checkpoint.inspect import verify
 from shoal.checkpoint.inspect.tensor_reader import Values
 from shoal.checkpoint.state_tree import DTYPES
-from shoal.checkpoint.store import DamageError, Manifest, Record
+from shoal.checkpoint.store import DamageError, FileRecord, Manifest
 from shoal.checkpoint.tensor_index import BYTES
 from shoal.telemetry import events
 from shoal.util.errors import CheckpointError
@@ -50,7 +50,7 @@ def forge(step: Path, name: str, content: bytes) -> None:
     """Replace a file, and its size and sum in the manifest."""
     manifest = Manifest.parse((step / "manifest.json").read_bytes())
     (step / name).write_bytes(content)
-    record = Record(len(content), hashlib.sha256(content).hexdigest())
+    record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
     forged = replace(manifest, files={**manifest.files, name: record})
     (step / "manifest.json").write_bytes(forged.render())
 
@@ -68,7 +68,7 @@ def assert_refused(step: Path, found: str = "") -> None:
 
 
 def read_all(step: Path) -> None:
-    looked = contents.look(step)
+    looked = contents.inspect_checkpoint(step)
     with Values(looked) as values:
         for name in looked.tensors:
             values.whole(name)
@@ -82,7 +82,7 @@ def read_all(step: Path) -> None:
     ],
 )
 def test_a_manifest_names_files_of_its_own_directory(name: str, step: Path) -> None:
-    raw = Manifest(1, 1, None, {name: Record(0, SUM)}).render()
+    raw = Manifest(1, 1, None, {name: FileRecord(0, SUM)}).render()
     with pytest.raises(DamageError, match="what no checkpoint can be"):
         Manifest.parse(raw)
     (step / "manifest.json").write_bytes(raw)
@@ -101,7 +101,7 @@ BAD_NUMBERS: dict[str, list[Any]] = {
     "numbers", [{key: value} for key, values in BAD_NUMBERS.items() for value in values]
 )
 def test_a_manifest_holds_possible_numbers(numbers: dict[str, Any], step: Path) -> None:
-    record = Record(numbers.get("bytes", 0), numbers.get("sha256", SUM))
+    record = FileRecord(numbers.get("bytes", 0), numbers.get("sha256", SUM))
     raw = Manifest(
         numbers.get("step", 1), numbers.get("world_size", 1), None, {"file": record}
     ).render()
@@ -169,7 +169,7 @@ def test_a_state_that_is_none(raw: bytes, step: Path) -> None:
 def test_a_state_that_nobody_can_show(state: bytes, step: Path) -> None:
     forge(step, "state.json", b'{"state": ' + state + b', "rank_state": [{"dict": {}}], "tensors": {}}')
     with pytest.raises(CheckpointError, match=r"digits|deeply"):
-        contents.look(step)
+        contents.inspect_checkpoint(step)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_pickles_where_events_and_weights_should_be(tmp_path: Path) -> None:
     content = pickle.dumps(Hostile(marker))
     for name in ("rank-0.jsonl", "model.safetensors", "model.pt"):
         (tmp_path / name).write_bytes(content)
-    assert list(events.read(tmp_path / "rank-0.jsonl")) == []
+    assert list(events.read_events(tmp_path / "rank-0.jsonl")) == []
     assert events.steps(tmp_path) == {}
     for name in ("model.safetensors", "model.pt"):
         with pytest.raises(CheckpointError):

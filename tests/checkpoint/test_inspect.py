@@ -295,8 +295,8 @@ def test_sizes_as_people_say_them(count: int, said: str) -> None:
     assert tables.size(count) == said
 
 
-def save(directory: Path, state: dict[str, Any], **info: Any) -> manifest.Contents:
-    return manifest.look(Checkpoints(directory, Alone()).save(1, state, {}, info))
+def save(directory: Path, state: dict[str, Any], **info: Any) -> manifest.CheckpointManifest:
+    return manifest.inspect_checkpoint(Checkpoints(directory, Alone()).save(1, state, {}, info))
 
 
 @pytest.fixture(params=[None, 16])
@@ -452,12 +452,12 @@ def test_a_checkpoint_that_a_live_run_renames_is_found_again(tmp_path: Path) -> 
     final, partial = tmp_path / "step-8", tmp_path / "step-8.partial"
     final.rename(partial)
 
-    def compare(found: list[manifest.Contents]) -> diff.Comparison:
+    def compare(found: list[manifest.CheckpointManifest]) -> diff.Comparison:
         if partial.exists():
             partial.rename(final)
         return diff.compare(*found)
 
-    assert locate.read([tmp_path, tmp_path], compare).same
+    assert locate.read_newest([tmp_path, tmp_path], compare).same
     assert locate.examined(partial, read=True) == (final, [])
     shutil.rmtree(final)
     assert locate.examined(final, read=True) == (None, [])
@@ -468,7 +468,7 @@ def test_a_checkpoint_that_is_damaged_and_there_is_an_error(tmp_path: Path) -> N
     (file,) = (tmp_path / "step-8").glob("*.safetensors")
     file.write_bytes(b"\0" * file.stat().st_size)
     with pytest.raises(CheckpointError):
-        locate.read([tmp_path, tmp_path], lambda found: diff.compare(*found))
+        locate.read_newest([tmp_path, tmp_path], lambda found: diff.compare(*found))
 
 
 @pytest.mark.filterwarnings("error")

@@ -64,7 +64,9 @@ def save(world: shoal.World, strategy: Any, folder: Path) -> None:
             shoal.export(run, folder / "averaged.safetensors")
 
 
-def exported(found: manifest.Contents, out: Path, ema: str | None = None) -> dict[str, Tensor]:
+def exported(
+    found: manifest.CheckpointManifest, out: Path, ema: str | None = None
+) -> dict[str, Tensor]:
     loaded: dict[str, Tensor] = load_file(extract.extract(found, out, step=None, ema=ema).path)
     return loaded
 
@@ -85,10 +87,10 @@ def test_as_if_one_process_had_saved(size: int, layout: str, strategy: Any, tmp_
     with Ranks(size, layout=layout) as ranks:
         ranks.call(save, strategy, tmp_path / "many")
     with Ranks(1) as alone:
-        alone.call(save, shoal.Single(), tmp_path / "one")
+        alone.call(save, shoal.SingleProcess(), tmp_path / "one")
     paths = [tmp_path / name / "run/checkpoints/step-2" for name in ("many", "one")]
     assert [verify.problems(path, read=True) for path in paths] == [[], []]
-    many, one = map(manifest.look, paths)
+    many, one = map(manifest.inspect_checkpoint, paths)
     if isinstance(strategy, shoal.FSDP):
         assert {len(row.chunks) for name, row in many.tensors.items() if name.endswith("weight")} == {3}
 
@@ -110,10 +112,10 @@ def test_a_checkpoint_equals_itself_on_another_layout(tmp_path: Path) -> None:
     """Saved divided, restored and saved again by one process: not an element differs."""
     with Ranks(3, layout="shard=-1") as ranks:
         ranks.call(save, shoal.FSDP(), tmp_path)
-    divided = manifest.look(tmp_path / "run/checkpoints/step-2")
+    divided = manifest.inspect_checkpoint(tmp_path / "run/checkpoints/step-2")
     with Ranks(1) as alone:
         alone.call(save_again, tmp_path)
-    found = diff.compare(divided, manifest.look(tmp_path / "run/again/step-2"))
+    found = diff.compare(divided, manifest.inspect_checkpoint(tmp_path / "run/again/step-2"))
     assert [each.name for each in found.changed if each.name.startswith("state/")] == []
     assert found.reformed == ()
     assert not [name for name in found.only_first if name.startswith("state/")]

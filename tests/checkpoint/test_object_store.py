@@ -25,7 +25,7 @@ from shoal.checkpoint import AnyPath, Checkpoints, Files, object_store, path_fro
 from shoal.checkpoint.directory_names import Name
 from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import open_file
-from shoal.checkpoint.store import Manifest, Record
+from shoal.checkpoint.store import FileRecord, Manifest
 from shoal.cli.main import app
 from shoal.util.errors import CheckpointError
 
@@ -247,7 +247,7 @@ def forged(place: AnyPath, **files: bytes) -> None:
     def redo(raw: bytes) -> bytes:
         manifest = Manifest.parse(raw)
         records = {
-            name: Record(len(content), hashlib.sha256(content).hexdigest())
+            name: FileRecord(len(content), hashlib.sha256(content).hexdigest())
             for name, content in files.items()
         }
         return replace(manifest, files={**manifest.files, **records}).render()

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 SAVED, AFTER = 3, 5
 """Steps before the save, and after the restore: over the short batch that ends an epoch of 4."""
 BATCH, RATE, CLIP, DECAY = 16, 1e-2, 0.5, 0.8
-SCHEDULE, TOTAL = shoal.Schedule(warmup=2), 20
+SCHEDULE, TOTAL = shoal.LRSchedule(warmup=2), 20
 ROW = Row("transformer", staged.SAMPLES, True, 4, False, CLIP)
 
 
@@ -56,8 +56,8 @@ PROBLEMS = {
 }
 
 ZERO_2 = shoal.FSDP(reshard=False, accumulate="whole")
-BLOCKS = shoal.Tensor(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})
-TIED = shoal.Tensor(plan=PLAN)
+BLOCKS = shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})
+TIED = shoal.TensorParallel(plan=PLAN)
 FOLDED = shoal.Pipeline(split=specification.CUT["transformer"], schedule="zbv")
 
 
@@ -271,7 +271,7 @@ def expected(model: str) -> Trained:
     norms, losses = [], []
     for number in range(SAVED + AFTER):
         epoch, at = divmod(number, math.ceil(len(inputs) / BATCH))
-        order = shoal.Order(len(inputs), seed=SEED, epoch=epoch).indices(0, len(inputs))
+        order = shoal.Permutation(len(inputs), seed=SEED, epoch=epoch).indices(0, len(inputs))
         chosen = torch.from_numpy(order)[at * BATCH : (at + 1) * BATCH]
         batch = inputs[chosen], labels[chosen]
         total, count = problem.loss(net(batch[0]), batch)

@@ -17,7 +17,7 @@ import pytest
 import shoal
 from helpers.failing_disk import FILES, NEWEST, UNTIL, Training, Undisturbed, load, train
 from helpers.ranks import RankError, Ranks
-from shoal.checkpoint.store import Manifest, Record
+from shoal.checkpoint.store import FileRecord, Manifest
 
 pytestmark = pytest.mark.processes
 
@@ -156,7 +156,7 @@ def forge(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     written = path.parent / "manifest.json"
     manifest = Manifest.parse(written.read_bytes())
-    record = Record(len(content), hashlib.sha256(content).hexdigest())
+    record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
     written.write_bytes(replace(manifest, files={**manifest.files, path.name: record}).render())
 
 

@@ -19,7 +19,7 @@ import torch
 from helpers.processes import Alone
 from shoal.checkpoint import AnyPath, Checkpoints, Files, Loaded
 from shoal.checkpoint.commit import store_in
-from shoal.checkpoint.store import DamageError, Manifest, Record
+from shoal.checkpoint.store import DamageError, FileRecord, Manifest
 from shoal.util.errors import CheckpointError
 
 FILES = ["manifest.json", "rank-0.safetensors", "state.json"]
@@ -122,7 +122,7 @@ def test_a_manifest_of_the_future_is_not_guessed_at(tmp_path: Path) -> None:
 
 
 def test_a_manifest_may_not_point_elsewhere() -> None:
-    raw = Manifest(1, 1, None, {"../elsewhere": Record(0, "")}).render()
+    raw = Manifest(1, 1, None, {"../elsewhere": FileRecord(0, "")}).render()
     with pytest.raises(DamageError):
         Manifest.parse(raw)
 
@@ -154,7 +154,7 @@ def test_a_pickle_is_never_loaded(name: str, forged: bool, tmp_path: Path) -> No
     manifest = Manifest.parse((tmp_path / "step-1" / "manifest.json").read_bytes())
     path.write_bytes(content)
     if forged and name != "manifest.json":
-        record = Record(len(content), hashlib.sha256(content).hexdigest())
+        record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
         forgery = replace(manifest, files={**manifest.files, name: record})
         (tmp_path / "step-1" / "manifest.json").write_bytes(forgery.render())
     with pytest.raises(CheckpointError):
@@ -379,7 +379,7 @@ def test_records_are_of_what_was_written(tmp_path: Path) -> None:
     record = store_in(tmp_path, Files()).write(3, "some", [b"ab", memoryview(b"c"), b""])
     content = (tmp_path / "step-3.partial" / "some").read_bytes()
     assert content == b"abc"
-    assert record == Record(3, hashlib.sha256(b"abc").hexdigest())
+    assert record == FileRecord(3, hashlib.sha256(b"abc").hexdigest())
 
 
 def test_a_manifest_is_json_that_anyone_reads(tmp_path: Path) -> None:

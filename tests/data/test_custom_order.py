@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import shoal
 from shoal.data.orders import Shuffled, uniform
-from shoal.data.sampler import Sampler as Shares
+from shoal.data.sampler import RankSampler as Shares
 from shoal.util.errors import DataError
 
 SIZE, BATCH = 50, 8
@@ -61,7 +61,7 @@ class ByEpoch(Sampler[int]):
         yield from torch.randperm(SIZE, generator=generator)[: SIZE // 2].tolist()
 
 
-ORDERS = [shoal.Weighted(range(SIZE), size=31), ByEpoch(), SequentialSampler(DATA)]
+ORDERS = [shoal.WeightedSampling(range(SIZE), size=31), ByEpoch(), SequentialSampler(DATA)]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=["weighted", "by epoch", "sequential"])
@@ -87,7 +87,7 @@ def test_a_sampler_of_torch_is_asked_for_each_epoch(world: shoal.World) -> None:
 
 def test_weights_are_probabilities() -> None:
     weights = np.array([0, 3, 0, 1, 2, 0.5, 0])
-    order = shoal.Weighted(weights)
+    order = shoal.WeightedSampling(weights)
     taken = [order.take(np.arange(20_000), seed=3, epoch=epoch) for epoch in range(2)]
     for indices in taken:
         counts = np.bincount(indices, minlength=len(weights))
@@ -125,7 +125,7 @@ class Strange:
         (WeightedRandomSampler([1.0] * SIZE, SIZE), "draws from a generator"),
         (DistributedSampler(TensorDataset(DATA), 2, 0), "each rank its share"),
         (BatchSampler(SequentialSampler(DATA), 4, False), "lists batches"),
-        (shoal.Weighted([1.0, 2.0]), "a dataset of 50 samples"),
+        (shoal.WeightedSampling([1.0, 2.0]), "a dataset of 50 samples"),
         (list(range(SIZE)), "no sample can be asked"),
     ],
 )
@@ -143,34 +143,34 @@ def test_indices_are_looked_at(world: shoal.World, value: Any) -> None:
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -1.0], [float("nan")], [[1.0]]])
 def test_weights_from_which_nothing_can_be_drawn(weights: Any) -> None:
     with pytest.raises(DataError, match="one finite number"):
-        shoal.Weighted(weights)
+        shoal.WeightedSampling(weights)
 
 
 @pytest.mark.parametrize("unit", [1e308, 5e-324])
 def test_weights_of_any_size_are_only_compared(unit: float) -> None:
     positions = np.arange(4000)
-    usual = shoal.Weighted([1, 3, 0, 1, 1]).take(positions, seed=0, epoch=0)
+    usual = shoal.WeightedSampling([1, 3, 0, 1, 1]).take(positions, seed=0, epoch=0)
     largest = unit if unit > 1 else 3 * unit
-    odd = shoal.Weighted([largest / 3, largest, 0, largest / 3, largest / 3])
+    odd = shoal.WeightedSampling([largest / 3, largest, 0, largest / 3, largest / 3])
     assert (odd.take(positions, seed=0, epoch=0) == usual).mean() > 0.999
 
 
 @pytest.mark.parametrize("lengths", [[0.9, 0.9], [float("nan")], ["abc"], [-1], [[1]]])
 def test_lengths_that_are_no_whole_numbers(lengths: Any) -> None:
     with pytest.raises(DataError, match="one whole number"):
-        shoal.Budget(lengths, 10)
+        shoal.TokenBudget(lengths, 10)
 
 
 def test_a_state_of_another_order_is_refused(world: shoal.World) -> None:
-    state = build(world, order=shoal.Weighted([1.0] * SIZE)).state_dict()
-    for other in ({}, {"order": shoal.Weighted(range(SIZE))}):
+    state = build(world, order=shoal.WeightedSampling([1.0] * SIZE)).state_dict()
+    for other in ({}, {"order": shoal.WeightedSampling(range(SIZE))}):
         with pytest.raises(DataError, match="written with an order of one's own"):
             build(world, **other).load_state_dict(state)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_budget_is_filled_and_never_exceeded(world: shoal.World, padded: bool) -> None:
-    budget = shoal.Budget(LENGTHS, 100, at_most=6, padded=padded)
+    budget = shoal.TokenBudget(LENGTHS, 100, at_most=6, padded=padded)
     batches = seen(build(world, batch_size=budget), 2)
     assert sorted(index for batch in batches for index in batch) == sorted([*range(SIZE)] * 2)
     sizes = {len(batch) for batch in batches}
@@ -190,7 +190,7 @@ def test_a_budget_is_filled_and_never_exceeded(world: shoal.World, padded: bool)
 
 @pytest.mark.parametrize("stop", [1, 7, 20])
 def test_batches_of_a_budget_resume(world: shoal.World, stop: int) -> None:
-    budget = shoal.Budget(LENGTHS, 60)
+    budget = shoal.TokenBudget(LENGTHS, 60)
     whole = seen(build(world, batch_size=budget, num_workers=1), 3)
     first, second = (build(world, batch_size=budget) for _ in range(2))
     begun = seen(first, 3, stop)
@@ -206,7 +206,7 @@ def test_batches_of_a_budget_are_the_same_on_any_number_of_ranks() -> None:
                 share
                 for block in Shares(
                     order=Shuffled(SIZE, shuffle=True),
-                    batch_size=shoal.Budget(LENGTHS, 60),
+                    batch_size=shoal.TokenBudget(LENGTHS, 60),
                     ranks=ranks,
                     rank=rank,
                     micro_batches=2,
@@ -233,15 +233,15 @@ def test_batches_of_a_budget_are_the_same_on_any_number_of_ranks() -> None:
 
 def test_a_sample_beyond_the_budget_is_a_batch_of_its_own(world: shoal.World) -> None:
     assert all(
-        len(batch) == 1 for batch in seen(build(world, batch_size=shoal.Budget([9] * SIZE, 5)), 1)
+        len(batch) == 1 for batch in seen(build(world, batch_size=shoal.TokenBudget([9] * SIZE, 5)), 1)
     )
 
 
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"batch_size": shoal.Budget([1] * 9, 5)}, "the order has sample"),
-        ({"batch_size": shoal.Budget(LENGTHS, 5), "drop_last": True}, "none of them is short"),
+        ({"batch_size": shoal.TokenBudget([1] * 9, 5)}, "the order has sample"),
+        ({"batch_size": shoal.TokenBudget(LENGTHS, 5), "drop_last": True}, "none of them is short"),
     ],
 )
 def test_budgets_that_can_not_work(world: shoal.World, options: Any, found: str) -> None:
@@ -262,4 +262,4 @@ def test_a_rule_that_takes_nothing(world: shoal.World) -> None:
 
 def test_how_many_batches_a_budget_makes_is_not_known(world: shoal.World) -> None:
     with pytest.raises(DataError, match="once it has been gone through"):
-        len(build(world, batch_size=shoal.Budget(LENGTHS, 60)))
+        len(build(world, batch_size=shoal.TokenBudget(LENGTHS, 60)))

@@ -94,7 +94,7 @@ def plain() -> tuple[list[float], list[Tensor]]:
     for _ in range(STEPS):
         epoch, offset = divmod(position, SAMPLES)
         stop = min(offset + BATCH, SAMPLES)
-        indices = shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(offset, stop)
+        indices = shoal.Permutation(SAMPLES, seed=0, epoch=epoch).indices(offset, stop)
         value = mean(dataset()[0][torch.from_numpy(indices)])
         value.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

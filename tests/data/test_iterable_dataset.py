@@ -193,10 +193,10 @@ def test_a_dataset_that_shrank_is_noticed(world: shoal.World) -> None:
         seen(second, 1)
 
 
-@pytest.mark.parametrize("options", [{"order": shoal.Weighted([1.0])}, {"batch_size": None}])
+@pytest.mark.parametrize("options", [{"order": shoal.WeightedSampling([1.0])}, {"batch_size": None}])
 def test_what_needs_positions_is_refused(world: shoal.World, options: Any) -> None:
     if options.get("batch_size", 0) is None:
-        options = {"batch_size": shoal.Budget([1], 5)}
+        options = {"batch_size": shoal.TokenBudget([1], 5)}
     with pytest.raises(DataError, match="no sample at a position"):
         build(world, **options)
 

@@ -71,7 +71,7 @@ def loss(output: Tensor, graph: Graph) -> tuple[Tensor, int]:
     return ((output - graph.y) ** 2).sum(), len(graph.y)
 
 
-DATASETS = [Indexed(), Iterated(), shoal.Stream(range(3), read)]
+DATASETS = [Indexed(), Iterated(), shoal.ShardedDataset(range(3), read)]
 
 
 @pytest.mark.parametrize("dataset", DATASETS, ids=["indexed", "iterated", "stream"])

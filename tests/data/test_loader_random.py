@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset
 import shoal
 from shoal.data.map_dataset import Mapped
 from shoal.data.orders import Shuffled
-from shoal.data.sampler import Sampler
+from shoal.data.sampler import RankSampler
 from shoal.util.errors import DataError
 
 SIZE, BATCH, EPOCHS = 23, 4, 2
@@ -117,7 +117,7 @@ def test_ranks_change_nothing(
     alone = drawn(build(world, dataset, **options))
     served = Mapped(dataset, torch.stack, 3, augment=bool(options))
     for rank in range(ranks):
-        sampler = Sampler(
+        sampler = RankSampler(
             order=Shuffled(SIZE, shuffle=True),
             batch_size=BATCH,
             ranks=ranks,

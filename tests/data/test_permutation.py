@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.permutation import Order
+from shoal.data.permutation import Permutation
 from shoal.util.errors import DataError
 
 
@@ -22,21 +22,21 @@ from shoal.util.errors import DataError
 )
 def test_permutation_of_every_size_to_2000(seed: int, epoch: int) -> None:
     for size in range(1, 2001):
-        found = Order(size, seed=seed, epoch=epoch).indices(0, size)
+        found = Permutation(size, seed=seed, epoch=epoch).indices(0, size)
         assert found.dtype == np.int64
         assert np.array_equal(np.sort(found), np.arange(size)), size
 
 
 @pytest.mark.parametrize("size", [2**17 - 1, 2**17, 2**17 + 1, 300_000])
 def test_permutation_across_many_passes(size: int) -> None:
-    found = Order(size, seed=3).indices(0, size)
+    found = Permutation(size, seed=3).indices(0, size)
     assert np.array_equal(np.sort(found), np.arange(size))
     assert not np.array_equal(found, np.arange(size))
 
 
 @pytest.mark.parametrize("size", [2**31 + 1, 2**32, 10**12, 2**61 + 1, 2**62, 2**63 - 1])
 def test_indices_of_huge_orders_are_distinct_and_inside(size: int) -> None:
-    order = Order(size, seed=1)
+    order = Permutation(size, seed=1)
     ends = [order.indices(0, 50_000), order.indices(size - 50_000, size)]
     found = np.concatenate(ends)
     assert len(np.unique(found)) == len(found)
@@ -45,18 +45,18 @@ def test_indices_of_huge_orders_are_distinct_and_inside(size: int) -> None:
 
 def test_numbers_never_change() -> None:
     # Resumed runs depend on these: a change here is a change of the checkpoint format.
-    assert Order(10, seed=0).indices(0, 10).tolist() == [5, 6, 3, 2, 1, 7, 9, 0, 8, 4]
-    assert Order(1000, seed=7, epoch=2).indices(0, 5).tolist() == [800, 394, 252, 44, 474]
-    assert Order(10**12, seed=-1).indices(10**11, 10**11 + 3).tolist() == [
+    assert Permutation(10, seed=0).indices(0, 10).tolist() == [5, 6, 3, 2, 1, 7, 9, 0, 8, 4]
+    assert Permutation(1000, seed=7, epoch=2).indices(0, 5).tolist() == [800, 394, 252, 44, 474]
+    assert Permutation(10**12, seed=-1).indices(10**11, 10**11 + 3).tolist() == [
         367001727415,
         326831990015,
         888114059885,
     ]
-    assert Order(2**63 - 1, seed=2**70)[2**62] == 7996979861250576173
+    assert Permutation(2**63 - 1, seed=2**70)[2**62] == 7996979861250576173
 
 
 def test_without_shuffle_is_the_identity() -> None:
-    order = Order(2**62, seed=5, shuffle=False)
+    order = Permutation(2**62, seed=5, shuffle=False)
     assert order[2**61 + 3] == 2**61 + 3
     assert order.indices(2**62 - 3, 2**62).tolist() == [2**62 - 3, 2**62 - 2, 2**62 - 1]
 
@@ -68,7 +68,7 @@ def test_numbers_do_not_depend_on_the_cuts(data: st.DataObject) -> None:
     width = min(size, 300)
     start = data.draw(st.integers(0, size - width))
     cuts = sorted(data.draw(st.lists(st.integers(start, start + width), max_size=5)))
-    order = Order(size, seed=data.draw(st.integers()), epoch=data.draw(st.integers(0, 2**40)))
+    order = Permutation(size, seed=data.draw(st.integers()), epoch=data.draw(st.integers(0, 2**40)))
     whole = order.indices(start, start + width)
     edges = [start, *cuts, start + width]
     pieces = [order.indices(low, high) for low, high in itertools.pairwise(edges)]
@@ -80,7 +80,7 @@ def test_numbers_do_not_depend_on_the_cuts(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("size", [2**20, 2**19 + 1, 10**12])
 def test_long_ranges_equal_their_short_pieces(size: int) -> None:
-    order = Order(size, seed=9)
+    order = Permutation(size, seed=9)
     whole = order.indices(1000, 201_000)
     pieces = list(order.blocks(1000, 201_000, block=777))
     assert {len(piece) for piece in pieces[:-1]} == {777}
@@ -88,7 +88,7 @@ def test_long_ranges_equal_their_short_pieces(size: int) -> None:
 
 
 def test_reads_like_a_sequence() -> None:
-    order = Order(100, seed=0)
+    order = Permutation(100, seed=0)
     assert len(order) == 100
     assert list(order) == order.indices(0, 100).tolist() == [order[i] for i in range(100)]
     assert order.indices(40, 40).tolist() == []
@@ -105,7 +105,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def test_memory_is_constant() -> None:
-    order = Order(10**12, seed=0)
+    order = Permutation(10**12, seed=0)
     order.indices(0, 1)  # keys
 
     def consume(count: int) -> Callable[[], object]:
@@ -119,17 +119,17 @@ def test_memory_is_constant() -> None:
 
 
 def test_is_a_frozen_value() -> None:
-    order = Order(1000, seed=1, epoch=2)
+    order = Permutation(1000, seed=1, epoch=2)
     numbers = order.indices(0, 1000).tolist()
     for twin in (
         pickle.loads(pickle.dumps(order)),
         copy.deepcopy(order),
-        Order(1000, seed=1, epoch=2),
+        Permutation(1000, seed=1, epoch=2),
     ):
         assert twin == order
         assert hash(twin) == hash(order)
         assert twin.indices(0, 1000).tolist() == numbers
-    assert order != Order(1000, seed=1, epoch=3)
+    assert order != Permutation(1000, seed=1, epoch=3)
     with pytest.raises(FrozenInstanceError):
         order.epoch = 3  # type: ignore[misc]
 
@@ -137,19 +137,19 @@ def test_is_a_frozen_value() -> None:
 @pytest.mark.parametrize(
     ("make", "given_text", "found_text"),
     [
-        (lambda: Order(0, seed=0), "size=0", "from 1 to 2**63 - 1"),
-        (lambda: Order(-3, seed=0), "size=-3", "from 1 to 2**63 - 1"),
-        (lambda: Order(2**63, seed=0), f"size={2**63}", "from 1 to 2**63 - 1"),
-        (lambda: Order(5, seed=0, epoch=-1), "epoch=-1", "counted from 0"),
-        (lambda: Order(2.5, seed=0), "size=2.5", "float, not an integer"),  # type: ignore[arg-type]
-        (lambda: Order(5, seed=None), "seed=None", "NoneType"),  # type: ignore[arg-type]
-        (lambda: Order(5, seed=0)[5], "positions [5, 6)", "positions [0, 5)"),
-        (lambda: Order(5, seed=0)[-1], "positions [-1, 0)", "positions [0, 5)"),
-        (lambda: Order(5, seed=0).indices(0, 6), "positions [0, 6)", "positions [0, 5)"),
-        (lambda: Order(5, seed=0).indices(3, 2), "positions [3, 2)", "positions [0, 5)"),
-        (lambda: Order(5, seed=0, shuffle=False).indices(0, 6), "positions [0, 6)", "5 samples"),
-        (lambda: Order(5, seed=0).blocks(0, 6), "positions [0, 6)", "positions [0, 5)"),
-        (lambda: Order(5, seed=0).blocks(0, 5, block=0), "block=0", "at least one"),
+        (lambda: Permutation(0, seed=0), "size=0", "from 1 to 2**63 - 1"),
+        (lambda: Permutation(-3, seed=0), "size=-3", "from 1 to 2**63 - 1"),
+        (lambda: Permutation(2**63, seed=0), f"size={2**63}", "from 1 to 2**63 - 1"),
+        (lambda: Permutation(5, seed=0, epoch=-1), "epoch=-1", "counted from 0"),
+        (lambda: Permutation(2.5, seed=0), "size=2.5", "float, not an integer"),  # type: ignore[arg-type]
+        (lambda: Permutation(5, seed=None), "seed=None", "NoneType"),  # type: ignore[arg-type]
+        (lambda: Permutation(5, seed=0)[5], "positions [5, 6)", "positions [0, 5)"),
+        (lambda: Permutation(5, seed=0)[-1], "positions [-1, 0)", "positions [0, 5)"),
+        (lambda: Permutation(5, seed=0).indices(0, 6), "positions [0, 6)", "positions [0, 5)"),
+        (lambda: Permutation(5, seed=0).indices(3, 2), "positions [3, 2)", "positions [0, 5)"),
+        (lambda: Permutation(5, seed=0, shuffle=False).indices(0, 6), "positions [0, 6)", "5 samples"),
+        (lambda: Permutation(5, seed=0).blocks(0, 6), "positions [0, 6)", "positions [0, 5)"),
+        (lambda: Permutation(5, seed=0).blocks(0, 5, block=0), "block=0", "at least one"),
     ],
 )
 def test_bad_input(make: Callable[[], object], given_text: str, found_text: str) -> None:
@@ -161,7 +161,7 @@ def test_bad_input(make: Callable[[], object], given_text: str, found_text: str)
 
 
 def test_take_gives_what_indices_gives_at_any_positions() -> None:
-    order = Order(1_000_003, seed=5, epoch=2)
+    order = Permutation(1_000_003, seed=5, epoch=2)
     whole = order.indices(0, 1_000_003)
     positions = np.random.default_rng(0).integers(0, 1_000_003, 70_000)
     assert np.array_equal(order.take(positions), whole[positions])

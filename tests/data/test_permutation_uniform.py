@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from shoal.data.permutation import Order
+from shoal.data.permutation import Permutation
 
 Table = npt.NDArray[np.int64]
 
@@ -29,14 +29,14 @@ LEAST_P = 1e-4
 @cache
 def orders(size: int, seeds: range) -> Table:
     """Whole orders, one per row."""
-    return np.stack([Order(size, seed=seed).indices(0, size) for seed in seeds])
+    return np.stack([Permutation(size, seed=seed).indices(0, size) for seed in seeds])
 
 
 def at(size: int, position: int, count: int, seeds: range) -> Table:
     """`count` indices from `position` on in the order of each seed."""
     if size <= 1000:
         return orders(size, seeds)[:, position : position + count]
-    return np.stack([Order(size, seed=s).indices(position, position + count) for s in seeds])
+    return np.stack([Permutation(size, seed=s).indices(position, position + count) for s in seeds])
 
 
 def p_first(size: int, seeds: range) -> float:
@@ -150,7 +150,9 @@ def p_planes(size: int, seeds: range) -> float:
     return float(stats.chi2_contingency(both[:, both.sum(axis=0) > 0]).pvalue)
 
 
-def p_unrelated(one: Callable[[int], Order], other: Callable[[int], Order], seeds: range) -> float:
+def p_unrelated(
+    one: Callable[[int], Permutation], other: Callable[[int], Permutation], seeds: range
+) -> float:
     """Two families of orders agree at as few positions, and lie as far apart, as shuffles do."""
     size = len(one(0))
     distances = np.stack([one(s).indices(0, size) - other(s).indices(0, size) for s in seeds])
@@ -207,34 +209,40 @@ def test_planes_are_not_kept(size: int) -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        pytest.param(lambda s: Order(1000, seed=s), lambda s: Order(1000, seed=s + 1), id="seeds"),
         pytest.param(
-            lambda s: Order(1000, seed=0, epoch=s),
-            lambda s: Order(1000, seed=0, epoch=s + 1),
+            lambda s: Permutation(1000, seed=s), lambda s: Permutation(1000, seed=s + 1), id="seeds"
+        ),
+        pytest.param(
+            lambda s: Permutation(1000, seed=0, epoch=s),
+            lambda s: Permutation(1000, seed=0, epoch=s + 1),
             id="epochs",
         ),
         pytest.param(
-            lambda s: Order(1000, seed=s, epoch=s + 1),
-            lambda s: Order(1000, seed=s + 1, epoch=s),
+            lambda s: Permutation(1000, seed=s, epoch=s + 1),
+            lambda s: Permutation(1000, seed=s + 1, epoch=s),
             id="exchanged",
         ),
         pytest.param(
-            lambda s: Order(1000, seed=s), lambda s: Order(1000, seed=s - 2**64), id="wide seeds"
+            lambda s: Permutation(1000, seed=s),
+            lambda s: Permutation(1000, seed=s - 2**64),
+            id="wide seeds",
         ),
         pytest.param(
-            lambda s: Order(1024, seed=s),
-            lambda s: Order(1024, seed=s, shuffle=False),
+            lambda s: Permutation(1024, seed=s),
+            lambda s: Permutation(1024, seed=s, shuffle=False),
             id="identity",
         ),
     ],
 )
-def test_orders_are_unrelated(one: Callable[[int], Order], other: Callable[[int], Order]) -> None:
+def test_orders_are_unrelated(
+    one: Callable[[int], Permutation], other: Callable[[int], Permutation]
+) -> None:
     assert p_unrelated(one, other, range(1000)) > LEAST_P
 
 
 def test_sizes_are_unrelated() -> None:
     # Both walk the same domain: with the size left out of the key they would mostly agree.
-    pairs = [(Order(1000, seed=s), Order(1001, seed=s)) for s in range(500)]
+    pairs = [(Permutation(1000, seed=s), Permutation(1001, seed=s)) for s in range(500)]
     equal = sum(int((a.indices(0, 1000) == b.indices(0, 1000)).sum()) for a, b in pairs)
     assert stats.poisson.cdf(equal, 500) > LEAST_P
     assert stats.poisson.sf(equal, 500) > LEAST_P
@@ -242,7 +250,7 @@ def test_sizes_are_unrelated() -> None:
 
 @pytest.mark.parametrize("size", [10**12, 2**61 + 1, 2**62])
 def test_huge_orders_are_uniform(size: int) -> None:
-    found = Order(size, seed=1).indices(size // 3, size // 3 + 100_000)
+    found = Permutation(size, seed=1).indices(size // 3, size // 3 + 100_000)
     assert stats.kstest(found / size, "uniform").pvalue > LEAST_P
     steps = np.diff(found) % size  # of independent values: uniform again
     assert stats.kstest(steps / size, "uniform").pvalue > LEAST_P

@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data.orders import Shuffled
-from shoal.data.permutation import Order
-from shoal.data.sampler import Sampler, Share, cut
+from shoal.data.permutation import Permutation
+from shoal.data.sampler import RankSampler, Share, cut
 
 SIZES = st.integers(1, 60)
 RANKS = st.integers(1, 9)
 MICROS = st.integers(1, 5)
 
 
-def sampler(rank: int = 0, **options: int | bool) -> Sampler:
+def sampler(rank: int = 0, **options: int | bool) -> RankSampler:
     defaults = {"batch_size": 16, "ranks": 3, "micro_batches": 2, "seed": 5, "drop_last": False}
     size, shuffle = int(options.pop("size", 101)), bool(options.pop("shuffle", True))
     order = Shuffled(size, shuffle=shuffle)
-    return Sampler(order=order, rank=rank, **(defaults | options))  # type: ignore[arg-type]
+    return RankSampler(order=order, rank=rank, **(defaults | options))  # type: ignore[arg-type]
 
 
 @given(SIZES, RANKS, MICROS)
@@ -77,7 +77,7 @@ def test_shares_cover_every_position_once_from_anywhere(
 def test_indices_are_those_of_the_order(rank: int) -> None:
     for share in itertools.chain(*sampler(rank).shares(0, 303, 4)):
         epoch, offset = divmod(share.first, 101)
-        order = Order(101, seed=5, epoch=epoch)
+        order = Permutation(101, seed=5, epoch=epoch)
         places = [p for cell in share.cells for p in range(offset + cell.start, offset + cell.stop)]
         assert share.indices.tolist() == [order[place] for place in places]
 

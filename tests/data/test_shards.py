@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.data.sampler import Sampler
+from shoal.data.sampler import RankSampler
 from shoal.data.shards import Lanes, Streamed
 from shoal.util.errors import DataError
 
@@ -40,9 +40,9 @@ class Shards:
             yield number
 
 
-def stream(**options: Any) -> shoal.Stream[int]:
+def stream(**options: Any) -> shoal.ShardedDataset[int]:
     given = {"lengths": LENGTHS, "lanes": 8} | options
-    return shoal.Stream(range(len(LENGTHS)), Shards(), **given)
+    return shoal.ShardedDataset(range(len(LENGTHS)), Shards(), **given)
 
 
 def build(world: shoal.World, data: Any = None, **options: Any) -> shoal.Loader:
@@ -118,11 +118,11 @@ def test_each_process_reads_lanes_of_its_own(ranks: int, workers: int) -> None:
             read[0] += 1
             yield sample
 
-    data = shoal.Stream(range(16), shard, lengths=lengths, lanes=16)
+    data = shoal.ShardedDataset(range(16), shard, lengths=lengths, lanes=16)
     for rank, worker in itertools.product(range(ranks), range(workers)):
         source = Streamed(data, torch.tensor, 0, augment=False)
         order = Lanes(lengths, lanes=16, chunk=16, shuffle=True)
-        shares = Sampler(
+        shares = RankSampler(
             order=order,
             batch_size=64,
             ranks=ranks,
@@ -146,7 +146,7 @@ def test_a_million_samples_are_sought_not_read(world: shoal.World) -> None:
             read[0] += 1
             yield number * 250_000 + sample
 
-    data = shoal.Stream(range(4), shard, lengths=[250_000] * 4)
+    data = shoal.ShardedDataset(range(4), shard, lengths=[250_000] * 4)
     loader = shoal.Loader(data, world, batch_size=64)
     loader.load_state_dict(loader.state_dict() | {"position": 900_000})
     [batch] = itertools.islice(loader.epochs(1), 1)
@@ -182,7 +182,9 @@ def test_a_state_of_other_shards_is_refused(world: shoal.World) -> None:
 
 def test_shards_of_one_length_in_another_order_are_refused(world: shoal.World) -> None:
     def loader(*names: str) -> shoal.Loader:
-        stream = shoal.Stream([Path("shards") / name for name in names], read, lengths=[5] * len(names))
+        stream = shoal.ShardedDataset(
+            [Path("shards") / name for name in names], read, lengths=[5] * len(names)
+        )
         return shoal.Loader(stream, world, batch_size=4)
 
     def read(shard: Path, start: int) -> Iterator[int]:
@@ -205,9 +207,9 @@ def test_what_is_no_stream(options: Any, found: str) -> None:
 
 def test_a_stream_has_no_other_order(world: shoal.World) -> None:
     with pytest.raises(DataError, match="not at random"):
-        build(world, order=shoal.Weighted([1.0] * SIZE))
+        build(world, order=shoal.WeightedSampling([1.0] * SIZE))
     with pytest.raises(DataError, match="without a sample"):
-        build(world, shoal.Stream([0], lambda shard, start: iter(())))
+        build(world, shoal.ShardedDataset([0], lambda shard, start: iter(())))
 
 
 def test_a_collate_function_and_global_generators(world: shoal.World) -> None:
@@ -219,7 +221,7 @@ def test_a_collate_function_and_global_generators(world: shoal.World) -> None:
         batches = itertools.islice(loader.epochs(1), stop)
         return [pair for batch in batches for micro in batch.micros for pair in micro.value]
 
-    data = shoal.Stream(range(len(LENGTHS)), noisy, lengths=LENGTHS, lanes=8)
+    data = shoal.ShardedDataset(range(len(LENGTHS)), noisy, lengths=LENGTHS, lanes=8)
     options: dict[str, Any] = {"augment": True, "collate_fn": list}
     whole = drawn(build(world, data, **options))
     assert len({noise for _, noise in whole}) == SIZE
@@ -239,9 +241,9 @@ def test_shards_of_a_hub_dataset(world: shoal.World) -> None:
         batches = itertools.islice(loader.epochs(2), stop)
         return [x for batch in batches for micro in batch.micros for x in micro.value["x"].tolist()]
 
-    first, second = (build(world, shoal.Stream(range(6), read, lanes=4)) for _ in range(2))
+    first, second = (build(world, shoal.ShardedDataset(range(6), read, lanes=4)) for _ in range(2))
     begun = numbers(first, 5)
     second.load_state_dict(first.state_dict())
     rest = numbers(second)
     assert sorted((begun + rest)[:60]) == sorted((begun + rest)[60:]) == list(range(60))
-    assert begun + rest == numbers(build(world, shoal.Stream(range(6), read, lanes=4)))
+    assert begun + rest == numbers(build(world, shoal.ShardedDataset(range(6), read, lanes=4)))

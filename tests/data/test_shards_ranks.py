@@ -67,7 +67,7 @@ class Flowing(IterableDataset[int]):
 def stream(attempt: Attempt) -> Any:
     read = Read(attempt.longest)
     lengths = None if attempt.counted else read.lengths
-    return shoal.Stream(range(SHARDS), read, lengths=lengths)
+    return shoal.ShardedDataset(range(SHARDS), read, lengths=lengths)
 
 
 def flow(attempt: Attempt) -> Any:

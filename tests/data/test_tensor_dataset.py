@@ -64,7 +64,7 @@ def values(world: shoal.World, dataset: Any, **options: Any) -> list[Any]:
 
 
 def indices() -> list[Tensor]:
-    order = shoal.Order(SIZE, seed=3, epoch=0).indices(0, SIZE)
+    order = shoal.Permutation(SIZE, seed=3, epoch=0).indices(0, SIZE)
     return list(torch.from_numpy(order).split(BATCH))
 
 

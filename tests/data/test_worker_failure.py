@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 import shoal
-from shoal.data.worker_failure import Workers
+from shoal.data.worker_failure import LoaderWorkers
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -63,7 +63,7 @@ def test_a_worker_that_torch_does_not_explain_is_explained_by_its_process() -> N
     process = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
     process.start()
     process.join()
-    workers = Workers(rank=1, count=4, processes=[process])
+    workers = LoaderWorkers(rank=1, count=4, processes=[process])
     error = RuntimeError(f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly")
     explained = workers.explain(error)
     assert explained is not None

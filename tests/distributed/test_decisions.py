@@ -15,13 +15,13 @@ from shoal.distributed.cpu_affinity import share, threads
 from shoal.distributed.device import choose_device
 from shoal.distributed.env_vars import placement
 from shoal.distributed.initialize import check_limits, choose_backend, choose_layout, shared
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
 REFUSED = "slurm-1-of-2-per-node"
 
 
-def by_name(choices: tuple[Choice[Any], ...]) -> dict[str, Choice[Any]]:
+def by_name(choices: tuple[Decision[Any], ...]) -> dict[str, Decision[Any]]:
     found = {choice.what: choice for choice in choices}
     assert len(found) == len(choices), "two choices of one thing"
     return found

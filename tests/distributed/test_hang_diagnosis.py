@@ -11,13 +11,13 @@ import pytest
 from shoal.distributed.env_vars import REPORTS, set_variables
 from shoal.distributed.failure import Failure, decode
 from shoal.distributed.watchdog import abort, stacks
-from shoal.distributed.watchdog.abort import EXIT_CODE, Report
+from shoal.distributed.watchdog.abort import EXIT_CODE, HangReport
 from shoal.distributed.watchdog.diagnosis import (
     BUSY_SECONDS,
     Absent,
-    Limits,
-    Seen,
-    Verdict,
+    HangDiagnosis,
+    RankReport,
+    WaitLimits,
     decide,
     details,
     from_plain,
@@ -28,9 +28,9 @@ from shoal.telemetry.flight_recorder import Collective, describe
 
 GROUPS = {"0": [0, 1, 2], "pair": [0, 1]}
 REDUCE = Collective(group="0", number=7, operation="all_reduce", tensors="float32[4]", done=False)
-WAITS = Seen(rank=0, host="a", place="train.py:9", function="f", waits=REDUCE, groups=GROUPS)
+WAITS = RankReport(rank=0, host="a", place="train.py:9", function="f", waits=REDUCE, groups=GROUPS)
 WAITS_2 = replace(WAITS, rank=2)
-AWAY = Seen(rank=1, host="b", place="train.py:5", function="g", groups=GROUPS)
+AWAY = RankReport(rank=1, host="b", place="train.py:5", function="g", groups=GROUPS)
 COMPILES = replace(AWAY, busy="compiles")
 SILENT = Absent(rank=1, host="b", pid=77, ended=False)
 ENDED = replace(SILENT, ended=True)
@@ -40,21 +40,21 @@ def call(**changes: Any) -> Collective:
     return replace(REDUCE, **changes)
 
 
-def judged(*found: Seen | Absent) -> Verdict:
+def judged(*found: RankReport | Absent) -> HangDiagnosis:
     verdict = decide(found, seconds=5.2)
     assert verdict is not None
     return verdict
 
 
 @pytest.mark.parametrize("other", [AWAY, COMPILES, SILENT, ENDED])
-def test_where_nobody_waits_any_more_nobody_is_to_blame(other: Seen | Absent) -> None:
+def test_where_nobody_waits_any_more_nobody_is_to_blame(other: RankReport | Absent) -> None:
     """What one waited for may come while all are asked."""
     assert decide([replace(WAITS, waits=None), other], seconds=5.2) is None
 
 
 def test_who_is_elsewhere_did_not_arrive() -> None:
     verdict = judged(WAITS, AWAY, WAITS_2)
-    assert verdict == Verdict(
+    assert verdict == HangDiagnosis(
         rank=1,
         where="b, train.py:5",
         line="rank 1 of 3 on b did not arrive: it is at train.py:5 in g; "
@@ -67,7 +67,7 @@ def test_who_is_silent_or_gone_is_named() -> None:
     assert (silent.rank, silent.where) == (1, "b, pid 77")
     assert silent.line.startswith("rank 1 of 3 on b does not answer: process 77 is stopped")
     assert (ended.rank, ended.where) == (1, "b")
-    assert ended.due(Limits(step=600, prepare=3600), 600) < 0  # nothing is worth waiting for
+    assert ended.due(WaitLimits(step=600, prepare=3600), 600) < 0  # nothing is worth waiting for
     receives = replace(WAITS, waits=call(group="", operation="recv"))
     assert judged(receives, ENDED, WAITS_2).patience == 0.0  # it may wait for another one
     assert ended.line.startswith("rank 1 of 3 on b has ended or left its world (its ")
@@ -94,7 +94,7 @@ def test_a_machine_of_which_nothing_comes_back() -> None:
         ([COMPILES, replace(AWAY, rank=2)], 2),
     ],
 )
-def test_the_likelier_cause_is_named(others: list[Seen | Absent], named: int) -> None:
+def test_the_likelier_cause_is_named(others: list[RankReport | Absent], named: int) -> None:
     verdict = judged(WAITS, *others)
     assert verdict.rank == named
     assert verdict.patience <= 0
@@ -104,12 +104,12 @@ def test_who_compiles_or_is_in_a_debugger_is_waited_for() -> None:
     verdict = judged(WAITS, COMPILES, WAITS_2)
     assert verdict.patience == float("inf")
     assert "it is at train.py:5 in g, compiles; " in verdict.line
-    assert verdict.due(Limits(step=600, prepare=3600), 600) == 3600
-    assert verdict.due(Limits(step=5, prepare=5), 5) == BUSY_SECONDS
+    assert verdict.due(WaitLimits(step=600, prepare=3600), 600) == 3600
+    assert verdict.due(WaitLimits(step=5, prepare=5), 5) == BUSY_SECONDS
 
 
 def test_a_rank_that_prepares_has_the_time_for_that_while_others_step() -> None:
-    limits = Limits(step=5, prepare=100)
+    limits = WaitLimits(step=5, prepare=100)
     assert judged(WAITS, replace(AWAY, limit=100.0), WAITS_2).due(limits, 5) == 100
     assert judged(WAITS, replace(AWAY, limit=5.0), WAITS_2).due(limits, 5) == 5
     steps = replace(AWAY, rank=2, limit=5.0)
@@ -199,13 +199,17 @@ def test_where_the_main_thread_is() -> None:
     lines = stacks.main_stack()
     assert stacks.own_line(lines).function == "test_where_the_main_thread_is"
     assert stacks.busy(lines) == stacks.communication(lines) == ""
-    compiling = stacks.Line(file="/x/torch/_dynamo/convert_frame.py", number=1, function="_compile")
-    debugging = stacks.Line(file="/usr/lib/python3.11/bdb.py", number=1, function="trace")
-    receiving = stacks.Line(file="/x/torch/distributed/distributed_c10d.py", number=1, function="recv")
+    compiling = stacks.StackLine(
+        file="/x/torch/_dynamo/convert_frame.py", number=1, function="_compile"
+    )
+    debugging = stacks.StackLine(file="/usr/lib/python3.11/bdb.py", number=1, function="trace")
+    receiving = stacks.StackLine(
+        file="/x/torch/distributed/distributed_c10d.py", number=1, function="recv"
+    )
     assert stacks.busy([*lines, compiling]) == "compiles"
     assert stacks.busy([*lines, debugging, *lines]) == "is in a debugger"
-    importing = stacks.Line(file="<frozen importlib._bootstrap>", number=1, function="_load")
-    library = stacks.Line(file="/x/site-packages/torch/__init__.py", number=1, function="<module>")
+    importing = stacks.StackLine(file="<frozen importlib._bootstrap>", number=1, function="_load")
+    library = stacks.StackLine(file="/x/site-packages/torch/__init__.py", number=1, function="<module>")
     assert stacks.busy([*lines, importing, library]) == "imports modules"
     assert stacks.busy([importing, *lines]) == ""  # the user's own module: its lines are named
     assert stacks.communication([*lines, receiving]) == "recv"
@@ -213,7 +217,7 @@ def test_where_the_main_thread_is() -> None:
 
 
 def test_a_report_reaches_the_launcher_as_a_failure() -> None:
-    report = Report(rank=1, size=3, where="b, train.py:5", text="all of it", when=4.0)
+    report = HangReport(rank=1, size=3, where="b, train.py:5", text="all of it", when=4.0)
     ours, theirs = Pipe(duplex=False)
     with set_variables({REPORTS: f"{os.getpid()}:{theirs.fileno()}"}):
         assert abort.tell_launcher(report)

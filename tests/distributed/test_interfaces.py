@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from shoal.distributed.env_vars import set_variables, write_defaults
 from shoal.distributed.interfaces import (
     Interface,
-    Report,
+    InterfaceReport,
     Way,
     agree,
     check_given,
@@ -32,8 +32,8 @@ TUNNEL = Interface(name="tun0", addresses=("10.8.0.1",), speed=10)
 INFINIBAND = Interface(name="ib0", addresses=("10.3.0.1",), infiniband=True)
 
 
-def reached(*names: str, host: str = "b", **failed: str) -> Report:
-    return Report(host=host, reached=dict.fromkeys(names, "10.0.0.2"), failed=failed)
+def reached(*names: str, host: str = "b", **failed: str) -> InterfaceReport:
+    return InterfaceReport(host=host, reached=dict.fromkeys(names, "10.0.0.2"), failed=failed)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ STEPS = 5
 WAYS: list[tuple[str, Row, Any]] = [
     ("replicate=2", Row("transformer", 101, True, 2, True, 0.5), shoal.DDP(bucket_mb=0.001)),
     ("shard=2", Row("transformer", 101, True, 2, False, 0.5), shoal.FSDP(units=UNITS["transformer"])),
-    ("tensor=2", Row("transformer", 96, False, 1, False, 0.5), shoal.Tensor(plan=PLAN)),
+    ("tensor=2", Row("transformer", 96, False, 1, False, 0.5), shoal.TensorParallel(plan=PLAN)),
     (
         "context=2",
         Row("transformer", 96, False, 1, False, None),
-        shoal.Context(units=UNITS["transformer"]),
+        shoal.ContextParallel(units=UNITS["transformer"]),
     ),
     (
         "pipeline=2",
@@ -41,7 +41,7 @@ FOUR: list[tuple[str, Row, Any]] = [
     (
         "shard=2,tensor=2",
         Row("transformer", 101, True, 1, False, 0.5),
-        [shoal.Tensor(plan=PLAN), shoal.FSDP(units=("block",))],
+        [shoal.TensorParallel(plan=PLAN), shoal.FSDP(units=("block",))],
     ),
 ]
 

@@ -28,7 +28,7 @@ import shoal
 
 class Ordered(DistributedSampler):
     def __iter__(self):
-        order = shoal.Order(len(self.dataset), seed=0, epoch=self.epoch)
+        order = shoal.Permutation(len(self.dataset), seed=0, epoch=self.epoch)
         return iter(list(order)[self.rank :: self.num_replicas])
 """
 

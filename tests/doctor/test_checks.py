@@ -19,10 +19,19 @@ from rich.console import Console
 from shoal.distributed.link_speed import Pairs
 from shoal.doctor import display
 from shoal.doctor.checks import clocks, compute, dataset, filesystem, gpus, host, links, placement
-from shoal.doctor.checks.software import Software, judge, look_at_sources
-from shoal.doctor.findings import Examination, Finding, Seen, State, failure, ok, warning, where
+from shoal.doctor.checks.software import Software, check_software, look_at_sources
+from shoal.doctor.findings import (
+    CheckResult,
+    Examination,
+    RankFacts,
+    Severity,
+    failure,
+    ok,
+    warning,
+    where,
+)
 from shoal.doctor.outliers import slow
-from shoal.doctor.runner import Request, examine_alone
+from shoal.doctor.runner import DoctorRequest, examine_alone
 from shoal.util.differences import differences
 
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
@@ -41,16 +50,16 @@ def command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def seen(facts: Sequence[Any], hosts: str = "") -> list[Seen[Any]]:
+def seen(facts: Sequence[Any], hosts: str = "") -> list[RankFacts[Any]]:
     """Ranks with these facts, each on a host of its own unless `hosts` has a letter for each."""
     return [
-        Seen(rank=rank, host=hosts[rank] if hosts else f"node{rank}", facts=each)
+        RankFacts(rank=rank, host=hosts[rank] if hosts else f"node{rank}", facts=each)
         for rank, each in enumerate(facts)
     ]
 
 
-def grave(found: Sequence[Finding]) -> list[tuple[str, State, str]]:
-    return [(one.what, one.state, one.found) for one in found if one.state is not State.OK]
+def grave(found: Sequence[CheckResult]) -> list[tuple[str, Severity, str]]:
+    return [(one.what, one.state, one.found) for one in found if one.state is not Severity.OK]
 
 
 def words(text: str) -> str:
@@ -97,8 +106,8 @@ def test_what_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(host, "look_at_cores", lambda: 1 / 0)
     monkeypatch.setattr(filesystem, "judge", lambda ranks: iter([ranks[1]]))
     for limit in (0.5, 5.0, 50.0):  # on a busy machine others may not be done by then
-        found = examine_alone(Request(limit=limit, run=Path("/proc")))
-        bad = {one.what: one.found for one in found.findings if one.state is State.FAILURE}
+        found = examine_alone(DoctorRequest(limit=limit, run=Path("/proc")))
+        bad = {one.what: one.found for one in found.findings if one.state is Severity.FAILURE}
         if sum("no end within" in why for why in bad.values()) == 1:
             break
     never.set()
@@ -120,7 +129,7 @@ def test_a_launch_that_contradicts_itself_is_a_line() -> None:
     assert "ok torch" in words(done.stdout)
 
 
-def examination(*findings: Finding) -> Examination:
+def examination(*findings: CheckResult) -> Examination:
     return Examination(
         ranks=4, hosts=("a", "b"), began=0.0, seconds=1.6, versions={}, findings=findings
     )
@@ -156,17 +165,17 @@ def software(**more: str) -> Software:
 
 def test_the_rank_with_other_packages_is_named() -> None:
     ranks = seen([software(), software(), software(torch="2.11.0", rich="13"), software()])
-    found = {what: text for what, _, text in grave(list(judge(ranks)))}
+    found = {what: text for what, _, text in grave(list(check_software(ranks)))}
     assert found == {
         "torch": "2.13.0 on 3 of 4 ranks, 2.11.0 on rank 2 (node2)",
         "packages": "rich 14 on 3 of 4 ranks, 13 on rank 2 (node2)",
     }
-    assert grave(list(judge(seen([software()] * 3)))) == []
+    assert grave(list(check_software(seen([software()] * 3)))) == []
 
 
 def test_of_many_differences_some_are_named_and_the_rest_counted() -> None:
     many = {f"p{number}": "1" for number in range(20)}
-    (found,) = grave(list(judge(seen([software(), software(**many), software()]))))
+    (found,) = grave(list(check_software(seen([software(), software(**many), software()]))))
     assert found[2].endswith("; and 15 more")
 
 
@@ -192,23 +201,29 @@ def cores(affinity: Sequence[int], *, quota: float | None = None, threads: str =
     [
         ([cores([0, 1]), cores([2, 3])], []),
         ([cores(range(4))] * 4, []),
-        ([cores([0])] * 2, [("cores", State.FAILURE, "2 ranks on 1 core (0) while 3 others")]),
-        ([cores(range(4))] * 5, [("cores", State.WARNING, "5 ranks on 4 cores: they take turns")]),
+        ([cores([0])] * 2, [("cores", Severity.FAILURE, "2 ranks on 1 core (0) while 3 others")]),
+        ([cores(range(4))] * 5, [("cores", Severity.WARNING, "5 ranks on 4 cores: they take turns")]),
         (
             [cores([0]), cores([0]), cores([2, 3])],
-            [("cores", State.FAILURE, "ranks 0-1 share cores while others may be idle")],
+            [("cores", Severity.FAILURE, "ranks 0-1 share cores while others may be idle")],
         ),
         (
             [cores(range(4), quota=1.5)],
-            [("CPU time", State.WARNING, "the cgroup allows the time of 1.5 cores, and there are 4")],
+            [
+                (
+                    "CPU time",
+                    Severity.WARNING,
+                    "the cgroup allows the time of 1.5 cores, and there are 4",
+                )
+            ],
         ),
         (
             [cores(range(4), threads="4")] * 2,
-            [("threads", State.WARNING, "OMP_NUM_THREADS=4 for 2 rank(s) on 4 cores")],
+            [("threads", Severity.WARNING, "OMP_NUM_THREADS=4 for 2 rank(s) on 4 cores")],
         ),
     ],
 )
-def test_cores(ranks: list[host.Cores], found: list[tuple[str, State, str]]) -> None:
+def test_cores(ranks: list[host.Cores], found: list[tuple[str, Severity, str]]) -> None:
     told = grave(list(host.judge_cores(seen(ranks, "a" * len(ranks)))))
     assert [(what, state) for what, state, _ in told] == [(what, state) for what, state, _ in found]
     for one, (_, _, text) in zip(told, found, strict=True):
@@ -217,21 +232,21 @@ def test_cores(ranks: list[host.Cores], found: list[tuple[str, State, str]]) -> 
 
 def test_hosts_of_which_the_same_is_to_be_said_share_a_line() -> None:
     memory = [
-        host.Memory(total=64 * GIB, available=free, ceiling=None) for free in (GIB // 2, 40 * GIB)
+        host.HostMemory(total=64 * GIB, available=free, ceiling=None) for free in (GIB // 2, 40 * GIB)
     ]
     found = list(host.judge_memory(seen([memory[1], memory[0], memory[1], memory[0]])))
-    assert [one.state for one in found] == [State.OK, State.WARNING]
+    assert [one.state for one in found] == [Severity.OK, Severity.WARNING]
     assert found[0].found.startswith("ranks 0,2 (node0, node2): 40 GiB free")
     assert found[1].found.startswith("ranks 1,3 (node1, node3): 0.5 GiB free")
 
 
 def test_limits() -> None:
-    def limits(**more: Any) -> host.Limits:
-        found = host.Limits(
+    def limits(**more: Any) -> host.ProcessLimits:
+        found = host.ProcessLimits(
             files=4096, most_files=4096, locked=-1, shared=8 * GIB, shared_free=8 * GIB,
             infiniband=True, size=64,
         )  # fmt: skip
-        return host.Limits(**{**found, **more})  # type: ignore[typeddict-item]
+        return host.ProcessLimits(**{**found, **more})  # type: ignore[typeddict-item]
 
     def told(**more: Any) -> list[str]:
         return [what for what, _, _ in grave(list(host.judge_limits(seen([limits(**more)]))))]
@@ -242,31 +257,35 @@ def test_limits() -> None:
     assert told(shared=64 << 20, shared_free=64 << 20) == told(shared=None) == ["/dev/shm"]
 
 
-def at(gpu: str = "", **more: Any) -> placement.Place:
-    found = placement.Place(
+def at(gpu: str = "", **more: Any) -> placement.RankPlacement:
+    found = placement.RankPlacement(
         device="cuda:0" if gpu else "cpu", gpu=gpu, unused="", model="H100" if gpu else "",
         backend="gloo", interface="eth0", reason="all reached it", speed=25000, passed_over=[],
     )  # fmt: skip
-    return placement.Place(**{**found, **more})  # type: ignore[typeddict-item]
+    return placement.RankPlacement(**{**found, **more})  # type: ignore[typeddict-item]
 
 
 def test_gpus_that_are_shared_or_missing() -> None:
-    shared = grave(list(placement.judge(seen([at("A"), at("B"), at("A"), at("A")], "xxxy"))))
-    assert shared == [("GPU", State.FAILURE, "ranks 0,2 (x) share one GPU, H100")]
-    (lacking,) = grave(list(placement.judge(seen([at("A"), at()]))))
+    shared = grave(list(placement.check_placement(seen([at("A"), at("B"), at("A"), at("A")], "xxxy"))))
+    assert shared == [("GPU", Severity.FAILURE, "ranks 0,2 (x) share one GPU, H100")]
+    (lacking,) = grave(list(placement.check_placement(seen([at("A"), at()]))))
     assert lacking[2] == "rank 1 (node1) compute on the CPU, the others on GPUs"
-    assert grave(list(placement.judge(seen([at("A"), at("A")])))) == []
-    (unused,) = grave(list(placement.judge(seen([at(unused="built for the CPU only")]))))
+    assert grave(list(placement.check_placement(seen([at("A"), at("A")])))) == []
+    (unused,) = grave(list(placement.check_placement(seen([at(unused="built for the CPU only")]))))
     assert unused[2].endswith("compute on the CPU, beside GPUs: built for the CPU only")
-    (mixed,) = grave(list(placement.judge(seen([at("A"), at("B", model="A100")]))))
-    assert mixed[:2] == ("GPU", State.WARNING)
+    (mixed,) = grave(list(placement.check_placement(seen([at("A"), at("B", model="A100")]))))
+    assert mixed[:2] == ("GPU", Severity.WARNING)
 
 
 def test_links_that_are_slower_than_others_and_faster_ones_that_are_not_used() -> None:
-    (slower,) = grave(list(placement.judge(seen([at(), at(speed=1000), at(), at(speed=0)]))))
-    assert slower == ("link", State.FAILURE, "eth0 of rank 1 (node1) has 1,000 Mbit/s, others 25,000")
+    (slower,) = grave(list(placement.check_placement(seen([at(), at(speed=1000), at(), at(speed=0)]))))
+    assert slower == (
+        "link",
+        Severity.FAILURE,
+        "eth0 of rank 1 (node1) has 1,000 Mbit/s, others 25,000",
+    )
     passed = at(passed_over=["ib0: node1 did not reach node0 by it"])
-    (unused,) = grave(list(placement.judge(seen([passed, at()]))))
+    (unused,) = grave(list(placement.check_placement(seen([passed, at()]))))
     assert unused[2] == "eth0, and not the faster ib0: node1 did not reach node0 by it"
 
 
@@ -303,23 +322,27 @@ def nvml(**more: Any) -> SimpleNamespace:
     [
         ({}, None, ""),
         ({"DeviceGetTotalEccErrors": FakeError("not supported")}, None, ""),
-        ({"DeviceGetTotalEccErrors": 3}, State.FAILURE, "3 uncorrected ECC errors"),
-        ({"DeviceGetRemappedRows": (0, 1, 0, 1)}, State.FAILURE, "rows beyond repair"),
-        ({"DeviceGetRemappedRows": (0, 1, 1, 0)}, State.WARNING, "waits to be remapped"),
-        ({"DeviceGetCurrentClocksThrottleReasons": 0x49}, State.WARNING, "hardware thermal slowdown"),
-        ({"DeviceGetTemperature": 88}, State.WARNING, "88 °C; it slows down at 90 °C"),
+        ({"DeviceGetTotalEccErrors": 3}, Severity.FAILURE, "3 uncorrected ECC errors"),
+        ({"DeviceGetRemappedRows": (0, 1, 0, 1)}, Severity.FAILURE, "rows beyond repair"),
+        ({"DeviceGetRemappedRows": (0, 1, 1, 0)}, Severity.WARNING, "waits to be remapped"),
+        (
+            {"DeviceGetCurrentClocksThrottleReasons": 0x49},
+            Severity.WARNING,
+            "hardware thermal slowdown",
+        ),
+        ({"DeviceGetTemperature": 88}, Severity.WARNING, "88 °C; it slows down at 90 °C"),
         (
             {"DeviceGetMemoryInfo": SimpleNamespace(total=80 * GIB, used=30 * GIB)},
-            State.WARNING,
+            Severity.WARNING,
             "32.2 GB of its 85.9 GB are in use",
         ),
     ],
 )
 def test_health_of_gpus(
-    answers: dict[str, Any], state: State | None, text: str, monkeypatch: pytest.MonkeyPatch
+    answers: dict[str, Any], state: Severity | None, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", nvml(**answers))
-    found = grave(list(gpus.judge(seen([gpus.look(), gpus.look()]))))
+    found = grave(list(gpus.check_gpus(seen([gpus.describe_gpus(), gpus.describe_gpus()]))))
     assert [one[1] for one in found] == ([] if state is None else [state] * len(found))
     assert bool(found) == (state is not None)
     assert all(text in one[2] for one in found)
@@ -329,19 +352,19 @@ def test_unknown_health_is_said_where_there_are_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert grave(list(gpus.judge(seen([gpus.look()])))) == []
+    assert grave(list(gpus.check_gpus(seen([gpus.describe_gpus()])))) == []
     monkeypatch.setattr(gpus, "DEVICE", tmp_path)
-    (found,) = gpus.judge(seen([gpus.look()]))
-    assert (found.state, found.fix) == (State.WARNING, "pip install 'shoal[gpu]'")
+    (found,) = gpus.check_gpus(seen([gpus.describe_gpus()]))
+    assert (found.state, found.fix) == (Severity.WARNING, "pip install 'shoal[gpu]'")
 
 
 def test_the_same_driver_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = []
     for version in ("570.1", "550.2"):
         monkeypatch.setitem(sys.modules, "pynvml", nvml(SystemGetDriverVersion=version))
-        ranks.append(gpus.look())
-    (found,) = grave(list(gpus.judge(seen(ranks))))
-    assert found == ("GPU driver", State.WARNING, "570.1 on rank 0 (node0); 550.2 on rank 1 (node1)")
+        ranks.append(gpus.describe_gpus())
+    (found,) = grave(list(gpus.check_gpus(seen(ranks))))
+    assert found == ("GPU driver", Severity.WARNING, "570.1 on rank 0 (node0); 550.2 on rank 1 (node1)")
 
 
 def test_clocks_are_apart_only_for_certain() -> None:
@@ -351,10 +374,10 @@ def test_clocks_are_apart_only_for_certain() -> None:
     assert clock["error"] == pytest.approx(0.1)
     known = [clocks.Clock(offset=offset, error=0.2) for offset in (0.0, 0.25, -2.0, 3600.0)]
     assert [
-        (state, text.split(" (")[0]) for _, state, text in grave(list(clocks.judge(seen(known))))
+        (state, text.split(" (")[0]) for _, state, text in grave(list(clocks.check_clocks(seen(known))))
     ] == [
-        (State.WARNING, "rank 2"),
-        (State.FAILURE, "rank 3"),
+        (Severity.WARNING, "rank 2"),
+        (Severity.FAILURE, "rank 3"),
     ]
 
 
@@ -381,11 +404,11 @@ def computed(rate: float, kind: str = "H100", *, compared: bool = True) -> compu
 
 def test_the_slow_gpu_among_many_is_named() -> None:
     ranks = seen([computed(6e14)] * 7 + [computed(2e14)], "aaaabbbb")
-    (found,) = grave(list(compute.judge(ranks)))
-    assert found[:2] == ("compute", State.FAILURE)
+    (found,) = grave(list(compute.check_compute(ranks)))
+    assert found[:2] == ("compute", Severity.FAILURE)
     assert found[2] == "rank 7 (b), cuda:0: 200 TFLOP/s, 33% of what the others reach"
     others = [computed(6e14), computed(2e14, "A100"), computed(1e14, compared=False)]
-    assert grave(list(compute.judge(seen(others)))) == []
+    assert grave(list(compute.check_compute(seen(others)))) == []
 
 
 def measured(bandwidth: list[list[float]]) -> dict[str, Any]:
@@ -396,8 +419,8 @@ def measured(bandwidth: list[list[float]]) -> dict[str, Any]:
 
 def test_the_slow_link_among_many_is_named() -> None:
     facts = measured([[0, 1e8, 1e9], [1e8, 0, 1e9], [1e9, 1e9, 0]])
-    found = list(links.judge([Seen(rank=0, host="a", facts=facts)]))
-    assert [one.state for one in found] == [State.FAILURE] * 2
+    found = list(links.check_links([RankFacts(rank=0, host="a", facts=facts)]))
+    assert [one.state for one in found] == [Severity.FAILURE] * 2
     assert [one.found.split(",")[0] for one in found] == [
         "from rank 0 to rank 1 (a and b): 0.1 GB/s",
         "from rank 1 to rank 0 (b and a): 0.1 GB/s",
@@ -405,7 +428,7 @@ def test_the_slow_link_among_many_is_named() -> None:
     again = links.better(facts, measured([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]]))
     assert again is not None
     assert Pairs(**again).bandwidth[0] == (None, 1e9, 1e9)
-    (fine,) = links.judge([Seen(rank=0, host="a", facts=again)])
+    (fine,) = links.check_links([RankFacts(rank=0, host="a", facts=again)])
     assert fine.found.startswith("between hosts 1 to 1 GB/s")
 
 
@@ -425,30 +448,30 @@ def test_a_dataset_is_compared_by_names_sizes_and_samples(tmp_path: Path) -> Non
         (folder / "a").mkdir(parents=True)
         (folder / "a/one").write_bytes(content)
         (folder / "two").write_bytes(b"")
-        found.append(dataset.look(folder))
+        found.append(dataset.describe_dataset(folder))
     alike = [{name: value for name, value in one.items() if name != "path"} for one in found]
     assert alike[0] == alike[1]
     assert (found[0]["files"], found[0]["bytes"]) == (2, 300_000)
-    (told,) = grave(list(dataset.judge(seen(found))))
+    (told,) = grave(list(dataset.check_dataset(seen(found))))
     assert told[2].startswith("content: ")
     assert told[2].endswith(" on rank 2 (node2)")
     (tmp_path / "0/two").write_bytes(b"1")
-    assert dataset.look(tmp_path / "0")["listing"] != found[0]["listing"]
+    assert dataset.describe_dataset(tmp_path / "0")["listing"] != found[0]["listing"]
 
 
 def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    fine = filesystem.look(tmp_path / "runs/a")
+    fine = filesystem.try_directory(tmp_path / "runs/a")
     assert fine["troubles"] == {}
     assert fine["folder"] == str(tmp_path)
     monkeypatch.setattr("os.rename", refuse)
     monkeypatch.setattr("fcntl.lockf", refuse)
-    found = grave(list(filesystem.judge(seen([fine, filesystem.look(tmp_path)]))))
+    found = grave(list(filesystem.check_directories(seen([fine, filesystem.try_directory(tmp_path)]))))
     assert [(what, state) for what, state, _ in found] == [
-        ("rename", State.WARNING),
-        ("lock", State.WARNING),
+        ("rename", Severity.WARNING),
+        ("lock", Severity.WARNING),
     ]
     assert all(text.startswith("rank 1 (node1): refused") for _, _, text in found)
     assert list(tmp_path.iterdir()) == []
@@ -459,22 +482,27 @@ def test_a_file_in_the_place_of_a_directory_is_found(tmp_path: Path, run: str) -
     (tmp_path / "taken").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(NotADirectoryError, match=run.partition("/")[0]):
-        filesystem.look(tmp_path / run)
+        filesystem.try_directory(tmp_path / run)
     assert filesystem.existing(tmp_path / "new" / "a") == tmp_path
 
 
 def test_room_and_speed_of_a_directory(tmp_path: Path) -> None:
-    fine = filesystem.look(tmp_path) | {"free": 100 * GIB, "quota": "", "inodes": 10**6, "sync": 0.01}
+    fine = filesystem.try_directory(tmp_path) | {
+        "free": 100 * GIB,
+        "quota": "",
+        "inodes": 10**6,
+        "sync": 0.01,
+    }
 
-    def told(**more: Any) -> list[tuple[str, State]]:
-        found = grave(list(filesystem.judge(seen([fine, {**fine, **more}]))))
+    def told(**more: Any) -> list[tuple[str, Severity]]:
+        found = grave(list(filesystem.check_directories(seen([fine, {**fine, **more}]))))
         return [(what, state) for what, state, _ in found]
 
     assert told() == []
-    assert told(free=GIB) == told(inodes=9, free=99 * GIB) == [("room", State.WARNING)]
-    assert told(free=0) == [("room", State.FAILURE)]
-    assert told(sync=2.5) == [("sync", State.WARNING)]
-    assert told(quota="/home 12G*", free=99 * GIB) == [("quota", State.WARNING)]
+    assert told(free=GIB) == told(inodes=9, free=99 * GIB) == [("room", Severity.WARNING)]
+    assert told(free=0) == [("room", Severity.FAILURE)]
+    assert told(sync=2.5) == [("sync", Severity.WARNING)]
+    assert told(quota="/home 12G*", free=99 * GIB) == [("quota", Severity.WARNING)]
 
 
 def test_ranks_are_named_in_short() -> None:

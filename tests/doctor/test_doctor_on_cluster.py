@@ -11,7 +11,7 @@ import pytest
 
 from helpers.cluster.slurm import Cluster, missing
 from shoal.doctor.checks import filesystem
-from shoal.doctor.findings import Seen, State
+from shoal.doctor.findings import RankFacts, Severity
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -55,15 +55,15 @@ def test_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         (tmp_path / "full").write_bytes(bytes(2**20 - 4096))
-        full = [one.state for one in filesystem.judge([seen(tmp_path)])]
+        full = [one.state for one in filesystem.check_directories([seen(tmp_path)])]
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        (read_only,) = filesystem.judge([seen(tmp_path)])
+        (read_only,) = filesystem.check_directories([seen(tmp_path)])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-    assert State.FAILURE in full
-    assert read_only.state is State.FAILURE
+    assert Severity.FAILURE in full
+    assert read_only.state is Severity.FAILURE
     assert read_only.found.endswith("(tmpfs) can't be written: Read-only file system")
 
 
-def seen(folder: Path) -> Seen[filesystem.Directory]:
-    return Seen(rank=0, host="a", facts=filesystem.look(folder))
+def seen(folder: Path) -> RankFacts[filesystem.Directory]:
+    return RankFacts(rank=0, host="a", facts=filesystem.try_directory(folder))

@@ -23,8 +23,8 @@ import shoal
 from helpers.commands import Command
 from helpers.ranks import Ranks, free_port
 from shoal.doctor.checks import compute, filesystem, software
-from shoal.doctor.findings import Examination, State
-from shoal.doctor.runner import Request, examine_together
+from shoal.doctor.findings import Examination, Severity
+from shoal.doctor.runner import DoctorRequest, examine_together
 from shoal.util.packages import packages
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -46,7 +46,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def examined(
-    world: shoal.World, request: Request, plants: Sequence[Plant]
+    world: shoal.World, request: DoctorRequest, plants: Sequence[Plant]
 ) -> tuple[Examination | None, bool]:
     """What each rank of three hosts finds, of which the last has the faults."""
     with ExitStack() as stack:
@@ -56,11 +56,11 @@ def examined(
         return examine_together(world, replace(request, source=_source(request, world.rank)))
 
 
-def _source(request: Request, rank: int) -> Path | None:
+def _source(request: DoctorRequest, rank: int) -> Path | None:
     return request.source and request.source / str(rank)
 
 
-def find(ranks: Ranks, request: Request, *plants: Plant) -> Examination:
+def find(ranks: Ranks, request: DoctorRequest, *plants: Plant) -> Examination:
     ranks.divide("replicate=-1")
     (found, hangs), *others = ranks.call(examined, request, plants)
     assert others == [(None, hangs)] * (SIZE - 1)
@@ -69,8 +69,8 @@ def find(ranks: Ranks, request: Request, *plants: Plant) -> Examination:
     return found
 
 
-def bad(found: Examination) -> dict[str, tuple[State, str]]:
-    grave = [one for one in found.findings if one.state is not State.OK]
+def bad(found: Examination) -> dict[str, tuple[Severity, str]]:
+    grave = [one for one in found.findings if one.state is not Severity.OK]
     return {one.what: (one.state, one.found) for one in grave}
 
 
@@ -123,35 +123,35 @@ def test_what_is_not_the_same_is_named(ranks: Ranks, tmp_path: Path) -> None:
         (tmp_path / f"{rank}/lib").mkdir(parents=True)
         (tmp_path / f"{rank}/lib/net.py").write_text("x = 1" if rank != ODD else "x = 2")
         (tmp_path / f"{rank}/train.py").write_text("")
-    request = Request(source=tmp_path, data=tmp_path / "0", run=tmp_path / "run", quick=True)
+    request = DoctorRequest(source=tmp_path, data=tmp_path / "0", run=tmp_path / "run", quick=True)
     found = find(ranks, request, other_package, other_clock, no_rename, no_lock)
     told = {what: each for what, each in bad(found).items() if what not in MEASURED}
     assert set(told) == {"packages", "numpy", "source", "clock", "rename", "lock"}
     assert all("rank 2 (node2)" in text for _, text in told.values())
     assert "lib/net.py" in told["source"][1]
     assert "rich" in told["packages"][1]
-    assert told["clock"] == (State.FAILURE, "rank 2 (node2) is 120 s ahead of rank 0 (node0)")
+    assert told["clock"] == (Severity.FAILURE, "rank 2 (node2) is 120 s ahead of rank 0 (node0)")
     assert "shared" in {one.what for one in found.findings}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
 
 
 def test_a_directory_that_not_all_see_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    found = find(ranks, Request(run=tmp_path, quick=True, limit=8), another_disk)
+    found = find(ranks, DoctorRequest(run=tmp_path, quick=True, limit=8), another_disk)
     told = bad(found)["shared"]
-    assert told == (State.FAILURE, "rank 2 (node2) did not see what rank 0 (node0) wrote")
+    assert told == (Severity.FAILURE, "rank 2 (node2) did not see what rank 0 (node0) wrote")
 
 
 def test_a_slow_device_is_named_after_it_was_slow_three_times(ranks: Ranks) -> None:
-    found = find(ranks, Request(), slow_device)
+    found = find(ranks, DoctorRequest(), slow_device)
     state, text = bad(found)["compute"]
-    assert (state, text.split(",")[0]) == (State.FAILURE, "rank 2 (node2)")
+    assert (state, text.split(",")[0]) == (Severity.FAILURE, "rank 2 (node2)")
     assert {"links", "clock"} <= {one.what for one in found.findings}
 
 
 def test_a_check_that_hangs_on_one_rank_is_a_line(ranks: Ranks) -> None:
-    found = find(ranks, Request(quick=True, limit=6), hung_check)
+    found = find(ranks, DoctorRequest(quick=True, limit=6), hung_check)
     assert bad(found)["memory"] == (
-        State.FAILURE,
+        Severity.FAILURE,
         "could not be checked on rank 2 (node2): no end within 6 s",
     )
 
@@ -166,9 +166,9 @@ def one_core(world: shoal.World, stack: ExitStack) -> None:
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_ranks_that_share_a_core_while_others_are_idle_are_named(ranks: Ranks) -> None:
-    found = find(ranks, Request(limit=30), one_core)
+    found = find(ranks, DoctorRequest(limit=30), one_core)
     state, text = bad(found)["cores"]
-    assert (state, text.partition(" (")[0]) == (State.FAILURE, "3 ranks on 1 core")
+    assert (state, text.partition(" (")[0]) == (Severity.FAILURE, "3 ranks on 1 core")
     told = {one.what: one.found for one in found.findings}
     assert "not compared" in told["compute"]
     assert told["links"].startswith("not measured")

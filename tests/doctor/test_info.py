@@ -14,8 +14,8 @@ from rich.console import Console
 from shoal.doctor.cgroups import cgroup_limits
 from shoal.doctor.info import display
 from shoal.doctor.info.machine import maker, packages
-from shoal.doctor.info.ranks import Rank, differences, rows
-from shoal.util.decision import Choice
+from shoal.doctor.info.ranks import RankInfo, differences, rows
+from shoal.util.decision import Decision
 from shoal.util.differences import spans
 
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "PMI", "OMPI_", "MPI_", "TORCHELASTIC")
@@ -133,7 +133,7 @@ def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_
     assert ("OMPI_COMM_WORLD_RANK=0" in before) is (rank == 0)
 
 
-def printed(width: int, *made: Choice[object]) -> str:
+def printed(width: int, *made: Decision[object]) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     display.choices(console, made)
     assert isinstance(console.file, io.StringIO)
@@ -142,13 +142,13 @@ def printed(width: int, *made: Choice[object]) -> str:
 
 def test_lists_of_hosts_are_no_markup_and_long_words_are_folded() -> None:
     path = "/scratch/" + "x" * 100
-    text = printed(60, Choice(what="address", value=("node[01-03]",), reason=f"found in {path}"))
+    text = printed(60, Decision(what="address", value=("node[01-03]",), reason=f"found in {path}"))
     assert "node[01-03]" in text
     assert text.count("x") == 100
 
 
-def rank(number: int, *, host: str = "a", **versions: str) -> Rank:
-    return Rank(
+def rank(number: int, *, host: str = "a", **versions: str) -> RankInfo:
+    return RankInfo(
         rank=number,
         host=host,
         local_rank=number % 8,

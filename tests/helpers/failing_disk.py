@@ -18,7 +18,7 @@ import shoal
 from helpers.kill_in_save import Counted, HookedFiles
 from helpers.pipeline_model import parts
 from shoal.checkpoint import AnyPath, Checkpoints
-from shoal.checkpoint.filesystem import Room
+from shoal.checkpoint.filesystem import FreeSpace
 from shoal.checkpoint.state_tree import take_apart
 
 EVERY, UNTIL = 2, 8
@@ -50,8 +50,8 @@ class Refused(HookedFiles):
 class Unaware(Counted):
     """Does not ask how much room there is: what is too much shows when it is written."""
 
-    def room(self, path: AnyPath) -> Room:
-        return Room(None, None)
+    def room(self, path: AnyPath) -> FreeSpace:
+        return FreeSpace(None, None)
 
     def reserve(self, file: BinaryIO, size: int) -> None:
         pass

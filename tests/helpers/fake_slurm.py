@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.launcher.submit.decide import decide
-from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.site import Site
-from shoal.launcher.submit.slurm.batch_script import Place, render
+from shoal.launcher.submit.slurm.batch_script import JobContext, render
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >> "{folder}/calls"
@@ -55,7 +55,7 @@ class Fakes:
         return {**kept, "PATH": f"{self.path}{os.pathsep}{os.environ['PATH']}"}
 
 
-def place(folder: Path | str, **changes: object) -> Place:
+def place(folder: Path | str, **changes: object) -> JobContext:
     """A place whose script is python train.py of a folder."""
     values = {
         "folder": f"{folder}/jobs/1",
@@ -67,10 +67,10 @@ def place(folder: Path | str, **changes: object) -> Place:
         "python": "python",
         "image": None,
     }
-    return Place(**{**values, **changes})  # type: ignore[arg-type]
+    return JobContext(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def write(request: Request, site: Site, where: Place, *, save: float | None = None) -> str:
+def write(request: JobRequest, site: Site, where: JobContext, *, save: float | None = None) -> str:
     """The batch script of a request."""
     return render(decide(request, site, save=save), site, where)
 

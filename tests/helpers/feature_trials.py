@@ -162,7 +162,8 @@ def expected(names: Names) -> Trained:
     tokens, labels = dataset()
     norms, losses = [], []
     orders = (
-        torch.from_numpy(shoal.Order(SAMPLES, seed=SEED, epoch=e).indices(0, SAMPLES)) for e in (0, 1)
+        torch.from_numpy(shoal.Permutation(SAMPLES, seed=SEED, epoch=e).indices(0, SAMPLES))
+        for e in (0, 1)
     )
     indices = [part for order in orders for part in order.split(BATCH)][:STEPS]
     for part in indices:
@@ -307,20 +308,22 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
     """What `parallelize` is given."""
     some: list[Any] = []
     if "Recompute" in names:
-        some.append(shoal.Recompute())
+        some.append(shoal.ActivationCheckpointing())
     if "Recompute, keep" in names:
-        some.append(shoal.Recompute(keep=("products", "attention")))
+        some.append(shoal.ActivationCheckpointing(keep=("products", "attention")))
     if "Placed" in names:
-        some.append(shoal.Placed((0, 0)))
+        some.append(shoal.DevicePlacement((0, 0)))
     if "Context" in names:
-        some.append(shoal.Context())
+        some.append(shoal.ContextParallel())
     if {"Tensor", "sequence", "logits"} & {*names}:
-        some.append(shoal.Tensor(plan=plan(names, model)))
+        some.append(shoal.TensorParallel(plan=plan(names, model)))
     if "Pipeline" in names:
         some.append(shoal.Pipeline(split=("blocks.1",)))
     elif "Remote" in names:
         some.append(
-            shoal.Remote(stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "norm", "head")})
+            shoal.RPCPipeline(
+                stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "norm", "head")}
+            )
         )
     elif "zero bubble" in names:
         some.append(shoal.Pipeline(split=("blocks.0", "blocks.1", "norm"), schedule="zbv"))
@@ -331,7 +334,7 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
         some.append(replace(approximate[0], unused=True))
     elif approximate:
         some += approximate
-    elif "DDP" in names or [type(each) for each in some[-1:]] == [shoal.Placed]:
+    elif "DDP" in names or [type(each) for each in some[-1:]] == [shoal.DevicePlacement]:
         some.append(
             shoal.DDP(
                 bucket_mb=0.001,

@@ -51,7 +51,7 @@ class InOrder(DistributedSampler[Any]):
     """torch's sampler with Shoal's order in place of its own, so that the same samples meet."""
 
     def __iter__(self) -> Iterator[int]:
-        order = shoal.Order(len(self.dataset), seed=0, epoch=self.epoch)  # type: ignore[arg-type]
+        order = shoal.Permutation(len(self.dataset), seed=0, epoch=self.epoch)  # type: ignore[arg-type]
         return iter(list(order)[self.rank :: self.num_replicas])
 
 

@@ -127,7 +127,7 @@ def specification(row: Row, steps: int = STEPS) -> Trained:
     epoch = 0
     while len(losses) < steps:
         order = torch.from_numpy(
-            shoal.Order(row.samples, seed=SEED, epoch=epoch).indices(0, row.samples)
+            shoal.Permutation(row.samples, seed=SEED, epoch=epoch).indices(0, row.samples)
         )
         for indices in order.split(BATCH):
             total, count = loss(row, model(data[0][indices]), data[1][indices])

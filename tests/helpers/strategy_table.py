@@ -44,7 +44,7 @@ class Way(NamedTuple):
 NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
 LOGITS = PLAN | {"head": "logits"}
 KEEPING = {
-    model: shoal.Recompute(units=units, keep=("products", "attention"))
+    model: shoal.ActivationCheckpointing(units=units, keep=("products", "attention"))
     for model, units in UNITS.items()
 }
 
@@ -90,19 +90,19 @@ WAYS = {
     "ZBV, FSDP": Way(folded("zbv"), ("shard=2,pipeline=2",), ("convolutional",)),
     "DualPipeV": Way(folded("dualpipev"), ("pipeline=2", "replicate=2,pipeline=2"), micro_batches=(4,)),
     "Remote": Way(
-        lambda model: shoal.Remote(stages={"front": ("features",), "back": ("head",)}),
+        lambda model: shoal.RPCPipeline(stages={"front": ("features",), "back": ("head",)}),
         ("pipeline=2", "replicate=2,pipeline=2"),
         ("convolutional",),
     ),
     "Remote, 3 stages": Way(
-        lambda model: shoal.Remote(
+        lambda model: shoal.RPCPipeline(
             stages={"a": ("features.0",), "b": ("features.1", "features.2"), "c": ("head",)}
         ),
         ("pipeline=3",),
         ("convolutional",),
     ),
     "Remote, a stage on two ranks": Way(
-        lambda model: shoal.Remote(
+        lambda model: shoal.RPCPipeline(
             stages={"front": ("features",), "back": ("head",)},
             workers={"front": (0, 2), "back": (1,)},
         ),
@@ -110,7 +110,7 @@ WAYS = {
         ("convolutional",),
     ),
     "Remote, both on two ranks": Way(
-        lambda model: shoal.Remote(
+        lambda model: shoal.RPCPipeline(
             stages={"front": ("features",), "back": ("head",)},
             workers={"front": (0, 1), "back": (2, 3)},
         ),
@@ -119,7 +119,7 @@ WAYS = {
     ),
     "Tensor, ZBV": Way(
         lambda model: [
-            shoal.Tensor(plan={"block.linear1": "column", "block.linear2": "row"}),
+            shoal.TensorParallel(plan={"block.linear1": "column", "block.linear2": "row"}),
             folded("zbv")(model),
         ],
         ("tensor=2,pipeline=2", "replicate=2,tensor=2,pipeline=2"),
@@ -127,75 +127,82 @@ WAYS = {
     ),
     "Recompute, GPipe": Way(
         lambda model: [
-            shoal.Recompute(units=UNITS[model]),
+            shoal.ActivationCheckpointing(units=UNITS[model]),
             shoal.Pipeline(split=("head",), schedule="gpipe"),
         ],
         ("pipeline=2",),
         ("convolutional",),
     ),
     "Recompute, DDP": Way(
-        lambda model: [shoal.Recompute(units=UNITS[model]), shoal.DDP(bucket_mb=0.001)],
+        lambda model: [shoal.ActivationCheckpointing(units=UNITS[model]), shoal.DDP(bucket_mb=0.001)],
         ("replicate=3",),
     ),
     "Recompute, FSDP": Way(
-        lambda model: [shoal.Recompute(units=UNITS[model]), shoal.FSDP(units=UNITS[model])],
+        lambda model: [
+            shoal.ActivationCheckpointing(units=UNITS[model]),
+            shoal.FSDP(units=UNITS[model]),
+        ],
         ("shard=2",),
     ),
     "Recompute, Tensor, FSDP": Way(
         lambda model: [
-            shoal.Recompute(units=UNITS[model]),
-            shoal.Tensor(plan=PLAN),
+            shoal.ActivationCheckpointing(units=UNITS[model]),
+            shoal.TensorParallel(plan=PLAN),
             shoal.FSDP(units=UNITS[model]),
         ],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
     "Tensor": Way(
-        lambda model: shoal.Tensor(plan=PLAN),
+        lambda model: shoal.TensorParallel(plan=PLAN),
         ("tensor=2", "tensor=4", "replicate=2,tensor=2"),
         ("transformer",),
     ),
     "Tensor, FSDP": Way(
-        lambda model: [shoal.Tensor(plan=PLAN), shoal.FSDP(units=("block",))],
+        lambda model: [shoal.TensorParallel(plan=PLAN), shoal.FSDP(units=("block",))],
         ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
         ("transformer",),
     ),
     "Context": Way(
-        lambda model: shoal.Context(units=UNITS[model]),
+        lambda model: shoal.ContextParallel(units=UNITS[model]),
         ("context=2", "replicate=2,context=2"),
         ("transformer",),
     ),
     "Recompute, Context, FSDP": Way(
         lambda model: [
-            shoal.Recompute(units=UNITS[model]),
-            shoal.Context(units=UNITS[model]),
+            shoal.ActivationCheckpointing(units=UNITS[model]),
+            shoal.ContextParallel(units=UNITS[model]),
             shoal.FSDP(units=UNITS[model]),
         ],
         ("shard=2,context=2",),
         ("transformer",),
     ),
     "Context, Tensor": Way(
-        lambda model: [shoal.Context(units=UNITS[model]), shoal.Tensor(plan=PLAN)],
+        lambda model: [shoal.ContextParallel(units=UNITS[model]), shoal.TensorParallel(plan=PLAN)],
         ("context=2,tensor=2", "replicate=2,context=2,tensor=2"),
         ("transformer",),
     ),
     "Tensor sequence and logits": Way(
-        lambda model: shoal.Tensor(plan=LOGITS | NORMS),
+        lambda model: shoal.TensorParallel(plan=LOGITS | NORMS),
         ("tensor=2", "replicate=2,tensor=2"),
         ("transformer",),
     ),
     "Tensor sequence": Way(
-        lambda model: shoal.Tensor(plan=PLAN | NORMS),
+        lambda model: shoal.TensorParallel(plan=PLAN | NORMS),
         ("tensor=4",),
         ("transformer",),
     ),
     "Tensor logits, FSDP": Way(
-        lambda model: [shoal.Tensor(plan=LOGITS), shoal.FSDP(units=("block",))],
+        lambda model: [shoal.TensorParallel(plan=LOGITS), shoal.FSDP(units=("block",))],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
     "Recompute some, Tensor sequence, FSDP": Way(
-        lambda model: [KEEPING[model], shoal.Tensor(plan=PLAN | NORMS), shoal.FSDP(units=("block",))],
+        lambda model: [
+            KEEPING[model],
+            shoal.TensorParallel(plan=PLAN | NORMS),
+            shoal.FSDP(units=("block",)),
+        ],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
@@ -207,7 +214,7 @@ WAYS = {
     ),
     "Placed, DDP": Way(
         # The rank's device, taken for two: hooks and order are tried, and moves elsewhere.
-        lambda model: [shoal.Placed((0, 0), in_flight=2), shoal.DDP(bucket_mb=0.001)],
+        lambda model: [shoal.DevicePlacement((0, 0), in_flight=2), shoal.DDP(bucket_mb=0.001)],
         ("replicate=2", "replicate=3"),
     ),
     "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),

@@ -100,7 +100,7 @@ def expected() -> tuple[Trained, dict[str, float]]:
     model, (tokens, labels) = build(), dataset()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     orders = (
-        torch.from_numpy(shoal.Order(SAMPLES, seed=SEED, epoch=epoch).indices(0, SAMPLES))
+        torch.from_numpy(shoal.Permutation(SAMPLES, seed=SEED, epoch=epoch).indices(0, SAMPLES))
         for epoch in itertools.count()
     )
     norms, losses = [], []

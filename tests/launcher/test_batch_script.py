@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.fake_slurm import Fakes, place, run_script, write
-from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.site_catalog import find_entry, load
 from shoal.util.errors import LaunchError
@@ -44,9 +44,9 @@ def fakes(tmp_path: Path) -> Fakes:
     return Fakes(tmp_path / "fakes")
 
 
-def request(**changes: object) -> Request:
+def request(**changes: object) -> JobRequest:
     values = {"script": "train.py", "time": HOUR}
-    return Request(**{**values, **changes})  # type: ignore[arg-type]
+    return JobRequest(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def directives(text: str) -> list[str]:

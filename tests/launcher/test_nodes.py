@@ -8,7 +8,7 @@ import pytest
 
 from shoal.distributed.cluster_env import Placement, detect
 from shoal.distributed.failure import Failure
-from shoal.launcher.attempt_outcome import SETTLE, Seen, Verdict, judge
+from shoal.launcher.attempt_outcome import SETTLE, AttemptOutcome, NodeReport, decide_outcome
 from shoal.launcher.nodes import Nodes, choose_nodes, differences, listen, parse_address, parse_numbers
 from shoal.util.errors import LaunchError
 
@@ -96,7 +96,7 @@ def test_why_a_node_can_not_listen() -> None:
         listen("no-such-host.invalid", 5000)
 
 
-SEEN = Seen(
+SEEN = NodeReport(
     me="a",
     nodes=("a", "b"),
     present=("a", "b"),
@@ -139,21 +139,21 @@ ABORTED = replace(KILLED, signal=6, code=134)
 def test_how_an_attempt_ends(
     change: dict[str, object], kind: str | None, nodes: tuple[str, ...]
 ) -> None:
-    verdict = judge(replace(SEEN, **change), patience=7.0)  # type: ignore[arg-type]
+    verdict = decide_outcome(replace(SEEN, **change), patience=7.0)  # type: ignore[arg-type]
     assert (verdict and verdict.kind, verdict.nodes if verdict else ()) == (kind, nodes)
 
 
 def test_ranks_may_save_only_where_all_are_there() -> None:
-    joined = judge(replace(SEEN, waiting=("c",)), patience=7.0)
-    left = judge(replace(SEEN, present=("a",)), patience=7.0)
+    joined = decide_outcome(replace(SEEN, waiting=("c",)), patience=7.0)
+    left = decide_outcome(replace(SEEN, present=("a",)), patience=7.0)
     assert joined is not None
     assert left is not None
     assert (joined.saving, left.saving) == (True, False)
 
 
 def test_a_verdict_tells_rank_place_and_reason_and_survives_the_store() -> None:
-    verdict = judge(replace(SEEN, failure=KILLED), patience=7.0)
+    verdict = decide_outcome(replace(SEEN, failure=KILLED), patience=7.0)
     assert verdict is not None
     assert verdict.text.startswith("rank 3 on n1, pid 7: killed by SIGKILL")
     assert verdict.code == 137
-    assert Verdict.parse(verdict.render()) == verdict
+    assert AttemptOutcome.parse(verdict.render()) == verdict

@@ -12,7 +12,7 @@ import pytest
 from helpers.fake_slurm import place, write
 from shoal.launcher.submit import site_catalog
 from shoal.launcher.submit.check import (
-    check,
+    check_job,
     notes,
     objections,
     secret_options,
@@ -20,7 +20,7 @@ from shoal.launcher.submit.check import (
     workers_of,
 )
 from shoal.launcher.submit.decide import decide
-from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.save_time import stopping_seconds
 from shoal.launcher.submit.site import Partition, Qos, Site, read_site
 from shoal.launcher.submit.site_draft import draft
@@ -32,9 +32,9 @@ JEAN_ZAY = site_catalog.load(site_catalog.find_entry("jean-zay"))
 PLAIN = site_catalog.load(site_catalog.find_entry("plain"))
 
 
-def request(**changes: object) -> Request:
+def request(**changes: object) -> JobRequest:
     values = {"script": "train.py", "time": 20 * HOUR}
-    return Request(**{**values, **changes})  # type: ignore[arg-type]
+    return JobRequest(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def against(site: Site = JEAN_ZAY, save: float | None = None, **changes: object) -> list[str]:
@@ -251,7 +251,7 @@ def test_the_page_shows_a_site_and_a_refusal_as_they_are(repository: Path) -> No
     assert known - named == {"name", "partitions", "qos", "tried", "mpirun", "container", "options"}
     asked = request(gpus=4, processes=1)
     with pytest.raises(LaunchError) as caught:
-        check(asked, PLAIN, decide(asked, PLAIN, save=None))
+        check_job(asked, PLAIN, decide(asked, PLAIN, save=None))
     assert str(caught.value).strip() in page
     long = request(gpus=4, nodes=2, time=25 * HOUR)
     job = decide(long, site, save=None)

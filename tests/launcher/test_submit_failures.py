@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.fake_slurm import Fakes, place, run_script, write
-from shoal.launcher.submit.job import Request
+from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.job_directory import read_failure
 from shoal.launcher.submit.site import Site
 
@@ -52,8 +52,8 @@ def fakes(tmp_path: Path) -> Fakes:
     return found
 
 
-def job(**changes: object) -> Request:
-    return Request(**{"script": "train.py", "time": HOUR, **changes})  # type: ignore[arg-type]
+def job(**changes: object) -> JobRequest:
+    return JobRequest(**{"script": "train.py", "time": HOUR, **changes})  # type: ignore[arg-type]
 
 
 def run(

@@ -111,7 +111,7 @@ class Jobs:
     def wait_for_step(self, number: int, run: str = "run") -> None:
         """Until a step is recorded, which training waits after."""
         path = self.folder / run / "events/rank-0.jsonl"
-        self.wait(lambda: path.exists() and number in (e.get("step") for e in events.read(path)))
+        self.wait(lambda: path.exists() and number in (e.get("step") for e in events.read_events(path)))
 
     def wait_for_files(self, *names: str) -> None:
         self.wait(lambda: all((self.folder / name).exists() for name in names))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
-from shoal.report import SHOWN, History, Reader, Verdict, duration, judge, profile
+from shoal.report import SHOWN, BottleneckReport, History, Reader, duration, find_bottleneck, profile
 from shoal.report import reader as reading
 from shoal.util.errors import CheckpointError
 
@@ -22,11 +22,13 @@ def load(directory: Path) -> History:
     return reader.history
 
 
-def verdict(directory: Path, *plants: Plant, ranks: int = 3, steps: int = 500, **more: Any) -> Verdict:
-    return judge(load(write(directory, simulate(ranks, steps, plants, **more))))
+def verdict(
+    directory: Path, *plants: Plant, ranks: int = 3, steps: int = 500, **more: Any
+) -> BottleneckReport:
+    return find_bottleneck(load(write(directory, simulate(ranks, steps, plants, **more))))
 
 
-def named(found: Verdict) -> set[tuple[int, str]]:
+def named(found: BottleneckReport) -> set[tuple[int, str]]:
     return {(each.rank, each.part) for each in found.stragglers}
 
 
@@ -231,11 +233,11 @@ def test_a_run_that_was_begun_anew_in_its_place_is_read_anew(tmp_path: Path) -> 
 @pytest.mark.full
 def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, simulate(3, 600, [SLOW]))
-    alone = reading.read(tmp_path)
+    alone = reading.read_history(tmp_path)
     monkeypatch.setattr(reading, "LARGE", 0)
-    together = reading.read(tmp_path)
+    together = reading.read_history(tmp_path)
     assert together.files == alone.files == 3
-    assert judge(together).sentence == judge(alone).sentence
+    assert find_bottleneck(together).sentence == find_bottleneck(alone).sentence
     assert np.array_equal(together.attempts[0].ticks(2), alone.attempts[0].ticks(2))
 
 
@@ -247,7 +249,7 @@ def test_a_line_cut_in_two_costs_itself_alone(tmp_path: Path) -> None:
     history = load(tmp_path)
     assert history.skipped == 1
     assert len(history.attempts[0].ticks(1)) < 1200
-    assert judge(history).efficient is not None
+    assert find_bottleneck(history).efficient is not None
 
 
 def test_what_a_killed_attempt_did_again_counts_in_both(tmp_path: Path) -> None:
@@ -255,13 +257,13 @@ def test_what_a_killed_attempt_did_again_counts_in_both(tmp_path: Path) -> None:
     write(tmp_path, simulate(2, 300), append=True, began=BEGAN + 100, first=200)
     history = load(tmp_path)
     assert [(each.first, each.last) for each in history.attempts] == [(1, 300), (201, 500)]
-    assert sum(one.profile.steps for one in judge(history).judged) > 580
+    assert sum(one.profile.steps for one in find_bottleneck(history).judged) > 580
 
 
 def test_ranks_that_left_no_file_are_named(tmp_path: Path) -> None:
     write(tmp_path, simulate(4, 300, [WAIT]))
     (tmp_path / "events" / "rank-3.jsonl").unlink()
-    found = judge(load(tmp_path))
+    found = find_bottleneck(load(tmp_path))
     assert named(found) == {(1, "wait")}
     assert any(each.text == "Nothing was recorded by rank 3." for each in found.findings)
 
@@ -270,7 +272,7 @@ def test_a_rank_that_recorded_little_is_left_out_and_named(tmp_path: Path) -> No
     write(tmp_path, simulate(3, 1400, [WAIT]))
     path = tmp_path / "events" / "rank-2.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    found = judge(load(tmp_path))
+    found = find_bottleneck(load(tmp_path))
     assert found.judged[0].profile.ranks == (0, 1)
     assert any("rank 2" in each.text for each in found.findings)
 
@@ -299,7 +301,7 @@ def test_events_of_the_first_format_are_read(tmp_path: Path) -> None:
         ]
         text = "\n".join(json.dumps(each) for each in [start, *steps])
         (tmp_path / "events" / f"rank-{rank}.jsonl").write_text(text + "\n")
-    found = judge(load(tmp_path))
+    found = find_bottleneck(load(tmp_path))
     assert (1, "wait") in named(found)
     assert found.sentence.partition(":")[0].endswith("computing or communicating")
 
@@ -347,7 +349,7 @@ def test_what_no_run_has_written_is_passed_over(tmp_path: Path, line: bytes) -> 
     path.write_bytes(line + b"\n" + path.read_bytes() + line + b"\n")
     history = load(tmp_path)
     assert history.skipped == 2
-    assert judge(history).judged[0].profile.steps > 90
+    assert find_bottleneck(history).judged[0].profile.steps > 90
 
 
 @pytest.mark.parametrize(
@@ -373,10 +375,10 @@ def test_runs_inside_are_offered(tmp_path: Path) -> None:
 def test_files_without_a_step_say_so(tmp_path: Path) -> None:
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "rank-0.jsonl").write_text("")
-    assert judge(load(tmp_path)).sentence == "Nothing has been recorded yet."
+    assert find_bottleneck(load(tmp_path)).sentence == "Nothing has been recorded yet."
     [start, _] = lines(simulate(1, 10), 0)
     (tmp_path / "events" / "rank-0.jsonl").write_text(start + "\n")
-    assert judge(load(tmp_path)).sentence == "No step has been recorded yet."
+    assert find_bottleneck(load(tmp_path)).sentence == "No step has been recorded yet."
 
 
 def test_of_several_steps_the_one_taken_most_often_numbers_the_ticks(tmp_path: Path) -> None:
@@ -386,7 +388,7 @@ def test_of_several_steps_the_one_taken_most_often_numbers_the_ticks(tmp_path: P
     assert before.ticks(0)["step"].tolist() == list(range(1, 101))
     assert (before.first, before.last) == (1, 100)
     assert (after.first, after.last) == (61, 160)
-    found = judge(load(tmp_path))
+    found = find_bottleneck(load(tmp_path))
     assert [one.profile.last[-1] for one in found.judged] == [100, 160]
 
 
@@ -396,7 +398,7 @@ def test_what_takes_all_ranks_long_is_worth_a_finding(tmp_path: Path, part: str)
     planted.setdefault(part, np.zeros_like(planted["wall"]))
     planted[part] += 10e-3
     planted["wall"] += 10e-3
-    found = judge(load(write(tmp_path, planted)))
+    found = find_bottleneck(load(write(tmp_path, planted)))
     assert found.shares[part] > 0.3
     (finding,) = found.findings
     assert "of the time on all ranks." in finding.text
@@ -427,7 +429,7 @@ def test_ranks_without_a_step_in_common_are_no_run_without_steps(tmp_path: Path)
     write(tmp_path, simulate(2, 20))
     other = "\n".join(lines(simulate(2, 20), 1, first=20))
     (tmp_path / "events" / "rank-1.jsonl").write_text(other + "\n")
-    assert judge(load(tmp_path)).sentence == "The ranks have recorded no step in common."
+    assert find_bottleneck(load(tmp_path)).sentence == "The ranks have recorded no step in common."
 
 
 @pytest.mark.filterwarnings("error")
@@ -439,7 +441,7 @@ def test_numbers_that_are_too_large_are_passed_over_without_a_word(tmp_path: Pat
     text = "\n".join([start, json.dumps(beyond), json.dumps(far)])
     (tmp_path / "events" / "rank-0.jsonl").write_text(text + "\n")
     history = load(tmp_path)
-    assert sum(judge(history).shares.values()) == pytest.approx(1)
+    assert sum(find_bottleneck(history).shares.values()) == pytest.approx(1)
     assert history.attempts[0].seen < BEGAN + 60
 
 
@@ -454,10 +456,10 @@ def test_a_file_that_cannot_be_read_is_told_from_one_that_is_missing(tmp_path: P
         (tmp_path / "events" / f"rank-{rank}.jsonl").unlink()
     # Of which nobody may read the first byte.
     (tmp_path / "events" / "rank-1.jsonl").symlink_to("/proc/self/mem")
-    told = [each.text for each in judge(load(tmp_path)).findings]
+    told = [each.text for each in find_bottleneck(load(tmp_path)).findings]
     assert told == [
         "The events of rank 1 can't be read: Input/output error.",
         "Nothing was recorded by rank 2.",
     ]
     (tmp_path / "events" / "rank-0.jsonl").unlink()
-    assert judge(load(tmp_path)).sentence == "The events can't be read: Input/output error."
+    assert find_bottleneck(load(tmp_path)).sentence == "The events can't be read: Input/output error."

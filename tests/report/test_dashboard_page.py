@@ -21,15 +21,15 @@ from shoal.report.dashboard.keys import pressed
 from shoal.report.dashboard.layout import page, turns
 from shoal.report.dashboard.rank_table import chosen, leaves
 from shoal.report.dashboard.snapshot import (
-    Curve,
+    CheckpointStatus,
     Kind,
-    Progress,
-    Rank,
+    MetricCurve,
+    RankStats,
     Restarts,
-    Saves,
+    RunProgress,
+    RunStatus,
     Slowest,
     Snapshot,
-    State,
 )
 from shoal.report.dashboard.theme import PARTS, Look, compact
 
@@ -39,9 +39,9 @@ ASCII = Look(colour=False, unicode=False)
 LOOKS = [Look(), PLAIN, ASCII]
 
 
-def rank(number: int, **parts: float) -> Rank:
+def rank(number: int, **parts: float) -> RankStats:
     usual = {"wait": 0.01, "forward": 0.1, "backward": 0.2, "communication": 0.03, "update": 0.02}
-    return Rank(
+    return RankStats(
         number=number, host=f"node{number // 4}", parts=usual | parts, memory=3_200_000_000 + number
     )
 
@@ -55,10 +55,10 @@ def running(ranks: int = 4, **changes: Any) -> Snapshot:
     snapshot = Snapshot(
         run="runs/digits",
         clock="14:02:31",
-        state=State(kind="running"),
+        state=RunStatus(kind="running"),
         verdict="71 % efficient: 19 % exposed communication, 8 % data (rank 2 on node0).",
         size=ranks,
-        progress=Progress(
+        progress=RunProgress(
             step=5230,
             position=2_677_760,
             goal=5_120_000,
@@ -66,12 +66,12 @@ def running(ranks: int = 4, **changes: Any) -> Snapshot:
             left=2232.0,
             elapsed=2467.0,
         ),
-        loss=Curve(first=1, last=5230, values=values, now=0.1432),
-        throughput=Curve(first=1, last=5230, values=(12e3,) * 100 + (6e3,) * 100, now=6e3),
+        loss=MetricCurve(first=1, last=5230, values=values, now=0.1432),
+        throughput=MetricCurve(first=1, last=5230, values=(12e3,) * 100 + (6e3,) * 100, now=6e3),
         ranks=tuple(every),
         window=200,
         slowest=Slowest(rank=2, host="node0", part="wait", excess=0.05, since=4100),
-        saves=Saves(step=5000, ago=12, seconds=0.8, blocked=0.03, next_step=5500, due=101.0),
+        saves=CheckpointStatus(step=5000, ago=12, seconds=0.8, blocked=0.03, next_step=5500, due=101.0),
         restarts=Restarts(count=1, last="the attempt before was preempted by SIGTERM"),
     )
     return replace(snapshot, **changes)
@@ -91,14 +91,14 @@ TEXTS = st.one_of(
 NUMBERS = st.one_of(st.floats(), st.floats(0, 10), st.integers(-10, 10**20).map(float))
 COUNTS = st.integers(0, 10**15)
 CURVES = st.builds(
-    Curve,
+    MetricCurve,
     first=COUNTS,
     last=COUNTS,
     values=st.lists(NUMBERS, max_size=50).map(tuple),
     now=st.none() | NUMBERS,
 )
 RANKS = st.builds(
-    Rank,
+    RankStats,
     number=st.integers(0, 2000),
     host=TEXTS,
     parts=st.dictionaries(st.sampled_from(NAMES), NUMBERS),
@@ -110,12 +110,12 @@ SNAPSHOTS = st.builds(
     Snapshot,
     run=TEXTS,
     clock=TEXTS,
-    state=st.builds(State, kind=st.sampled_from(get_args(Kind)), since=NUMBERS, reason=TEXTS),
+    state=st.builds(RunStatus, kind=st.sampled_from(get_args(Kind)), since=NUMBERS, reason=TEXTS),
     verdict=TEXTS,
     size=st.integers(0, 1000),
     progress=st.none()
     | st.builds(
-        Progress,
+        RunProgress,
         step=COUNTS,
         position=COUNTS,
         goal=st.none() | COUNTS,
@@ -131,7 +131,7 @@ SNAPSHOTS = st.builds(
     slowest=st.none()
     | st.builds(Slowest, rank=COUNTS, host=TEXTS, part=TEXTS, excess=NUMBERS, since=st.none() | COUNTS),
     saves=st.builds(
-        Saves,
+        CheckpointStatus,
         step=st.none() | COUNTS,
         ago=NUMBERS,
         seconds=NUMBERS,
@@ -214,19 +214,19 @@ def test_a_page_of_40_columns_and_12_lines_still_says_the_main_things() -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (State(kind="silent", since=40), "silent for 40 s"),
-        (State(kind="ended", since=185, reason="after step 9"), "ended 3 min ago"),
-        (State(kind="preempted", since=5, reason="by SIGTERM on rank 0"), "by SIGTERM on rank 0"),
-        (State(kind="failed", since=5, reason="ValueError on rank 1"), "ValueError on rank 1"),
-        (State(kind="reading"), "being read"),
+        (RunStatus(kind="silent", since=40), "silent for 40 s"),
+        (RunStatus(kind="ended", since=185, reason="after step 9"), "ended 3 min ago"),
+        (RunStatus(kind="preempted", since=5, reason="by SIGTERM on rank 0"), "by SIGTERM on rank 0"),
+        (RunStatus(kind="failed", since=5, reason="ValueError on rank 1"), "ValueError on rank 1"),
+        (RunStatus(kind="reading"), "being read"),
     ],
 )
-def test_it_says_how_the_run_is(state: State, words: str) -> None:
+def test_it_says_how_the_run_is(state: RunStatus, words: str) -> None:
     assert words in "\n".join(shown(running(state=state), 80, 24))
 
 
 def test_a_run_that_is_over_has_no_time_left_and_no_next_checkpoint() -> None:
-    text = "\n".join(shown(running(state=State(kind="ended")), 120, 30))
+    text = "\n".join(shown(running(state=RunStatus(kind="ended")), 120, 30))
     assert "in 41:07" in text
     assert " left" not in text
     assert "next" not in text

@@ -17,7 +17,7 @@ from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write
 from shoal.report.dashboard import watch
 from shoal.report.dashboard.curves import POINTS, Tracks
 from shoal.report.dashboard.snapshot import Snapshot
-from shoal.report.dashboard.snapshot_builder import KEEP, Observer
+from shoal.report.dashboard.snapshot_builder import KEEP, SnapshotBuilder
 
 SLOW = Plant(part="wait", ranks=[1], seconds=8e-3, since=300)
 
@@ -42,7 +42,7 @@ def append(run: Path, rank: int, *events: dict[str, Any]) -> None:
 
 
 def at(run: Path, later: float = 1.0) -> Snapshot:
-    return Observer(run, now=Clock(BEGAN + later)).look()
+    return SnapshotBuilder(run, now=Clock(BEGAN + later)).look()
 
 
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_looks_after_each_other_see_what_one_sees(tmp_path: Path) -> None:
     folder.mkdir()
     whole = {rank: "".join(line + "\n" for line in lines(parts, rank)) for rank in range(2)}
     clock = Clock(BEGAN)
-    observer = Observer(tmp_path, now=clock, rest=0)
+    observer = SnapshotBuilder(tmp_path, now=clock, rest=0)
     assert observer.look().state.kind == "absent"
     pieces = 16
     for piece in range(pieces):
@@ -111,7 +111,7 @@ def test_little_is_held_of_a_long_run(tmp_path: Path) -> None:
     write(tmp_path, simulate(2, 3000))
     for _ in range(3):
         append(tmp_path, 0, *({"event": "log", "t": BEGAN, "loss": n} for n in range(2000)))
-    observer = Observer(tmp_path)
+    observer = SnapshotBuilder(tmp_path)
     observer.look()
     reader = observer._reader
     assert reader is not None
@@ -187,7 +187,7 @@ def test_what_is_just_written_is_news_whatever_the_clocks_say(tmp_path: Path) ->
     """The clock of the machine that trains may be minutes behind."""
     write(tmp_path, simulate(2, 50))
     clock = Clock(BEGAN + 500)
-    observer = Observer(tmp_path, now=clock)
+    observer = SnapshotBuilder(tmp_path, now=clock)
     assert observer.look().state.kind == "silent"
     append(tmp_path, 0, {"event": "usage", "t": BEGAN, "step": 51})
     assert observer.look().state.kind == "running"

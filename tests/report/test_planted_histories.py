@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.synthetic_runs import Loading, Plant, simulate, write
-from shoal.report import Reader, Verdict, judge
+from shoal.report import BottleneckReport, Reader, find_bottleneck
 
 ALL = (0, 1, 2)
 PACE = {"start": {"workers": 2, "cores": 16}}
@@ -18,10 +18,10 @@ PACE = {"start": {"workers": 2, "cores": 16}}
 
 def judged(
     directory: Path, *plants: Plant, ranks: int = 3, steps: int = 500, start: Any = None, **how: Any
-) -> Verdict:
+) -> BottleneckReport:
     reader = Reader(write(directory, simulate(ranks, steps, plants, **how), start=start))
     reader.poll()
-    return judge(reader.history)
+    return find_bottleneck(reader.history)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +115,13 @@ CASES = {
         how={"uneven": 0.6},
         sentence="ranks that wait for each other",
         finding="Ranks wait for each other in turn",
-        advice="shoal.Budget(",
+        advice="shoal.TokenBudget(",
     ),
     "few steps of uneven lengths": Case(
         how={"uneven": 0.6, "steps": 40},
         sentence="ranks that wait for each other",
         finding="Ranks wait for each other in turn",
-        advice="shoal.Budget(",
+        advice="shoal.TokenBudget(",
     ),
     "the script": Case(
         plants=(plant("other", 10e-3),),
@@ -223,7 +223,7 @@ def test_a_longer_batch_is_no_stall(tmp_path: Path) -> None:
     directory = write(tmp_path, parts, counted=64 * longer)
     reader = Reader(directory)
     reader.poll()
-    assert "stalls" not in judge(reader.history).shares
+    assert "stalls" not in find_bottleneck(reader.history).shares
 
 
 def test_without_the_workers_own_time_the_rank_that_waits_is_named(tmp_path: Path) -> None:
@@ -235,6 +235,6 @@ def test_without_the_workers_own_time_the_rank_that_waits_is_named(tmp_path: Pat
         reader = Reader(directory)
         reader.poll()
         if format == 2:
-            assert {each.rank for each in judge(reader.history).stragglers} == {1}
+            assert {each.rank for each in find_bottleneck(reader.history).stragglers} == {1}
         else:
             assert reader.history.skipped == 3

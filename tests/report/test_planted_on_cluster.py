@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers.cluster.slurm import Cluster
-from shoal.report import Verdict, judge, read
+from shoal.report import BottleneckReport, find_bottleneck, read_history
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -80,7 +80,7 @@ def no_job_is_left(cluster: Cluster) -> Iterator[None]:
     cluster.wait_idle()
 
 
-def verdict(cluster: Cluster, folder: Path, causes: str) -> Verdict:
+def verdict(cluster: Cluster, folder: Path, causes: str) -> BottleneckReport:
     """Of a run with these causes planted."""
     (folder / "train.py").write_text(TRAIN)
     if "link" in causes:
@@ -89,7 +89,7 @@ def verdict(cluster: Cluster, folder: Path, causes: str) -> Verdict:
         ["srun", "-N3", "-n3", "--ntasks-per-node=1", sys.executable, "train.py", causes], folder=folder
     )
     assert done.returncode == 0, done.stderr
-    return judge(read(folder / "run"))
+    return find_bottleneck(read_history(folder / "run"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.cli.main import app
-from shoal.report import History, attempts, read
+from shoal.report import History, attempts, read_history
 from shoal.report.html import Block, Table, Text, csv_of, plots
 from shoal.report.html.page import Page, Section, render
 from shoal.report.run_page import tables
@@ -171,14 +171,14 @@ def test_numbers_without_bounds_are_json_nevertheless(tmp_path: Path) -> None:
 def test_each_of_several_steps_keeps_its_own_curve(tmp_path: Path) -> None:
     write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN, first=0)
     write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN + 60, first=60)
-    found = attempts.curves(read(tmp_path), "loss")
+    found = attempts.curves(read_history(tmp_path), "loss")
     assert found["critic"].step.tolist() == list(range(1, 161))
     assert found["generator"].step.tolist() == list(range(1, 33))
     assert json.loads(shoal("report", tmp_path, "--json").output)["attempts"][0]["done_again"] == 40
 
 
 def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
-    steps = attempts.curves(read(run), "loss")["step"].step
+    steps = attempts.curves(read_history(run), "loss")["step"].step
     assert list(steps) == sorted(set(steps))
 
 
@@ -200,7 +200,7 @@ def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
 def test_how_an_attempt_ended(tmp_path: Path, events: list[dict[str, Any]], words: str) -> None:
     write(tmp_path, simulate(2, 20))
     add(tmp_path, 0, *events)
-    attempt = read(tmp_path).attempts[0]
+    attempt = read_history(tmp_path).attempts[0]
     assert attempts.ending(attempt, last=True, now=BEGAN + 1000).startswith(words)
     now = attempts.ending(attempt, last=True, now=attempt.seen + 3)
     assert now.startswith(words if events else "running, last sign 3 s ago")
@@ -247,7 +247,7 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
     plant = Plant(part="forward", ranks=[70], seconds=5e-3)
-    history = read(write(tmp_path, simulate(80, 64, [plant])))
+    history = read_history(write(tmp_path, simulate(80, 64, [plant])))
     one = judged(history)
     table = tables.by_rank(one)
     assert len(table.rows) == tables.MOST
@@ -256,9 +256,9 @@ def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
 
 
 def judged(history: History) -> Any:
-    from shoal.report import judge
+    from shoal.report import find_bottleneck
 
-    return judge(history).judged[0]
+    return find_bottleneck(history).judged[0]
 
 
 def test_formulas_are_harmless_in_spreadsheets() -> None:

@@ -132,7 +132,7 @@ class Drawn(Dataset[tuple[int, Tensor]]):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_row_17_dataset_loader_sampler_workers(world: shoal.World, num_workers: int) -> None:
-    order = shoal.Order(23, seed=0)
+    order = shoal.Permutation(23, seed=0)
     theirs = list(DataLoader(Drawn(), batch_size=5, sampler=list(order), num_workers=num_workers))
     loader = shoal.Loader(Drawn(), world, batch_size=5, num_workers=num_workers)
     ours = [micro for batch in loader.epochs(1) for micro in batch]

@@ -38,7 +38,9 @@ def loss(output: Tensor, batch: tuple[Tensor]) -> tuple[Tensor, int]:
     return output.square().sum(), len(output)
 
 
-def trained(world: shoal.World, *strategies: shoal.Recompute) -> tuple[list[Tensor], list[int]]:
+def trained(
+    world: shoal.World, *strategies: shoal.ActivationCheckpointing
+) -> tuple[list[Tensor], list[int]]:
     """Parameters after two steps, and how often each block ran in the second."""
     world.reseed("weights", by_rank=False)
     model = shoal.parallelize(Net(), world, strategies or None)
@@ -55,8 +57,8 @@ def trained(world: shoal.World, *strategies: shoal.Recompute) -> tuple[list[Tens
 
 def test_units_run_twice_with_the_same_random_numbers(world: shoal.World) -> None:
     plain, once = trained(world)
-    again, twice = trained(world, shoal.Recompute())
-    some, mixed = trained(world, shoal.Recompute(units=("blocks.1",)))
+    again, twice = trained(world, shoal.ActivationCheckpointing())
+    some, mixed = trained(world, shoal.ActivationCheckpointing(units=("blocks.1",)))
     assert (once, twice, mixed) == ([1, 1], [2, 2], [1, 2])
     assert all(map(torch.equal, plain, again))
     assert all(map(torch.equal, plain, some))
@@ -64,7 +66,7 @@ def test_units_run_twice_with_the_same_random_numbers(world: shoal.World) -> Non
 
 def test_a_model_without_blocks_is_refused(world: shoal.World) -> None:
     with pytest.raises(shoal.StepError, match="no blocks that repeat"):
-        shoal.parallelize(nn.Linear(2, 2), world, shoal.Recompute())
+        shoal.parallelize(nn.Linear(2, 2), world, shoal.ActivationCheckpointing())
 
 
 class Attending(nn.Module):
@@ -105,7 +107,7 @@ def test_what_is_kept_is_not_computed_again(
     world: shoal.World, keep: tuple[str, ...], again: dict[str, int]
 ) -> None:
     gradients = []
-    for strategy in (None, shoal.Recompute(units=("0", "1"), keep=keep)):
+    for strategy in (None, shoal.ActivationCheckpointing(units=("0", "1"), keep=keep)):
         world.reseed("weights", by_rank=False)
         model = shoal.parallelize(nn.Sequential(Attending(), Attending()), world, strategy)
         with Counted() as counted:
@@ -123,4 +125,4 @@ def test_what_is_kept_is_not_computed_again(
 @pytest.mark.parametrize("keep", [("matmul",), "products"])
 def test_unknown_words_are_refused(keep: Any) -> None:
     with pytest.raises(shoal.StepError, match=r"'products', 'attention'"):
-        shoal.Recompute(keep=keep)
+        shoal.ActivationCheckpointing(keep=keep)

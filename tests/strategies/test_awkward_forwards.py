@@ -431,7 +431,9 @@ REFUSED: list[tuple[type[Net], str]] = [
 ]
 
 PIPELINE = shoal.Pipeline(split=("blocks.1",))
-REMOTE = shoal.Remote(stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "blocks.2", "head")})
+REMOTE = shoal.RPCPipeline(
+    stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "blocks.2", "head")}
+)
 STRATEGIES = [pytest.param(PIPELINE, id="pipeline"), pytest.param(REMOTE, id="remote")]
 
 

@@ -82,7 +82,7 @@ def mutate(patch: pytest.MonkeyPatch, mutation: str) -> None:
         return gradient.chunk(peers.size, 1)[peers.index], None
 
     if mutation == "a gather without its factor":
-        patch.setattr(sequence_slices._Gather, "backward", staticmethod(bare_slice))
+        patch.setattr(sequence_slices._GatherSlices, "backward", staticmethod(bare_slice))
     elif mutation == "sums over samples alone":
         patch.setattr(engine, "summing_group", lambda world: None)
     elif mutation == "every rank counts":
@@ -107,11 +107,18 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        [shoal.Context(), shoal.DDP(bucket_mb=0.001)],
-        [shoal.Context(units=("blocks.*",)), shoal.FSDP()],
-        [shoal.Recompute(), shoal.Context()],
-        [shoal.Context(), shoal.Recompute(), shoal.FSDP(reshard=False, accumulate="whole")],
-        pytest.param([shoal.Context(units=("blocks.1",)), shoal.Recompute()], marks=pytest.mark.full),
+        [shoal.ContextParallel(), shoal.DDP(bucket_mb=0.001)],
+        [shoal.ContextParallel(units=("blocks.*",)), shoal.FSDP()],
+        [shoal.ActivationCheckpointing(), shoal.ContextParallel()],
+        [
+            shoal.ContextParallel(),
+            shoal.ActivationCheckpointing(),
+            shoal.FSDP(reshard=False, accumulate="whole"),
+        ],
+        pytest.param(
+            [shoal.ContextParallel(units=("blocks.1",)), shoal.ActivationCheckpointing()],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["DDP", "FSDP", "Recompute before", "Recompute after", "some units"],
 )
@@ -131,22 +138,22 @@ def test_a_causal_model_trains_like_one_process(two: Ranks, expected: Trained, s
     ],
 )
 def test_in_bf16_it_stays_close(two: Ranks, expected: Trained, strategy: Any) -> None:
-    for found in two.call(trained, [shoal.Context(), strategy], "", None, "bf16"):
+    for found in two.call(trained, [shoal.ContextParallel(), strategy], "", None, "bf16"):
         assert 1e-5 < found.distance(expected) < HALF
 
 
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     [
-        ("context=2,tensor=2", [shoal.Context(), shoal.Tensor(plan=PLAN)]),
-        ("shard=2,context=2", [shoal.Context(), shoal.FSDP()]),
-        ("replicate=2,context=2", [shoal.Context(), shoal.FSDP()]),
+        ("context=2,tensor=2", [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN)]),
+        ("shard=2,context=2", [shoal.ContextParallel(), shoal.FSDP()]),
+        ("replicate=2,context=2", [shoal.ContextParallel(), shoal.FSDP()]),
         pytest.param(
             "shard=2,context=2,tensor=2",
-            [shoal.Context(), shoal.Tensor(plan=PLAN), shoal.FSDP()],
+            [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN), shoal.FSDP()],
             marks=pytest.mark.long,
         ),
-        ("replicate=2,context=2,tensor=2", [shoal.Context(), shoal.Tensor(plan=PLAN)]),
+        ("replicate=2,context=2,tensor=2", [shoal.ContextParallel(), shoal.TensorParallel(plan=PLAN)]),
     ],
 )
 @pytest.mark.full
@@ -162,19 +169,19 @@ def test_other_axes_divide_what_slices_leave(expected: Trained, layout: str, str
         ("a gather without its factor", shoal.DDP()),
         ("exchanges that keep what they got", shoal.DDP()),
         ("every rank counts", shoal.DDP()),
-        ("sums over samples alone", shoal.Tensor(plan=PLAN)),
+        ("sums over samples alone", shoal.TensorParallel(plan=PLAN)),
     ],
 )
 def test_the_comparison_notices_mutations(
     two: Ranks, expected: Trained, mutation: str, strategy: Any
 ) -> None:
-    assert two.call(trained, [shoal.Context(), strategy], mutation)[0].distance(expected) > 1e-4
+    assert two.call(trained, [shoal.ContextParallel(), strategy], mutation)[0].distance(expected) > 1e-4
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", [shoal.DDP(), shoal.FSDP()])
 def test_compiled_it_trains_alike(two: Ranks, expected: Trained, strategy: Any) -> None:
-    for found in two.call(trained, [shoal.Context(), strategy], "", "inductor"):
+    for found in two.call(trained, [shoal.ContextParallel(), strategy], "", "inductor"):
         assert found.distance(expected) < 1e-9
 
 
@@ -197,8 +204,8 @@ class Drawing(nn.Module):
 
 def noise(world: shoal.World, recompute: bool) -> tuple[Tensor, Tensor, Tensor]:
     world.reseed("weights", by_rank=False)
-    strategies = [shoal.Recompute(units=("unit",))] if recompute else []
-    model = shoal.parallelize(Noisy(), world, [*strategies, shoal.Context(units=("unit",))])
+    strategies = [shoal.ActivationCheckpointing(units=("unit",))] if recompute else []
+    model = shoal.parallelize(Noisy(), world, [*strategies, shoal.ContextParallel(units=("unit",))])
     inside, outside = model(torch.ones(2, 64, 8, dtype=torch.float64))
     loss = inside[..., :8].sum()
     loss.backward()
@@ -224,7 +231,7 @@ def test_slices_drop_other_elements_and_all_else_is_drawn_alike(two: Ranks, reco
 def copied(world: shoal.World, directory: Path) -> list[str]:
     """What rank 0 does alone with a copy, on whole sequences; in a model that keeps its names."""
     world.reseed("weights", by_rank=False)
-    model = shoal.parallelize(GPT(), world, shoal.Context())
+    model = shoal.parallelize(GPT(), world, shoal.ContextParallel())
     tokens = texts()[0]
     before = model(tokens).detach()
     shoal.export(model, directory / "model.pt2", example=(tokens,))
@@ -246,7 +253,7 @@ def test_copies_need_no_other_rank(two: Ranks, tmp_path: Path) -> None:
 
 
 def scripted(world: shoal.World) -> None:
-    trained(world, [shoal.Context(), shoal.DDP()], compiled="script")
+    trained(world, [shoal.ContextParallel(), shoal.DDP()], compiled="script")
 
 
 def test_torchscript_is_refused(two: Ranks) -> None:
@@ -258,7 +265,7 @@ def test_torchscript_is_refused(two: Ranks) -> None:
 def resumed(world: shoal.World, directory: Path, steps: int) -> tuple[float, int]:
     """The last loss, with averaged parameters along, after so many steps in all."""
     world.reseed("weights", by_rank=False)
-    strategy: Any = [shoal.Context(), shoal.FSDP()] if world.size > 1 else None
+    strategy: Any = [shoal.ContextParallel(), shoal.FSDP()] if world.size > 1 else None
     model = shoal.parallelize(GPT(), world, strategy)
     step = shoal.Step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), shoal.Task(loss))
     ema = shoal.EMA(model, decay=0.9)
@@ -337,7 +344,7 @@ def llama(world: shoal.World) -> list[tuple[float, float]]:
 
 
 def strategy_of(world: shoal.World) -> Any:
-    return shoal.Context() if world.size > 1 else None
+    return shoal.ContextParallel() if world.size > 1 else None
 
 
 @pytest.mark.full

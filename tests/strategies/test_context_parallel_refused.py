@@ -123,7 +123,7 @@ def run(
 ) -> Tensor:
     """One forward in training mode, each rank with the same input."""
     world.reseed("weights", by_rank=False)
-    strategy = shoal.Context(units=units)
+    strategy = shoal.ContextParallel(units=units)
     model = shoal.parallelize(make(*made_of), world, [strategy, shoal.DDP(unused=True)])
     world.reseed("data", by_rank=False)
     output = model(torch.randn(*size, dtype=torch.float64), **options)
@@ -142,7 +142,13 @@ def run(
         (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "of a sequence to itself"]),
         (Mixed, ("", ""), (3, 13, 8), {}, ["length 13 for layers.0", "context=2", "pad them to 14"]),
         (Mixed, ("", ""), (3, 12), {}, ["no tensor of shape (batch, length, features)"]),
-        (Images, (), (3, 8, 4, 4), {}, ["shoal.Context() and layers.0", "(3, 8, 4, 4)", "images"]),
+        (
+            Images,
+            (),
+            (3, 8, 4, 4),
+            {},
+            ["shoal.ContextParallel() and layers.0", "(3, 8, 4, 4)", "images"],
+        ),
         (Opaque, ("", ""), (3, 12, 8), {}, ["returns a dict", "can't be compared"]),
         (Torchs, (2, 1), (3, 12, 8), {}, ["context=2", "layers.0", "1 heads", "2 does not divide"]),
         (Torchs, (), (3, 12, 8), {"src_mask": MASK}, ["mask in layers.0", "is_causal=True"]),
@@ -181,7 +187,7 @@ def test_heads_of_keys_too_have_to_be_divided(two: Ranks) -> None:
 
 
 def gpt_of(world: shoal.World, heads: int, pairs: int) -> None:
-    model = shoal.parallelize(GPT(heads, pairs), world, shoal.Context())
+    model = shoal.parallelize(GPT(heads, pairs), world, shoal.ContextParallel())
     model(texts()[0])
 
 

@@ -367,7 +367,7 @@ def in_plain_torch(clip: float) -> list[list[float]]:
     inputs, labels = uneven()
     found = []
     for epoch in range(5):
-        order = torch.from_numpy(shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(0, SAMPLES))
+        order = torch.from_numpy(shoal.Permutation(SAMPLES, seed=0, epoch=epoch).indices(0, SAMPLES))
         for indices in order.split(24):
             mean = F.cross_entropy(model(inputs[indices]), labels[indices])
             optimizer.zero_grad()
@@ -457,7 +457,7 @@ def single(world: shoal.World, strategy: Any) -> None:
     shoal.parallelize(nn.Linear(1, 1), world, strategy)
 
 
-@pytest.mark.parametrize("strategy", [shoal.Single(), shoal.DataParallel()])
+@pytest.mark.parametrize("strategy", [shoal.SingleProcess(), shoal.DataParallel()])
 def test_strategies_of_one_process_are_refused_in_several(ranks: Ranks, strategy: Any) -> None:
     for result in ranks.attempt(single, strategy):
         assert isinstance(result.error, shoal.StepError)

@@ -121,7 +121,7 @@ def test_it_trains_like_one_process(
     """Ragged batches, clipping; the transformer has a head that is its embedding."""
     monkeypatch.setattr(specification, "whole", plain)
     row = Row(model, 101, model == "transformer", micros, False, 0.5)
-    found = specification.train(world, row, "", shoal.Placed(in_flight=ahead), 10)
+    found = specification.train(world, row, "", shoal.DevicePlacement(in_flight=ahead), 10)
     assert distance(found, specification.specification(row, 10)) < TOLERANCE
 
 
@@ -145,14 +145,14 @@ def test_a_map_changes_no_number_and_no_name(world: shoal.World, devices_of: dic
         expected = trained(alone, None, build())
     model = build()
     names = [*model.state_dict()]
-    found = trained(world, shoal.Placed(devices_of), model)
+    found = trained(world, shoal.DevicePlacement(devices_of), model)
     assert distance(found, expected) < TOLERANCE
     assert [*model.state_dict()] == names
     assert model.get_parameter("shift").device == world.devices[devices_of[""]]
 
 
 def test_tensors_are_where_the_map_says(world: shoal.World, devices: Pretended) -> None:
-    model = shoal.parallelize(build(), world, shoal.Placed(MAPS["siblings"]))
+    model = shoal.parallelize(build(), world, shoal.DevicePlacement(MAPS["siblings"]))
     found = {name: str(tensor.device) for name, tensor in model.state_dict().items()}
     assert {name for name, device in found.items() if device == "cpu:1"} == {
         *(f"blocks.{n}.layer.{what}" for n in (1, 2) for what in ("weight", "bias")),
@@ -167,7 +167,7 @@ def passes(moves: list[Move]) -> list[tuple[int | None, int | None, tuple[int, .
 
 def test_what_moves_and_when(world: shoal.World, devices: Pretended) -> None:
     """Inputs to the first device, hidden state and mask to the second once, targets to the output."""
-    model = shoal.parallelize(build(), world, shoal.Placed(MAPS["siblings"], in_flight=2))
+    model = shoal.parallelize(build(), world, shoal.DevicePlacement(MAPS["siblings"], in_flight=2))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
     batches = shoal.Loader(data(), world, batch_size=8, micro_batches=4).epochs(2)
     step(next(batches))  # with the trial of the loss
@@ -189,7 +189,7 @@ def test_what_moves_and_when(world: shoal.World, devices: Pretended) -> None:
 
 
 def test_without_gradients_nothing_is_kept(world: shoal.World, devices: Pretended) -> None:
-    model = shoal.parallelize(build(), world, shoal.Placed(MAPS["siblings"]))
+    model = shoal.parallelize(build(), world, shoal.DevicePlacement(MAPS["siblings"]))
     with torch.no_grad():
         outputs = [plain(model(data()[0])["score"]) for _ in range(2)]
     assert torch.equal(*outputs)
@@ -232,7 +232,7 @@ def test_a_model_placed_by_hand_stays_where_it_is(world: shoal.World) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [shoal.FSDP(), shoal.LocalSGD(), shoal.Tensor(plan={"first": "head"})]
+    "strategy", [shoal.FSDP(), shoal.LocalSGD(), shoal.TensorParallel(plan={"first": "head"})]
 )
 @pytest.mark.usefixtures("devices")
 def test_what_wants_one_device_refuses_a_model_on_several(world: shoal.World, strategy: Any) -> None:
@@ -261,13 +261,13 @@ class Adding(Net):
 @pytest.mark.usefixtures("devices")
 def test_adding_up_between_devices_is_explained(world: shoal.World) -> None:
     with pytest.raises(StepError, match="the forward of a Adding on cpu:0, cpu:1"):
-        trained(world, shoal.Placed({"": 0, "blocks.1": 1}), build(Adding))
+        trained(world, shoal.DevicePlacement({"": 0, "blocks.1": 1}), build(Adding))
 
 
 @pytest.mark.full
 def test_a_copy_and_an_exported_program(world: shoal.World, tmp_path: Path) -> None:
     inputs = data()[0]
-    model = shoal.parallelize(build(Plain), world, shoal.Placed({"first": 0, "second": 1}))
+    model = shoal.parallelize(build(Plain), world, shoal.DevicePlacement({"first": 0, "second": 1}))
     expected = model(inputs)["score"]
     assert torch.equal(copy.deepcopy(model)(inputs)["score"], expected)
     path = shoal.export(model, tmp_path / "model.ts")
@@ -279,7 +279,7 @@ def test_a_copy_and_an_exported_program(world: shoal.World, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("devices")
 def test_a_copy_lives_on_the_same_devices(world: shoal.World) -> None:
-    model = shoal.parallelize(build(), world, shoal.Placed(MAPS["siblings"]))
+    model = shoal.parallelize(build(), world, shoal.DevicePlacement(MAPS["siblings"]))
     with torch.no_grad():
         output = copy.deepcopy(model)(data()[0])["score"]
     assert isinstance(output, Elsewhere)
@@ -298,9 +298,9 @@ def test_balanced_by_memory_before_and_after_blocks(
 
     model = Deep()
     world.devices = (torch.device("cpu"),) * 4
-    shoal.parallelize(model, world, shoal.Placed())
+    shoal.parallelize(model, world, shoal.DevicePlacement())
     assert capsys.readouterr().out == (
-        "shoal: shoal.Placed() puts on cpu first to blocks.0, 0.000549 MiB; on cpu blocks.1 to "
+        "shoal: shoal.DevicePlacement() puts on cpu first to blocks.0, 0.000549 MiB; on cpu blocks.1 to "
         "blocks.2, 0.000549 MiB; on cpu blocks.3 to blocks.4, 0.000549 MiB; on cpu blocks.5 to head, "
         "0.000549 MiB\n"
     )
@@ -319,7 +319,7 @@ def shared() -> nn.Module:
 
 
 def test_what_is_tied_stays_together(world: shoal.World, capsys: pytest.CaptureFixture[str]) -> None:
-    shoal.parallelize(tied(), world, shoal.Placed())
+    shoal.parallelize(tied(), world, shoal.DevicePlacement())
     assert "on cpu 0 and 3, " in capsys.readouterr().out
 
 
@@ -357,13 +357,13 @@ def test_bad_input_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(StepError, match=f"(?s)given: .*Placed\\(.*{found}"):
-        shoal.parallelize(make(), world, shoal.Placed(given))
+        shoal.parallelize(make(), world, shoal.DevicePlacement(given))
 
 
 @pytest.mark.parametrize("ahead", [0, -1, True, 1.5])
 def test_micro_batches_in_flight_are_counted(ahead: Any) -> None:
     with pytest.raises(StepError, match="no number of micro-batches"):
-        shoal.Placed((0, 1), in_flight=ahead)
+        shoal.DevicePlacement((0, 1), in_flight=ahead)
 
 
 @pytest.mark.parametrize(
@@ -371,22 +371,22 @@ def test_micro_batches_in_flight_are_counted(ahead: Any) -> None:
     [
         ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*it keeps what a process has of a model on one device"),
         ([shoal.LocalSGD()], r"shoal.LocalSGD\("),
-        ([shoal.Tensor(plan={"first": "head"})], r"shoal.Tensor\("),
+        ([shoal.TensorParallel(plan={"first": "head"})], r"shoal.TensorParallel\("),
         ([shoal.Pipeline(split=("heads",))], r"shoal.Pipeline\("),
-        ([shoal.Context(check=False), shoal.DDP()], r"shoal.Context\("),
-        ([shoal.Placed((0, 1)), shoal.DDP()], "would place all of it"),
+        ([shoal.ContextParallel(check=False), shoal.DDP()], r"shoal.ContextParallel\("),
+        ([shoal.DevicePlacement((0, 1)), shoal.DDP()], "would place all of it"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(
     world: shoal.World, strategies: list[Any], found: str
 ) -> None:
     with pytest.raises(ShoalError, match=found):
-        shoal.parallelize(build(), world, [shoal.Placed((0, 1)), *strategies])
+        shoal.parallelize(build(), world, [shoal.DevicePlacement((0, 1)), *strategies])
 
 
 @pytest.mark.parametrize("how", ["inductor", "script"])
 def test_compiled_code_moves_nothing(world: shoal.World, how: str) -> None:
-    model = shoal.parallelize(build(), world, shoal.Placed((0, 1)))
+    model = shoal.parallelize(build(), world, shoal.DevicePlacement((0, 1)))
     step = shoal.Step(model, torch.optim.SGD(model.parameters()), shoal.Task(loss), compile=how)
     with pytest.raises(StepError, match="compiled code"):
         step(next(shoal.Loader(data(), world, batch_size=4).epochs(1)))
@@ -396,7 +396,7 @@ def test_gpus_of_other_ranks_are_refused(world: shoal.World, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     world.placement = dataclasses.replace(world.placement, size=2, local_size=2)
     with pytest.raises(StepError, match=r"(?s)cuda:1 is not this rank's.*devices_per_rank=2"):
-        shoal.parallelize(build(), world, shoal.Placed({"": "cuda:1"}))
+        shoal.parallelize(build(), world, shoal.DevicePlacement({"": "cuda:1"}))
 
 
 @pytest.mark.parametrize(

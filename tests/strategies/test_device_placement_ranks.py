@@ -44,7 +44,7 @@ def two() -> Iterator[Ranks]:
 
 def trained(world: shoal.World, devices: Any, directory: Path, begin: int, end: int) -> Trained:
     """Steps from `begin` to `end`, resumed from and saved to the directory."""
-    strategy = None if devices is None else shoal.Placed(devices, in_flight=2)
+    strategy = None if devices is None else shoal.DevicePlacement(devices, in_flight=2)
     model = shoal.parallelize(build(ROW), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     task = shoal.Task(lambda output, batch: row_loss(ROW, output, batch[1]))
@@ -84,7 +84,7 @@ def test_saved_alone_and_resumed_on_two_ranks_of_two_devices(two: Ranks, tmp_pat
 
 
 def hooked(world: shoal.World) -> list[str]:
-    model = shoal.parallelize(build(ROW), world, [shoal.Placed(TWICE), shoal.DDP()])
+    model = shoal.parallelize(build(ROW), world, [shoal.DevicePlacement(TWICE), shoal.DDP()])
     return [
         name
         for name, part in model.named_modules()
@@ -98,7 +98,7 @@ def test_all_that_holds_parameters_is_hooked(two: Ranks) -> None:
 
 
 def refused(world: shoal.World, devices: Any) -> None:
-    shoal.parallelize(build(ROW), world, shoal.Placed(devices))
+    shoal.parallelize(build(ROW), world, shoal.DevicePlacement(devices))
 
 
 def test_what_is_refused_is_so_on_all_ranks(two: Ranks) -> None:

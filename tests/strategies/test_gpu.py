@@ -109,7 +109,7 @@ def test_fp16_is_scaled_as_torch_does() -> None:
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
     skipped = 0
     for epoch in range(3):
-        order = torch.from_numpy(shoal.Order(SAMPLES, seed=SEED, epoch=epoch).indices(0, SAMPLES))
+        order = torch.from_numpy(shoal.Permutation(SAMPLES, seed=SEED, epoch=epoch).indices(0, SAMPLES))
         for part in order.split(8):
             with torch.autocast("cuda", torch.float16):
                 total = F.cross_entropy(net(inputs[part].cuda()), labels[part].cuda(), reduction="sum")
@@ -163,7 +163,7 @@ def test_batches_are_copied_beside_computation_and_are_right(workers: int) -> No
             assert torch.equal(total, index.float() * 4096)
         indices = [int(i) for _, index in sums for i in index.tolist()]
         for epoch in range(2):
-            order = shoal.Order(512, seed=SEED, epoch=epoch).indices(0, 512)
+            order = shoal.Permutation(512, seed=SEED, epoch=epoch).indices(0, 512)
             assert indices[512 * epoch : 512 * (epoch + 1)] == order.tolist()
 
 
@@ -229,7 +229,7 @@ def test_placed_on_several_devices_it_trains_like_one_process(
 ) -> None:
     row = Row(model, 101, model == "transformer", micro_batches, False, 0.5)
     with shoal.init(seed=SEED) as world:
-        found = train(world, row, "", shoal.Placed(devices), STEPS)
+        found = train(world, row, "", shoal.DevicePlacement(devices), STEPS)
     assert distance(found, specification(row, STEPS)) < TOLERANCE
 
 

@@ -160,9 +160,9 @@ def log(world: shoal.World, strategy: Any, make: Any, precision: Any = "fp32") -
 
 PIPELINE = shoal.Pipeline(split=("blocks.1",))
 STAGES = {"front": ("first", "blocks.0"), "back": ("blocks.1", "blocks.2", "norm", "head")}
-REMOTE = shoal.Remote(stages=STAGES)
-SPREAD = shoal.Remote(stages=STAGES, workers={"front": (0,), "back": (1, 2)})
-TENSOR = [shoal.Tensor(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"}), PIPELINE]
+REMOTE = shoal.RPCPipeline(stages=STAGES)
+SPREAD = shoal.RPCPipeline(stages=STAGES, workers={"front": (0,), "back": (1, 2)})
+TENSOR = [shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"}), PIPELINE]
 BOTH = [pytest.param(PIPELINE, id="pipeline"), pytest.param(REMOTE, id="remote")]
 
 

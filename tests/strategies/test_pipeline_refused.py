@@ -105,7 +105,11 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (Drawing, one_way(), "makes tensors of nothing"),
     (Numbering, one_way(), "keeps what it computes on the model: scale"),
     (Counting, one_way(split=("second",)), "only tensors travel"),
-    (Net, [shoal.Recompute(), one_way(split=BLOCKS, schedule="zbv")], "would run the blocks again"),
+    (
+        Net,
+        [shoal.ActivationCheckpointing(), one_way(split=BLOCKS, schedule="zbv")],
+        "would run the blocks again",
+    ),
     (Again, one_way(split=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
@@ -247,7 +251,7 @@ class Heads(nn.Module):
 
 def planned(world: shoal.World, plan: dict[str, str]) -> None:
     torch.manual_seed(3)
-    log(world, [shoal.Tensor(plan=plan), shoal.Pipeline(split=("head",))], Heads)
+    log(world, [shoal.TensorParallel(plan=plan), shoal.Pipeline(split=("head",))], Heads)
 
 
 def test_a_plan_is_proved_stage_by_stage() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shoal
-from shoal.strategies.pipeline.schedules import SCHEDULES, Work, timetable
+from shoal.strategies.pipeline.schedules import SCHEDULES, PipelineAction, timetable
 from shoal.util.errors import StepError
 
 
@@ -22,10 +22,10 @@ def test_every_rank_does_all_of_its_work_and_after_what_it_needs(
     stages = ranks * SCHEDULES[schedule].stages
     length = {len(row) for row in table.rows}
     assert len(length) == 1
-    ends: dict[Work, int] = {}
-    begins: dict[Work, int] = {}
+    ends: dict[PipelineAction, int] = {}
+    begins: dict[PipelineAction, int] = {}
     for row in table.rows:
-        counted: Counter[Work] = Counter(work for work in row if work is not None)
+        counted: Counter[PipelineAction] = Counter(work for work in row if work is not None)
         assert all(count == (2 if work.kind == "B" else 1) for work, count in counted.items())
         for time, work in enumerate(row):
             if work is not None:
@@ -41,11 +41,11 @@ def test_every_rank_does_all_of_its_work_and_after_what_it_needs(
     assert sum(w.kind == "I" for w in ends) == sum(w.kind == "W" for w in ends)
     for work, begun in begins.items():
         if work.kind == "F" and work.stage:
-            assert ends[Work("F", work.stage - 1, work.micro)] <= begun
+            assert ends[PipelineAction("F", work.stage - 1, work.micro)] <= begun
         if work.kind in "BI":
             assert ends[work._replace(kind="F")] <= begun
         if work.kind in "BI" and work.stage < stages - 1:
-            later = [ends.get(Work(kind, work.stage + 1, work.micro)) for kind in "BI"]
+            later = [ends.get(PipelineAction(kind, work.stage + 1, work.micro)) for kind in "BI"]
             assert min(end for end in later if end is not None) <= begun
 
 

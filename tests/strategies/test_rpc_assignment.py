@@ -16,7 +16,7 @@ import shoal
 from shoal.distributed.watchdog.stacks import communication, stack
 from shoal.strategies.partition.assignment import crew_of, split_points
 from shoal.strategies.partition.inputs import evaluating
-from shoal.strategies.rpc_pipeline.messages import Inbox, Job, Line, Over
+from shoal.strategies.rpc_pipeline.messages import ForwardQueue, ForwardRequest, Inbox, Over
 from shoal.strategies.rpc_pipeline.threads import Carriers
 from shoal.util.errors import LayoutError, StepError
 
@@ -79,10 +79,10 @@ def test_one_process_calls_nothing_and_refuses_what_ranks_would(
     def layers() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1), nn.Tanh())
 
-    right = shoal.Remote(stages={"a": ("0", "1"), "b": ("2", "3")})
+    right = shoal.RPCPipeline(stages={"a": ("0", "1"), "b": ("2", "3")})
     assert shoal.parallelize(layers(), world, right)(torch.ones(3, 2)).shape == (3, 1)
     with pytest.raises(StepError) as caught:
-        shoal.parallelize(layers(), world, shoal.Remote(stages=stages))
+        shoal.parallelize(layers(), world, shoal.RPCPipeline(stages=stages))
     assert found in str(caught.value)
 
 
@@ -130,11 +130,11 @@ def test_every_micro_batch_has_one_worker_of_each_stage() -> None:
     assert crew.title(15) == "rank 15 (stage 'c')"
 
 
-def job(micro: int) -> Job:
-    return Job(micro, (), Future())
+def job(micro: int) -> ForwardRequest:
+    return ForwardRequest(micro, (), Future())
 
 
-def done(line: Line) -> list[int]:
+def done(line: ForwardQueue) -> list[int]:
     """The micro-batches that can be taken through now."""
     taken = []
     while line.ready:
@@ -143,7 +143,7 @@ def done(line: Line) -> list[int]:
 
 
 def test_jobs_are_done_in_the_order_of_their_micro_batches() -> None:
-    line = Line(range(1, 8, 2))
+    line = ForwardQueue(range(1, 8, 2))
     taken = []
     for micro in (5, 1, 7, 3):
         line.add(job(micro))
@@ -153,16 +153,16 @@ def test_jobs_are_done_in_the_order_of_their_micro_batches() -> None:
 
 
 def test_jobs_that_are_never_done_are_left() -> None:
-    line = Line(range(4))
+    line = ForwardQueue(range(4))
     for micro in (0, 2, 3):
         line.add(job(micro))
     assert done(line) == [0]
     assert [each.micro for each in line.left()] == [2, 3]
-    assert not Line(range(0)).ready
+    assert not ForwardQueue(range(0)).ready
 
 
 def test_jobs_wait_while_backwards_run() -> None:
-    line = Line(range(3))
+    line = ForwardQueue(range(3))
     line.add(job(0))
     line.add(job(1))
     assert line.take().micro == 0
@@ -177,7 +177,7 @@ def test_jobs_wait_while_backwards_run() -> None:
 
 def test_a_backward_that_is_over_does_not_begin_again() -> None:
     """What a stage hands on as it received it has its gradient last."""
-    line = Line(range(2))
+    line = ForwardQueue(range(2))
     line.add(job(0))
     line.mark(1, over=True)
     line.mark(1, over=False)

@@ -49,7 +49,7 @@ def loss(output, batch):
 with shoal.init(layout="pipeline=3") as world:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
     stages = {"a": ("0",), "b": ("1",), "c": ("2",)}
-    model = shoal.parallelize(model, world, shoal.Remote(stages=stages))
+    model = shoal.parallelize(model, world, shoal.RPCPipeline(stages=stages))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
     data = shoal.Loader((torch.ones(1000, 3),), world, batch_size=8, micro_batches=2)
     for batch in data.epochs(10**6):

@@ -36,30 +36,30 @@ from helpers.token_model import (
 
 pytestmark = pytest.mark.processes
 
-CREWS: dict[str, tuple[str, shoal.Remote]] = {
-    "2": ("pipeline=2", shoal.Remote(stages=STAGES[2])),
-    "3": ("pipeline=3", shoal.Remote(stages=STAGES[3])),
-    "4": ("pipeline=4", shoal.Remote(stages=STAGES[4])),
+CREWS: dict[str, tuple[str, shoal.RPCPipeline]] = {
+    "2": ("pipeline=2", shoal.RPCPipeline(stages=STAGES[2])),
+    "3": ("pipeline=3", shoal.RPCPipeline(stages=STAGES[3])),
+    "4": ("pipeline=4", shoal.RPCPipeline(stages=STAGES[4])),
     "1 + 2": (
         "pipeline=3",
-        shoal.Remote(stages=STAGES[2], workers={"front": (0,), "back": (1, 2)}),
+        shoal.RPCPipeline(stages=STAGES[2], workers={"front": (0,), "back": (1, 2)}),
     ),
     "2 + 1": (
         "pipeline=3",
-        shoal.Remote(stages=STAGES[2], workers={"front": (2, 0), "back": (1,)}),
+        shoal.RPCPipeline(stages=STAGES[2], workers={"front": (2, 0), "back": (1,)}),
     ),
     "2 + 2": (
         "pipeline=4",
-        shoal.Remote(stages=STAGES[2], workers={"front": (0, 1), "back": (2, 3)}),
+        shoal.RPCPipeline(stages=STAGES[2], workers={"front": (0, 1), "back": (2, 3)}),
     ),
-    "two lines of 2": ("replicate=2,pipeline=2", shoal.Remote(stages=STAGES[2])),
+    "two lines of 2": ("replicate=2,pipeline=2", shoal.RPCPipeline(stages=STAGES[2])),
     "two lines of 1 + 2": (
         "replicate=2,pipeline=3",
-        shoal.Remote(stages=STAGES[2], workers={"front": (1,), "back": (0, 2)}),
+        shoal.RPCPipeline(stages=STAGES[2], workers={"front": (1,), "back": (0, 2)}),
     ),
     "one stage on 2": (
         "pipeline=2",
-        shoal.Remote(stages={"all": ("embedding", "blocks", "head")}, workers={"all": (0, 1)}),
+        shoal.RPCPipeline(stages={"all": ("embedding", "blocks", "head")}, workers={"all": (0, 1)}),
     ),
 }
 SIZES = {"pipeline=2": 2, "pipeline=3": 3, "pipeline=4": 4, "replicate=2,pipeline=2": 4}

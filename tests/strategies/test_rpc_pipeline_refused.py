@@ -17,7 +17,7 @@ from helpers.token_model import STAGES, Block, Tagger, build, dataset, loss, par
 
 pytestmark = pytest.mark.processes
 
-REMOTE = shoal.Remote(stages=STAGES[2])
+REMOTE = shoal.RPCPipeline(stages=STAGES[2])
 WITHOUT = [
     {},
     {"front": ()},
@@ -40,13 +40,13 @@ WORKERS = [
 @pytest.mark.parametrize("stages", WITHOUT)
 def test_stages_without_names_or_modules_are_refused(stages: Any) -> None:
     with pytest.raises(shoal.StepError, match="each the names of its modules"):
-        shoal.Remote(stages=stages)
+        shoal.RPCPipeline(stages=stages)
 
 
 @pytest.mark.parametrize(("workers", "found"), WORKERS)
 def test_workers_that_do_not_fit_are_refused(workers: Any, found: str) -> None:
     with pytest.raises(shoal.StepError, match=found):
-        shoal.Remote(stages=STAGES[2], workers=workers)
+        shoal.RPCPipeline(stages=STAGES[2], workers=workers)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def given(world: shoal.World, make: Any, strategy: Any) -> None:
     shoal.parallelize(make(), world, strategy)
 
 
-def remote(**stages: tuple[str, ...]) -> shoal.Remote:
-    return shoal.Remote(stages=stages)
+def remote(**stages: tuple[str, ...]) -> shoal.RPCPipeline:
+    return shoal.RPCPipeline(stages=stages)
 
 
 MAPS: list[tuple[Any, Any, str]] = [
@@ -105,15 +105,23 @@ MAPS: list[tuple[Any, Any, str]] = [
     (Tagger, remote(front=("embedding",), back=("head",)), "blocks.0 has parameters or buffers"),
     (Backwards, REMOTE, "after blocks.1 of 'back' the model calls blocks.0 of 'front'"),
     (Backwards, remote(front=("embedding", "blocks.1"), back=("head", "blocks.0")), ""),
-    (Tagger, shoal.Remote(stages=STAGES[3]), "no rank 2 among 2"),
+    (Tagger, shoal.RPCPipeline(stages=STAGES[3]), "no rank 2 among 2"),
     (Tagger, remote(all=("embedding", "blocks", "head")), "nothing to run for rank 1 among 2"),
     (Tied, REMOTE, "embedding.weight and head.weight are one parameter of two stages"),
     (Unused, REMOTE, "parameters that its forward does not use: spare.weight"),
     (Still, remote(front=("first",), back=("act",)), "stage 'back' has no parameters"),
     (Frozen, REMOTE, "a model without trainable parameters"),
     (Tagger, [REMOTE, shoal.DDP()], "Remote sums gradients by itself"),
-    (Tagger, [shoal.Recompute(units=("blocks.*",)), REMOTE], "draw from the same random generator"),
-    (Tagger, [shoal.Recompute(), shoal.DDP()], "no strategy given serves the axis 'pipeline'"),
+    (
+        Tagger,
+        [shoal.ActivationCheckpointing(units=("blocks.*",)), REMOTE],
+        "draw from the same random generator",
+    ),
+    (
+        Tagger,
+        [shoal.ActivationCheckpointing(), shoal.DDP()],
+        "no strategy given serves the axis 'pipeline'",
+    ),
 ]
 
 
@@ -158,7 +166,7 @@ class Handing(nn.Module):
 def handed(world: shoal.World, kind: str) -> float:
     torch.manual_seed(1)
     stages = {"front": ("first", "opaque") if kind == "lock" else ("first",), "back": ("second",)}
-    model = shoal.parallelize(Handing(kind).double(), world, shoal.Remote(stages=stages))
+    model = shoal.parallelize(Handing(kind).double(), world, shoal.RPCPipeline(stages=stages))
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), task)
     rows = torch.arange(24.0, dtype=torch.float64).view(6, 4)

@@ -18,7 +18,7 @@ def test_without_the_axis_nothing_changes(world: shoal.World) -> None:
     torch.manual_seed(0)
     model = GPT()
     expected = model(texts()[0])
-    parallel = shoal.parallelize(model, world, shoal.Context())
+    parallel = shoal.parallelize(model, world, shoal.ContextParallel())
     assert not any("forward" in vars(module) for module in parallel.modules())
     assert torch.equal(parallel(texts()[0]), expected)
 
@@ -36,7 +36,7 @@ def test_units_that_are_none_are_refused_at_once(
     world: shoal.World, model: nn.Module, units: tuple[str, ...] | None, words: str
 ) -> None:
     with pytest.raises(shoal.StepError, match=words):
-        shoal.parallelize(model, world, shoal.Context(units=units))
+        shoal.parallelize(model, world, shoal.ContextParallel(units=units))
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ PLAN = {"blocks.*.wide": "column", "blocks.*.narrow": "row"}
 def made(world: shoal.World, strategy: Any = None) -> shoal.Step:
     world.reseed("weights", by_rank=False)
     if world.layout.degree("tensor") > 1:
-        strategy = shoal.Tensor(plan=PLAN)
+        strategy = shoal.TensorParallel(plan=PLAN)
     if world.layout.degree("tensor") > 1 < world.layout.degree("shard"):
-        strategy = [shoal.Tensor(plan=PLAN), shoal.FSDP()]
+        strategy = [shoal.TensorParallel(plan=PLAN), shoal.FSDP()]
     model = shoal.parallelize(Net, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)

@@ -82,7 +82,7 @@ def smoothed(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def prepare(world: shoal.World, plan: Any, length: int, loss: Any) -> tuple[Any, Any, Tensor]:
     world.reseed("weights", by_rank=False)
-    model = shoal.parallelize(GPT().double(), world, shoal.Tensor(plan=plan))
+    model = shoal.parallelize(GPT().double(), world, shoal.TensorParallel(plan=plan))
     step = shoal.Step(model, torch.optim.AdamW(model.parameters()), shoal.Task(loss), clip=0.1)
     shape, generator = (16, length), torch.Generator().manual_seed(0)
     return model, step, torch.randint(0, VOCABULARY, shape, generator=generator)
@@ -234,7 +234,7 @@ def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def step_once(world: shoal.World, model: nn.Module, plan: dict[str, str], raw: bool) -> float:
     """The loss of one step with the plan, or with one that is derived where it is empty."""
-    model = shoal.parallelize(copy.deepcopy(model), world, shoal.Tensor(plan=plan))
+    model = shoal.parallelize(copy.deepcopy(model), world, shoal.TensorParallel(plan=plan))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (batch,) = shoal.Loader((torch.ones(4, 6),), world, batch_size=4).epochs(1)
     if not raw:

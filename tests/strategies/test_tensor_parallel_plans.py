@@ -47,7 +47,7 @@ def llama(world: shoal.World, plan: Any) -> list[tuple[float, float]]:
     """Losses and norms of a small Llama, divided by `plan` or by the plan that it carries."""
     model = small_llama(world, VOCABULARY)
     sharded = world.layout.degree("shard") > 1
-    tensor = shoal.Tensor(plan=plan)
+    tensor = shoal.TensorParallel(plan=plan)
     strategy: Any = [tensor, shoal.FSDP()] if sharded else tensor
     model = shoal.parallelize(model, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -88,7 +88,7 @@ class Net(nn.Module):
 
 
 def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
-    strategy: Any = shoal.Tensor(plan=plan)
+    strategy: Any = shoal.TensorParallel(plan=plan)
     shoal.parallelize(Net(), world, strategy if after is None else [strategy, after])
 
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(
 
 
 def backwards(world: shoal.World) -> None:
-    shoal.parallelize(Net(), world, [shoal.FSDP(), shoal.Tensor(plan={"narrow": "row"})])
+    shoal.parallelize(Net(), world, [shoal.FSDP(), shoal.TensorParallel(plan={"narrow": "row"})])
 
 
 def nothing(world: shoal.World) -> None:
@@ -131,7 +131,7 @@ def test_an_empty_list_is_no_strategy(two: Ranks) -> None:
 def test_what_sums_gradients_comes_last(two: Ranks) -> None:
     for found in two.attempt(backwards):
         assert isinstance(found, RankError)
-        assert "[shoal.Tensor(plan=…), shoal.FSDP()]" in str(found.error)
+        assert "[shoal.TensorParallel(plan=…), shoal.FSDP()]" in str(found.error)
 
 
 class Small(nn.Module):
@@ -145,7 +145,7 @@ class Small(nn.Module):
 
 def at_once(world: shoal.World, groups: bool) -> float:
     plan = {"wide": "column", "narrow": "row"}
-    model = shoal.parallelize(Small(), world, shoal.Tensor(plan=plan))
+    model = shoal.parallelize(Small(), world, shoal.TensorParallel(plan=plan))
     norm = list(model.norm.parameters())
     layers = [*model.wide.parameters(), *model.narrow.parameters()]
     parts: list[Any] = [{"params": norm}, {"params": layers}] if groups else [*norm, *layers]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shoal.telemetry import flight_recorder
-from shoal.telemetry.collective_stats import Traffic, bus_factor, kind_of, size_of
-from shoal.telemetry.flight_recorder import Call, Progress
+from shoal.telemetry.collective_stats import CollectiveStats, bus_factor, kind_of, size_of
+from shoal.telemetry.flight_recorder import CollectiveCall, GroupProgress
 
 
 class Clock:
@@ -29,8 +29,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def traffic(clock: Clock) -> Traffic:
-    return Traffic(clock)
+def traffic(clock: Clock) -> CollectiveStats:
+    return CollectiveStats(clock)
 
 
 def call(
@@ -42,8 +42,10 @@ def call(
     seconds: float | None = None,
     done: bool = True,
     backend: str = "gloo",
-) -> Call:
-    return Call("r", record, backend, "0", "0", record + 1, operation, sent, received, seconds, done)
+) -> CollectiveCall:
+    return CollectiveCall(
+        "r", record, backend, "0", "0", record + 1, operation, sent, received, seconds, done
+    )
 
 
 def only(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def test_sizes_and_factors_are_those_of_nccl_tests(
     assert bus_factor(operation, 4) == factor
 
 
-def test_recorded_times_give_exact_bandwidths(traffic: Traffic, clock: Clock) -> None:
+def test_recorded_times_give_exact_bandwidths(traffic: CollectiveStats, clock: Clock) -> None:
     clock.now = 110.0
     fields = traffic.count([call(n, seconds=0.5, backend="nccl") for n in range(4)], {"0": 4})
     assert fields["seconds"] == 10.0
@@ -112,7 +114,7 @@ def test_recorded_times_give_exact_bandwidths(traffic: Traffic, clock: Clock) ->
     }
 
 
-def test_a_call_counts_once_and_when_it_has_ended(traffic: Traffic) -> None:
+def test_a_call_counts_once_and_when_it_has_ended(traffic: CollectiveStats) -> None:
     begun = [call(0, seconds=1.0), call(1, done=False), call(2, seconds=1.0)]
     assert only(traffic.count(begun, {"0": 2}))["calls"] == 2
     assert traffic.count([call(1, done=False), *begun[2:]], {"0": 2})["kinds"] == []
@@ -121,7 +123,7 @@ def test_a_call_counts_once_and_when_it_has_ended(traffic: Traffic) -> None:
     assert (kind["calls"], kind["counted"]) == (2, "recorded")
 
 
-def test_the_newest_stand_for_those_that_the_recorder_has_dropped(traffic: Traffic) -> None:
+def test_the_newest_stand_for_those_that_the_recorder_has_dropped(traffic: CollectiveStats) -> None:
     traffic.count([call(0, seconds=1.0)], {"0": 2})
     kept = [call(n, seconds=0.25) for n in range(301, 401)]
     kind = only(traffic.count(kept, {"0": 2}))
@@ -129,19 +131,21 @@ def test_the_newest_stand_for_those_that_the_recorder_has_dropped(traffic: Traff
     assert (kind["counted"], kind["exact"]) == ("estimated", False)
 
 
-def test_what_is_under_way_when_looked_at_gives_the_seconds(traffic: Traffic, clock: Clock) -> None:
+def test_what_is_under_way_when_looked_at_gives_the_seconds(
+    traffic: CollectiveStats, clock: Clock
+) -> None:
     # Number 1 is seen twice, 2 and 3 together once, and nothing is under way at the last look.
     for passed, begun, ended in ((1.0, 1, 0), (1.0, 1, 0), (0.5, 3, 1), (2.0, 3, 3)):
         clock.now += passed
-        traffic.see({"0": Progress(begun, ended)})
+        traffic.see({"0": GroupProgress(begun, ended)})
     kind = only(traffic.count([call(n) for n in range(3)], {"0": 2}))
     assert kind["seconds"] == pytest.approx(2.0 + 2 * 0.5)
     assert (kind["timed"], kind["exact"]) == ("estimated", False)
 
 
-def test_nothing_is_said_of_times_that_nobody_knows(traffic: Traffic, clock: Clock) -> None:
+def test_nothing_is_said_of_times_that_nobody_knows(traffic: CollectiveStats, clock: Clock) -> None:
     clock.now += 1.0
-    traffic.see({"0": Progress(1, 0)})
+    traffic.see({"0": GroupProgress(1, 0)})
     kind = only(traffic.count([call(0, backend="nccl")], {"0": 2}))
     assert (kind["timed"], kind["seconds"], kind["exact"]) == ("unknown", 0.0, False)
     assert "algorithm" not in kind

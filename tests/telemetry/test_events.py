@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shoal.telemetry.events
-from shoal.telemetry.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read, steps
+from shoal.telemetry.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read_events, steps
 from shoal.telemetry.step_timer import Spent
 
 NOTHING: Spent = (0,) * 10
@@ -41,7 +41,7 @@ def test_a_step_reads_back(path: Path) -> None:
     spent = (10**9 + 100_000, 10_005, 10_000, 0, 20_000, 30_000, 0, 30_000, 0, 0)
     record(events, 3, name='the "generator"', time=1234.5, spent=spent, load=0.0123)
     events.close()
-    assert list(read(path)) == [
+    assert list(read_events(path)) == [
         {
             "event": "step",
             "t": 1234.5,
@@ -71,7 +71,7 @@ def test_a_block_of_format_2_has_no_load(path: Path) -> None:
     path.parent.mkdir()
     block = {"event": "steps", "t": 7.0, "name": "step", "step": [1], "share": [[0, 4]], "wall": [9]}
     path.write_text(json.dumps(block) + "\n")
-    [step] = read(path)
+    [step] = read_events(path)
     assert step["wall"] == 9e-6
     assert "load" not in step
 
@@ -95,7 +95,7 @@ def test_a_block_holds_columns_of_one_step_and_leaves_out_what_is_zero(path: Pat
     assert "forward" not in block
     assert block["load"] == [0, 0]
     assert (other["name"], other["step"], other["wall"]) == ("other", [11, 12], [0, 0])
-    times = [(each["step"], each["t"]) for each in read(path) if each["name"] == "step"]
+    times = [(each["step"], each["t"]) for each in read_events(path) if each["name"] == "step"]
     assert times == [(0, 0.0), (1, 7e-5), (2, 9e-5), (3, 0.00019)]
 
 
@@ -103,7 +103,7 @@ def test_steps_of_format_1_are_read(path: Path) -> None:
     path.parent.mkdir()
     line = {"event": "step", "name": "step", "step": 1, "share": [0, 4], "wait": 1e-5, "forward": 2e-5}
     path.write_text(json.dumps(line) + "\n")
-    assert list(read(path)) == [line]
+    assert list(read_events(path)) == [line]
     assert steps(path.parent) == {("step", 1): {0: line}}
 
 
@@ -124,7 +124,7 @@ def test_steps_whose_writing_is_interrupted_are_not_written_twice(
             events.flush()
     record(events, 2)
     events.close()
-    assert [each["step"] for each in read(path)] == [1, 2]
+    assert [each["step"] for each in read_events(path)] == [1, 2]
 
 
 @pytest.mark.parametrize("loss", [0.1 + 0.2, 1e-300, 1e22, 123456789.123456789])
@@ -132,7 +132,7 @@ def test_losses_keep_every_digit(path: Path, loss: float) -> None:
     events = Events(path)
     record(events, loss=loss)
     events.close()
-    assert next(read(path))["loss"] == loss
+    assert next(read_events(path))["loss"] == loss
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -155,17 +155,17 @@ def test_steps_are_written_in_blocks_and_before_what_follows_them(path: Path) ->
         record(events, step, time=now)
     assert path.stat().st_size == 0
     record(events, FLUSH_STEPS - 1, time=now)
-    assert len(list(read(path))) == FLUSH_STEPS
+    assert len(list(read_events(path))) == FLUSH_STEPS
     record(events, FLUSH_STEPS, time=now)
     events.write("save", {"step": FLUSH_STEPS})
-    assert [line["event"] for line in read(path)][-2:] == ["step", "save"]
+    assert [line["event"] for line in read_events(path)][-2:] == ["step", "save"]
     events.close()
 
 
 def test_a_slow_run_is_written_soon(path: Path) -> None:
     events = Events(path)
     record(events, 1, time=events._flushed + FLUSH_SECONDS + 1)
-    assert len(list(read(path))) == 1
+    assert len(list(read_events(path))) == 1
     events.close()
 
 
@@ -180,13 +180,13 @@ def test_the_next_attempt_appends_after_a_line_that_was_cut(path: Path) -> None:
     record(second, 3)
     second.close()
     second.close()
-    assert [line["step"] for line in read(path)] == [1, 3]
+    assert [line["step"] for line in read_events(path)] == [1, 3]
 
 
 def test_readers_skip_what_is_no_event(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b'[1]\n"event"\n\xff\xfe\n{"event": "start"}\n{"no": 1}\n\n{"event": "st')
-    assert list(read(path)) == [{"event": "start"}]
+    assert list(read_events(path)) == [{"event": "start"}]
 
 
 def test_the_steps_of_a_run_are_read_from_its_directory_or_its_events(path: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_steps_of_a_run_are_read_from_its_directory_or_its_events(path: Path
     events.close()
     run = path.parent.parent
     found = steps(run)
-    assert found[("step", 3)][0] == list(read(str(path)))[1]
+    assert found[("step", 3)][0] == list(read_events(str(path)))[1]
     assert all(steps(each) == found for each in (str(run), run / "events", str(run / "events")))
 
 
@@ -220,10 +220,10 @@ def test_a_disk_that_is_full_for_a_while_loses_nothing(path: Path) -> None:
             events.write("second", {})
         record(events, 1)
         events.flush()  # which warns no more
-    assert [each["event"] for each in read(path)] == ["first"]
+    assert [each["event"] for each in read_events(path)] == ["first"]
     events.write("third", {})
     events.close()
-    assert [each["event"] for each in read(path)] == ["first", "second", "step", "third"]
+    assert [each["event"] for each in read_events(path)] == ["first", "second", "step", "third"]
 
 
 def test_what_a_full_disk_never_took_is_said_to_be_lost(

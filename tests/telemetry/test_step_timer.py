@@ -21,8 +21,8 @@ from shoal.telemetry.step_timer import (
     UPDATE,
     WAIT,
     DeviceTimeline,
-    Division,
     Spent,
+    TickTimes,
     Timeline,
     columns,
     timeline_of,
@@ -146,7 +146,7 @@ def test_columns_are_microseconds_that_do_not_add_up_rounding() -> None:
 
 def test_the_first_step_of_a_tick_is_charged_with_all_that_is_nobodys_own() -> None:
     begun = (100, 10, *NOTHING[2:])
-    division = Division(begun)
+    division = TickTimes(begun)
     spent = (200, 20, 30, 0, 50, 0, 0, 0, 0, 0)
     own = {"judge": {FORWARD: 20}, "maker": {FORWARD: 29}}
     charged = division.charge(spent, own)

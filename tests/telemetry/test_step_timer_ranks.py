@@ -112,7 +112,7 @@ def trained(
 
 def steps_of(directory: Path, rank: int, *, after: int = 0) -> list[dict[str, Any]]:
     path = directory / "events" / f"rank-{rank}.jsonl"
-    return [e for e in events.read(path) if e["event"] == "step" and e["step"] > after]
+    return [e for e in events.read_events(path) if e["event"] == "step" and e["step"] > after]
 
 
 def check_added_up(directory: Path, rank: int, seconds: float) -> None:
@@ -148,7 +148,7 @@ STRATEGIES = {
     "fsdp": ("shard=2", shoal.FSDP(units=("blocks.*",))),
     "tensor": (
         "tensor=2",
-        shoal.Tensor(
+        shoal.TensorParallel(
             plan={"blocks.0": "column", "blocks.1": "row", "blocks.2": "column", "blocks.3": "row"}
         ),
     ),
@@ -188,7 +188,7 @@ def test_a_slow_dataset_and_work_in_forward_are_found_where_they_are(
 def test_what_making_a_batch_takes_is_recorded(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     ranks(1).call(trained, tmp_path, 6, None, 0)
     assert all(step["load"] >= PLANTED for step in steps_of(tmp_path, 0))
-    [start] = [e for e in events.read(tmp_path / "events/rank-0.jsonl") if e["event"] == "start"]
+    [start] = [e for e in events.read_events(tmp_path / "events/rank-0.jsonl") if e["event"] == "start"]
     assert (start["format"], start["workers"]) == (3, 0)
 
 
@@ -221,7 +221,7 @@ def two_steps(world: shoal.World, directory: Path) -> tuple[Sums, Sums]:
 
 def test_of_two_steps_each_has_its_own_time(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     said = ranks(1).call(two_steps, tmp_path)[0]
-    lines = [e for e in events.read(tmp_path / "events/rank-0.jsonl") if e["event"] == "step"]
+    lines = [e for e in events.read_events(tmp_path / "events/rank-0.jsonl") if e["event"] == "step"]
     for name, sums in zip(("first", "second"), said, strict=True):
         mine = [line for line in lines if line["name"] == name]
         for part, seconds in sums.items():

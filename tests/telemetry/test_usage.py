@@ -24,8 +24,8 @@ from shoal.telemetry.events import Events
 from shoal.telemetry.usage.device_peaks import peak_here, peak_of
 from shoal.telemetry.usage.flops import Counting
 from shoal.telemetry.usage.process import Meter, Usage
-from shoal.telemetry.usage.sampler import Job, Sampler, noting
-from shoal.training.run_monitor import Observer
+from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
+from shoal.training.run_monitor import RunMonitor
 
 
 def test_a_job_that_fails_is_told_once_and_the_others_go_on() -> None:
@@ -36,19 +36,19 @@ def test_a_job_that_fails_is_told_once_and_the_others_go_on() -> None:
         raise OSError("no such thing")
 
     jobs = [
-        Job(name="this", seconds=0.001, run=fail, share=1.0, ends=True),
-        Job(name="that", seconds=0.001, run=lambda: ran.append(0.0), share=1.0),
+        PeriodicTask(name="this", seconds=0.001, run=fail, share=1.0, ends=True),
+        PeriodicTask(name="that", seconds=0.001, run=lambda: ran.append(0.0), share=1.0),
     ]
-    sampler = Sampler(jobs, step=lambda: 7, say=told.append)
+    sampler = UsageSampler(jobs, step=lambda: 7, say=told.append)
     wait_for(lambda: len(ran) > 3 and bool(told))
     sampler.stop()
     assert told == ["shoal: this is recorded no more: OSError: no such thing"]
 
 
 def test_what_is_noted_has_its_time_and_step_and_waits_to_be_taken() -> None:
-    job = Job(name="a", seconds=3600.0, run=noting("usage", lambda: {"rss": 1}), ends=True)
+    job = PeriodicTask(name="a", seconds=3600.0, run=noting("usage", lambda: {"rss": 1}), ends=True)
     before, threads = time.time(), set(threading.enumerate())
-    sampler = Sampler([job], step=lambda: 7, say=pytest.fail)
+    sampler = UsageSampler([job], step=lambda: 7, say=pytest.fail)
     assert list(sampler.taken()) == []
     sampler.stop()
     sampler.stop()
@@ -72,10 +72,10 @@ def test_a_job_that_takes_long_is_run_rarely() -> None:
         counts["cheap"] += 1
 
     jobs = [
-        Job(name="dear", seconds=0.001, run=dear, share=0.0005),
-        Job(name="cheap", seconds=0.001, run=cheap, share=1.0),
+        PeriodicTask(name="dear", seconds=0.001, run=dear, share=0.0005),
+        PeriodicTask(name="cheap", seconds=0.001, run=cheap, share=1.0),
     ]
-    sampler = Sampler(jobs, step=lambda: 0, say=pytest.fail)
+    sampler = UsageSampler(jobs, step=lambda: 0, say=pytest.fail)
     wait_for(lambda: counts["cheap"] >= 20 and counts["dear"] >= 1)
     sampler.stop()
     assert counts["dear"] == 1
@@ -236,7 +236,7 @@ def test_the_thread_of_a_run_that_is_dropped_ends(world: shoal.World, tmp_path: 
         model = shoal.parallelize(nn.Linear(8, 2), world)
         step = shoal.Step(model, torch.optim.SGD(model.parameters()), shoal.Task(summed))
         loader = shoal.Loader((torch.ones(8, 8),), world, batch_size=4)
-        observer = Observer(world, tmp_path, {"step": step}, loader, Events(tmp_path / "e"), None)
+        observer = RunMonitor(world, tmp_path, {"step": step}, loader, Events(tmp_path / "e"), None)
         observer.begin()
         return observer
 

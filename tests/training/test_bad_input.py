@@ -172,7 +172,7 @@ TABLE = [
     ),
     Bad(
         "schedule of a class", step(schedule=torch.optim.lr_scheduler.CosineAnnealingLR), StepError,
-        "schedule=", "it is not a torch.optim.lr_scheduler.LRScheduler", "shoal.Schedule(",
+        "schedule=", "it is not a torch.optim.lr_scheduler.LRScheduler", "shoal.LRSchedule(",
     ),
     Bad(
         "torch's loader in a Run",

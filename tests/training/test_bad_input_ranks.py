@@ -75,7 +75,7 @@ class Rig:
         data = (X, Y, torch.arange(SAMPLES)) if data is None else data
         return shoal.Loader(data, self.world, batch_size=batch_size, shuffle=False, **options)
 
-    def train(self, loss: Any, **options: Any) -> shoal.Result:
+    def train(self, loss: Any, **options: Any) -> shoal.StepResult:
         return self.step(loss)(next(self.loader(**options).epochs(1)))
 
     def values(self) -> tuple[list[list[float]], int]:
@@ -159,7 +159,7 @@ def no_backward(rig: Rig) -> object:
 
 
 def single(rig: Rig) -> object:
-    return shoal.parallelize(nn.Linear(4, 3), rig.world, shoal.Single())
+    return shoal.parallelize(nn.Linear(4, 3), rig.world, shoal.SingleProcess())
 
 
 ROWS: list[tuple[Callable[[Rig], object], type[ShoalError], str, str, str]] = [

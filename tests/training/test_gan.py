@@ -111,7 +111,7 @@ def specification() -> list[Tensor]:
     for _ in range(STEPS):
         epoch, offset = divmod(position, SAMPLES)
         stop = min(offset + BATCH, SAMPLES)
-        indices = shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(offset, stop)
+        indices = shoal.Permutation(SAMPLES, seed=0, epoch=epoch).indices(offset, stop)
         batch = data()[torch.from_numpy(indices)]
         noise = shoal.Noise(0, position, len(batch), stream=1)
         (losses.of_critic(critic(batch), batch, noise)[0] / len(batch)).backward()

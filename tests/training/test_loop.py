@@ -21,7 +21,7 @@ import shoal
 from helpers.ranks import Ranks
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.seeds import random_state, set_random_state
-from shoal.training.early_stopping import Verdict
+from shoal.training.early_stopping import EarlyStoppingState
 from shoal.util.errors import CheckpointError, StepError
 
 pytestmark = pytest.mark.processes
@@ -60,7 +60,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(directory: Path, **options: Any) -> shoal.Trained:
+def train(directory: Path, **options: Any) -> shoal.TrainResult:
     given: dict[str, Any] = {
         "directory": directory,
         "optimizer": adam,
@@ -75,7 +75,7 @@ def by_hand(world: shoal.World, directory: Path) -> list[Tensor]:
     world.reseed("weights", by_rank=False)
     model = shoal.parallelize(net(), world)
     optimizer = adam(model)
-    schedule = shoal.Schedule(warmup=3)(optimizer, 10)
+    schedule = shoal.LRSchedule(warmup=3)(optimizer, 10)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=0.5, schedule=schedule)
     data = shoal.Loader(dataset(), world, batch_size=BATCH)
     with shoal.Run(directory, step, data) as run:
@@ -87,12 +87,12 @@ def by_hand(world: shoal.World, directory: Path) -> list[Tensor]:
 
 def through_train(world: shoal.World, directory: Path) -> tuple[list[Tensor], float]:
     world.reseed("weights", by_rank=False)
-    schedule = shoal.Schedule(warmup=3)
+    schedule = shoal.LRSchedule(warmup=3)
     done = train(directory, world=world, clip=0.5, schedule=schedule)
     return [p.detach().clone() for p in done.model.parameters()], adam_rate(done)
 
 
-def adam_rate(done: shoal.Trained) -> float:
+def adam_rate(done: shoal.TrainResult) -> float:
     return float(done.step.optimizer.param_groups[0]["lr"])
 
 
@@ -110,7 +110,7 @@ def losses(directory: Path, kind: str = "step") -> list[dict[str, Any]]:
 
 
 def test_a_dry_run_is_the_beginning_of_the_run(tmp_path: Path) -> None:
-    validation = shoal.Evaluation(
+    validation = shoal.Validation(
         dataset=dataset(1),
         every=3,
         best="accuracy",
@@ -119,7 +119,7 @@ def test_a_dry_run_is_the_beginning_of_the_run(tmp_path: Path) -> None:
         patience=50,
     )
     options: dict[str, Any] = {
-        "schedule": shoal.Schedule(warmup=2),
+        "schedule": shoal.LRSchedule(warmup=2),
         "evaluate": validation,
         "ema": 0.5,
     }
@@ -143,11 +143,11 @@ def test_a_dry_run_is_the_beginning_of_the_run(tmp_path: Path) -> None:
 def test_evaluations_come_when_asked_and_are_recorded(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 
-    def callback(moment: shoal.Moment) -> None:
+    def callback(moment: shoal.TrainingStatus) -> None:
         assert moment.result is not None
         seen.append((moment.kind, moment.run.step))
 
-    train(tmp_path, evaluate=shoal.Evaluation(dataset=dataset(1)), callbacks=[callback])
+    train(tmp_path, evaluate=shoal.Validation(dataset=dataset(1)), callbacks=[callback])
     steps = [("step", number) for number in range(1, 11)]
     assert seen == [*steps[:5], ("evaluation", 5), *steps[5:], ("evaluation", 10), ("end", 10)]
     events = losses(tmp_path, "evaluation")
@@ -164,7 +164,7 @@ def huge(output: Tensor, target: Tensor) -> tuple[float, float]:
 
 
 def test_a_finished_run_still_knows_its_last_evaluation(tmp_path: Path) -> None:
-    validation = shoal.Evaluation(
+    validation = shoal.Validation(
         dataset=dataset(1),
         every=4,
         metrics={
@@ -198,7 +198,7 @@ def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_best_is_kept_apart(tmp_path: Path) -> None:
-    worse = shoal.Evaluation(dataset=dataset(1), every=1, higher=True)  # the first is the best
+    worse = shoal.Validation(dataset=dataset(1), every=1, higher=True)  # the first is the best
     done = train(tmp_path, evaluate=worse, keep=1)
     first = losses(tmp_path, "evaluation")[0]
     assert done.best == first["loss"]
@@ -207,7 +207,7 @@ def test_the_best_is_kept_apart(tmp_path: Path) -> None:
 
 
 def test_averaged_parameters_are_what_is_evaluated(tmp_path: Path) -> None:
-    done = train(tmp_path, evaluate=shoal.Evaluation(dataset=dataset(1), every=10), ema=0.9)
+    done = train(tmp_path, evaluate=shoal.Validation(dataset=dataset(1), every=10), ema=0.9)
     assert done.ema is not None
     with shoal.init() as world, done.ema.applied():
         net = shoal.parallelize(done.model, world)
@@ -226,14 +226,14 @@ class ByRank:
         self.rank = rank
         self.calls = 0
 
-    def __call__(self, moment: shoal.Moment) -> bool:
+    def __call__(self, moment: shoal.TrainingStatus) -> bool:
         self.calls += moment.kind == "evaluation"
         return self.rank == 1 and self.calls == 2
 
 
 def stopped(world: shoal.World, directory: Path) -> tuple[str, int]:
     world.reseed("weights", by_rank=False)
-    validation = shoal.Evaluation(dataset=dataset(1), every=2)
+    validation = shoal.Validation(dataset=dataset(1), every=2)
     done = train(directory, world=world, evaluate=validation, callbacks=[ByRank(world.rank)])
     return done.reason, done.step.number
 
@@ -247,7 +247,7 @@ def impatient(world: shoal.World, directory: Path) -> list[tuple[str, int]]:
     found = []
     for _ in range(2):
         world.reseed("weights", by_rank=False)
-        validation = shoal.Evaluation(dataset=dataset(1), every=1, higher=True, patience=3)
+        validation = shoal.Validation(dataset=dataset(1), every=1, higher=True, patience=3)
         done = train(directory, world=world, evaluate=validation)
         found.append((done.reason, done.step.number))
     return found
@@ -284,7 +284,7 @@ class Numbers:
     def __deepcopy__(self, memo: object) -> Numbers:
         return self
 
-    def follow(self, moment: shoal.Moment) -> None:
+    def follow(self, moment: shoal.TrainingStatus) -> None:
         self.step = moment.run.step
 
 
@@ -292,7 +292,7 @@ def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
     """Training whose metric grows on rank `growing` and falls on the other."""
     world.reseed("weights", by_rank=False)
     numbers = Numbers(1 if world.rank == growing else -1)
-    validation = shoal.Evaluation(
+    validation = shoal.Validation(
         dataset=dataset(1),
         every=2,
         metrics={"own": Private(numbers)},
@@ -342,13 +342,13 @@ def test_a_cosine_ends_with_the_steps_however_many_ranks_take_them() -> None:
     steps = 200
     expected = [5e-3 * (1 + math.cos(math.pi * step / steps)) for step in range(steps + 1)]
     with Ranks(4) as four:
-        for scheduler in (shoal.Schedule(), of_torch):
+        for scheduler in (shoal.LRSchedule(), of_torch):
             for found in four.call(rates, scheduler, steps):
                 assert found == pytest.approx(expected, abs=1e-12)
 
 
 def in_time(world: shoal.World, directory: Path) -> tuple[str, int, list[str]]:
-    def slow(moment: shoal.Moment) -> None:
+    def slow(moment: shoal.TrainingStatus) -> None:
         until = time.monotonic() + 0.02 * (1 + world.rank)  # ranks don't agree on the time
         while moment.kind == "step" and time.monotonic() < until:
             pass
@@ -390,8 +390,8 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
     def broken(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         raise KeyError("broken")
 
-    seen: list[shoal.Moment] = []
-    validation = shoal.Evaluation(dataset=dataset(1), metrics={"broken": broken})
+    seen: list[shoal.TrainingStatus] = []
+    validation = shoal.Validation(dataset=dataset(1), metrics={"broken": broken})
     with pytest.raises(KeyError, match="broken"):
         train(tmp_path, evaluate=validation, callbacks=[seen.append])
     assert seen == []
@@ -399,15 +399,15 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
 
 def test_a_best_that_is_no_number_fails_before_the_first_step(tmp_path: Path) -> None:
     recall = torchmetrics.Recall(task="multiclass", num_classes=2, average="none")
-    seen: list[shoal.Moment] = []
-    validation = shoal.Evaluation(dataset=dataset(1), metrics={"recall": recall}, best="recall")
+    seen: list[shoal.TrainingStatus] = []
+    validation = shoal.Validation(dataset=dataset(1), metrics={"recall": recall}, best="recall")
     with pytest.raises(StepError, match="its value is not one number: tensor"):
         train(tmp_path, evaluate=validation, callbacks=[seen.append])
     assert seen == []
 
 
 def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
-    train(tmp_path, epochs=1, evaluate=shoal.Evaluation(dataset=dataset(1), every=1))
+    train(tmp_path, epochs=1, evaluate=shoal.Validation(dataset=dataset(1), every=1))
     accuracy = {"accuracy": shoal.Accuracy()}
     options: dict[str, Any] = {
         "dataset": dataset(1),
@@ -415,18 +415,18 @@ def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
         "metrics": accuracy,
         "best": "accuracy",
     }
-    done = train(tmp_path, evaluate=shoal.Evaluation(**options, higher=True))
+    done = train(tmp_path, evaluate=shoal.Validation(**options, higher=True))
     scores = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event]
     assert len(scores) == 5
     assert done.best == max(scores)
-    lowest = train(tmp_path, epochs=3, evaluate=shoal.Evaluation(**options))
+    lowest = train(tmp_path, epochs=3, evaluate=shoal.Validation(**options))
     later = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event][5:]
     assert lowest.best == min(later)
 
 
 @pytest.mark.parametrize("answer", [np.bool_(True), torch.tensor(True)])
 def test_what_a_comparison_says_ends_it_too(tmp_path: Path, answer: object) -> None:
-    validation = shoal.Evaluation(dataset=dataset(1), every=2)
+    validation = shoal.Validation(dataset=dataset(1), every=2)
     done = train(tmp_path, evaluate=validation, callbacks=[lambda _: answer])
     assert (done.reason, done.step.number) == ("callback", 2)
 
@@ -447,7 +447,7 @@ def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> 
     ],
 )
 def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> None:
-    verdict = Verdict(shoal.Evaluation(dataset=None, higher=higher))
+    verdict = EarlyStoppingState(shoal.Validation(dataset=None, higher=higher))
     assert [verdict.add(value, {}, {}) for value in values] == best
 
 
@@ -456,9 +456,9 @@ def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> 
     [
         (lambda path: train(path, epochs=None), "neither epochs nor steps"),
         (lambda path: train(path, max_time=0.0), "a positive number of seconds"),
-        (lambda path: shoal.Evaluation(dataset=None, best="f1"), "the metrics are loss"),
-        (lambda path: shoal.Evaluation(dataset=None, patience=0), "1 or more"),
-        (lambda path: shoal.Evaluation(dataset=None, every=0), "1 or more"),
+        (lambda path: shoal.Validation(dataset=None, best="f1"), "the metrics are loss"),
+        (lambda path: shoal.Validation(dataset=None, patience=0), "1 or more"),
+        (lambda path: shoal.Validation(dataset=None, every=0), "1 or more"),
     ],
 )
 def test_loops_that_can_not_be(call: Callable[[Path], Any], found: str, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_an_evaluation_collates_as_training_does(tmp_path: Path, own: bool) -> N
         inputs, labels = zip(*samples, strict=True)
         return torch.stack(inputs), torch.stack(labels)
 
-    validation = shoal.Evaluation(
+    validation = shoal.Validation(
         dataset=list(zip(*dataset(1), strict=True)),
         collate_fn=partial(joined, name="evaluation") if own else None,
         metrics={"accuracy": shoal.Accuracy()},

@@ -110,7 +110,7 @@ def squares(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 Loss = Callable[..., Any]
 
 
-def train(model: nn.Module, loss: Loss, data: Any = (X, Y), **options: Any) -> shoal.Result:
+def train(model: nn.Module, loss: Loss, data: Any = (X, Y), **options: Any) -> shoal.StepResult:
     batch_size = options.pop("batch_size", SAMPLES)
     micro_batches = options.pop("micro_batches", 1)
     inputs = options.pop("inputs", None)

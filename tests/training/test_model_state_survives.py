@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 SAMPLES, BATCH = 22, 8  # 3 steps an epoch
 STEPS = 9
 STRATEGIES = {
-    "single": (1, shoal.Single()),
+    "single": (1, shoal.SingleProcess()),
     "data parallel": (1, shoal.DataParallel()),
     "ddp": (3, shoal.DDP(unused=True)),
     "ddp, small buckets": (3, shoal.DDP(unused=True, bucket_mb=0.0001)),
@@ -126,7 +126,7 @@ def test_all_survive_a_strategy_and_a_resume(
 
 
 def test_in_one_process_it_is_plain_torch(ranks: dict[int, Ranks], tmp_path: Path) -> None:
-    [ours] = ranks[1].call(train, shoal.Single(), tmp_path, STEPS)
+    [ours] = ranks[1].call(train, shoal.SingleProcess(), tmp_path, STEPS)
     model = Net().double()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7)
@@ -136,7 +136,7 @@ def test_in_one_process_it_is_plain_torch(ranks: dict[int, Ranks], tmp_path: Pat
     values, labels = dataset()
     for step in range(STEPS):
         epoch, number = divmod(step, 3)
-        order = torch.from_numpy(shoal.Order(SAMPLES, seed=0, epoch=epoch).indices(0, SAMPLES))
+        order = torch.from_numpy(shoal.Permutation(SAMPLES, seed=0, epoch=epoch).indices(0, SAMPLES))
         chosen = order.split(BATCH)[number]
         optimizer.zero_grad()
         F.cross_entropy(model(values[chosen]), labels[chosen]).backward()

@@ -101,7 +101,7 @@ def rank_one(run: Command) -> int:
 def saved(folder: Path, kind: str = "preempted") -> int:
     """The step that all ranks stopped and saved in."""
     (checkpoint,) = (folder / "run/checkpoints").iterdir()
-    written = [list(events.read(path)) for path in (folder / "run/events").iterdir()]
+    written = [list(events.read_events(path)) for path in (folder / "run/events").iterdir()]
     steps = {event["step"] for each in written for event in each if event["event"] == kind}
     assert [f"step-{step}" for step in steps] == [checkpoint.name]
     assert not (folder / "swallowed").exists()

@@ -185,7 +185,7 @@ def assert_all_stopped_and_go_on(
     saved = (path.name for path in (directory / "checkpoints").glob("step-*"))
     assert max(saved, key=lambda name: int(name.removeprefix("step-"))) == f"step-{step}"
     for rank in range(len(ended)):
-        written = list(events.read(directory / "events" / f"rank-{rank}.jsonl"))
+        written = list(events.read_events(directory / "events" / f"rank-{rank}.jsonl"))
         assert [event["step"] for event in written if event["event"] == "preempted"] == [step]
     again = ranks.call(train, directory, None)
     assert [each.code for each in again] == [None] * len(ended)
@@ -319,7 +319,7 @@ def test_the_loop_given_stops_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def loop(world: shoal.World, directory: Path, victim: int | None) -> Any:
-    def tell(moment: shoal.Moment) -> None:
+    def tell(moment: shoal.TrainingStatus) -> None:
         stopping = moment.run._stopping
         if moment.kind == "step" and moment.run.step == AT and not stopping._asked:
             if world.rank == victim:
@@ -336,7 +336,7 @@ def loop(world: shoal.World, directory: Path, victim: int | None) -> Any:
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
             batch_size=BATCH,
             epochs=EPOCHS,
-            evaluate=shoal.Evaluation(dataset=(INPUTS, LABELS), every=AT),
+            evaluate=shoal.Validation(dataset=(INPUTS, LABELS), every=AT),
             ema=0.9,
             world=world,
             callbacks=[tell],

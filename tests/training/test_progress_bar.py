@@ -15,7 +15,7 @@ import torch
 import shoal
 from helpers.pseudo_terminal import Shown, on_terminal
 from helpers.ranks import Ranks
-from shoal.training.progress_bar import Progress, Standing
+from shoal.training.progress_bar import ProgressBar, Standing
 from shoal.util.text import duration
 
 DAY = 24 * 3600.0
@@ -68,7 +68,7 @@ def test_durations(seconds: float, text: str) -> None:
 def test_a_log_of_a_day_stays_small(loader: shoal.Loader) -> None:
     """FAILURES 29: under 100 KB, the first line at the first step, and never silent for long."""
     log = io.StringIO()
-    progress = Progress(log)
+    progress = ProgressBar(log)
     begun = progress._begun
     loader.goal = int(DAY) * 5000
     shown = []
@@ -97,7 +97,7 @@ def test_throughput_is_that_of_the_last_ten_seconds_or_since_the_last_line(
     loader: shoal.Loader,
 ) -> None:
     log = io.StringIO()
-    progress = Progress(log)
+    progress = ProgressBar(log)
     for second, position in ((10, 100), (14, 400), (18, 900), (28, 1000), (48, 1400)):
         move(loader, position)
         progress.show(second, loader, {}, progress._begun + second)
@@ -106,7 +106,7 @@ def test_throughput_is_that_of_the_last_ten_seconds_or_since_the_last_line(
 
 
 def test_a_clock_that_is_set_back_keeps_the_line_from_nobody(loader: shoal.Loader) -> None:
-    progress = Progress(io.StringIO())
+    progress = ProgressBar(io.StringIO())
     now = progress._begun + 3600
     progress.show(1, loader, {}, now)
     assert not progress.due(now + 1)
@@ -115,7 +115,7 @@ def test_a_clock_that_is_set_back_keeps_the_line_from_nobody(loader: shoal.Loade
 
 def test_a_log_that_lacks_a_letter_is_no_reason_to_stop(loader: shoal.Loader) -> None:
     written = io.BytesIO()
-    progress = Progress(io.TextIOWrapper(written, encoding="ascii"))
+    progress = ProgressBar(io.TextIOWrapper(written, encoding="ascii"))
     progress.show(1, loader, {"étape": 0.5}, progress._begun + 1)
     assert b"0.5" in written.getvalue()
 

@@ -188,7 +188,7 @@ def test_a_loop_of_ones_own_is_counted_saved_and_resumed(
     assert (cut["number"], resumed["number"]) == (4, 8)
     assert same(resumed, whole)
     assert saved(tmp_path / "parts") == [3, 6]
-    lines = events.read(tmp_path / "whole/events/rank-0.jsonl")
+    lines = events.read_events(tmp_path / "whole/events/rank-0.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 9))
 
 
@@ -397,7 +397,7 @@ def test_two_steps_in_one_run(ranks: Callable[[int], Ranks], tmp_path: Path) -> 
     assert same(parts, whole)
     for rank in range(2):
         path = tmp_path / "whole" / "events" / f"rank-{rank}.jsonl"
-        steps = [event for event in events.read(path) if event["event"] == "step"]
+        steps = [event for event in events.read_events(path) if event["event"] == "step"]
         made = [(event["step"], event["first"]) for event in steps if event["name"] == "maker"]
         judged = [(event["step"], event["first"]) for event in steps if event["name"] == "judge"]
         assert [step for step, _ in judged] == list(range(1, 15))
@@ -416,7 +416,9 @@ def test_the_first_of_several_steps_counts(world: shoal.World, tmp_path: Path) -
         run.tick(every=2)
     run.close()
     assert saved(tmp_path) == [2, 4]
-    saves = [e for e in events.read(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "save"]
+    saves = [
+        e for e in events.read_events(tmp_path / "events" / "rank-0.jsonl") if e["event"] == "save"
+    ]
     assert len(saves) == 2
 
 
@@ -460,7 +462,7 @@ def test_a_line_cut_in_two_is_passed_over(world: shoal.World, tmp_path: Path) ->
     again.run.close()
     lines = path.read_bytes().splitlines()
     assert lines[: whole.count(b"\n")] == whole[:-10].splitlines()
-    kinds = [event["event"] for event in events.read(path)]
+    kinds = [event["event"] for event in events.read_events(path)]
     assert kinds[-2:] == ["usage", "end"]
     # What the process uses is noted every few seconds, however far it has come.
     kinds = [kind for kind in kinds if kind != "usage"]

@@ -23,7 +23,7 @@ from helpers.trace_format import checked_events, steps_of
 from shoal.distributed.world import CHECKED_STEPS
 from shoal.report.trace.merge import merge
 from shoal.telemetry import events, flight_recorder
-from shoal.telemetry.collective_stats import Traffic
+from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.profiler import window
 from shoal.telemetry.profiler.window import Window
 from shoal.training.trace_recorder import Recorder
@@ -49,7 +49,7 @@ def sends(world: shoal.World, least: int) -> dict[str, Any]:
     world.barrier()
     store = world.store("test/observed")
     ticks = itertools.count()
-    traffic = Traffic(lambda: float(next(ticks)))
+    traffic = CollectiveStats(lambda: float(next(ticks)))
     one, both = torch.ones(1000), torch.empty(2000)
     looks = 0
     for number in range(7):
@@ -138,7 +138,7 @@ def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: 
     (tmp_path / "traces" / "rank-2-4-5.json.gz").write_bytes(b"of an earlier start on more ranks")
     two.call(trains, tmp_path, 8)
     for rank in (0, 1):
-        lines = list(events.read(tmp_path / "events" / f"rank-{rank}.jsonl"))
+        lines = list(events.read_events(tmp_path / "events" / f"rank-{rank}.jsonl"))
         (flops,) = [line for line in lines if line["event"] == "flops"]
         assert flops["per_sample"] == 2 * (2 * 6 * 5)  # forward, and into the weights
         assert "peak" not in flops

@@ -174,7 +174,7 @@ def failing(world: shoal.World, directory: Path, code: int, must: bool) -> list[
             run.checkpoints.aside.wait()
             if last and run.step == 2:
                 (barrier / "refuse").unlink()
-    lines = events.read(directory / "events" / f"rank-{world.rank}.jsonl")
+    lines = events.read_events(directory / "events" / f"rank-{world.rank}.jsonl")
     return [f"{line['event']} {line['step']}" for line in lines if line["event"].startswith("save")]
 
 
@@ -200,7 +200,9 @@ def test_a_save_that_must_not_fail_ends_the_run_on_all_ranks(two: Ranks, tmp_pat
         assert isinstance(result.error, CheckpointError)
         assert "rank 1: [Errno 28] No space left on device" in result.error.found
     assert saved(tmp_path) == [1]
-    steps = [line["step"] for line in events.read(tmp_path / "events/rank-0.jsonl") if "loss" in line]
+    steps = [
+        line["step"] for line in events.read_events(tmp_path / "events/rank-0.jsonl") if "loss" in line
+    ]
     assert 3 <= max(steps) < STEPS  # at once, and not when the next save comes
 
 

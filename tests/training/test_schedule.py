@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.training.schedule import Schedule
+from shoal.training.schedule import LRSchedule
 from shoal.util.errors import StepError
 
 
-def rates(schedule: Schedule, total: int, steps: int) -> list[float]:
+def rates(schedule: LRSchedule, total: int, steps: int) -> list[float]:
     """The learning rates that an optimizer with a rate of 2 sees."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     scheduler = schedule(optimizer, total)
@@ -25,29 +25,29 @@ def rates(schedule: Schedule, total: int, steps: int) -> list[float]:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (Schedule(shape="constant", warmup=4), [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
-        (Schedule(shape="linear", warmup=2), [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0]),
-        (Schedule(shape="linear", floor=0.5), [2.0, 2 - 1 / 6, 2 - 2 / 6, 1.5]),
-        (Schedule(shape="constant", warmup_ratio=0.5), [2 / 3, 4 / 3, 2.0, 2.0]),
-        (Schedule(shape="constant", warmup_ratio=0.4), [2 / 3, 4 / 3, 2.0, 2.0]),  # 2.4 steps
-        (Schedule(warmup=2), [1.0, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]),
+        (LRSchedule(shape="constant", warmup=4), [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
+        (LRSchedule(shape="linear", warmup=2), [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0]),
+        (LRSchedule(shape="linear", floor=0.5), [2.0, 2 - 1 / 6, 2 - 2 / 6, 1.5]),
+        (LRSchedule(shape="constant", warmup_ratio=0.5), [2 / 3, 4 / 3, 2.0, 2.0]),
+        (LRSchedule(shape="constant", warmup_ratio=0.4), [2 / 3, 4 / 3, 2.0, 2.0]),  # 2.4 steps
+        (LRSchedule(warmup=2), [1.0, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]),
     ],
     ids=str,
 )
-def test_rates(schedule: Schedule, expected: list[float]) -> None:
+def test_rates(schedule: LRSchedule, expected: list[float]) -> None:
     assert rates(schedule, 6, len(expected)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_schedule_resumes_where_it_was() -> None:
-    whole = rates(Schedule(warmup=3), 10, 10)
+    whole = rates(LRSchedule(warmup=3), 10, 10)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = Schedule(warmup=3)(optimizer, 10)
+    scheduler = LRSchedule(warmup=3)(optimizer, 10)
     for _ in range(4):
         optimizer.step()
         scheduler.step()
     state, saved = scheduler.state_dict(), optimizer.state_dict()
     again = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    resumed = Schedule(warmup=3)(again, 10)
+    resumed = LRSchedule(warmup=3)(again, 10)
     again.load_state_dict(saved)
     resumed.load_state_dict(state)
     for expected in whole[4:]:
@@ -75,18 +75,18 @@ def test_a_schedule_resumes_where_it_was() -> None:
 )
 def test_schedules_that_can_not_be(options: dict[str, object], found: str) -> None:
     with pytest.raises(StepError, match=found):
-        Schedule(**options)  # type: ignore[arg-type]
+        LRSchedule(**options)  # type: ignore[arg-type]
 
 
 def test_a_fraction_given_as_warmup_is_told_the_option_that_takes_it() -> None:
     with pytest.raises(StepError) as caught:
-        Schedule(warmup=0.1)  # type: ignore[arg-type]
+        LRSchedule(warmup=0.1)  # type: ignore[arg-type]
     assert "Schedule(warmup_ratio=0.1)" in caught.value.fix
 
 
 @pytest.mark.parametrize(("ratio", "total", "steps"), [(0.07, 100, 7), (0.1, 3, 1), (1.0, 5, 5)])
 def test_the_steps_of_a_ratio_are_rounded_up(ratio: float, total: int, steps: int) -> None:
-    schedule = Schedule(shape="constant", warmup_ratio=ratio)
+    schedule = LRSchedule(shape="constant", warmup_ratio=ratio)
     assert [schedule.factor(step, total) for step in range(steps)] == [
         (step + 1) / steps for step in range(steps)
     ]

@@ -48,9 +48,9 @@ LAYOUTS = {
 WAYS: dict[str, Any] = {
     "DDP": shoal.DDP(),
     "FSDP": shoal.FSDP(units=("second",)),
-    "Tensor": shoal.Tensor(plan={"first": "column", "second": "row"}),
+    "Tensor": shoal.TensorParallel(plan={"first": "column", "second": "row"}),
     "Pipeline": shoal.Pipeline(split=("head",)),
-    "Context": shoal.Context(units=("second",)),
+    "Context": shoal.ContextParallel(units=("second",)),
 }
 
 

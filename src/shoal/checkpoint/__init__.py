@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.checkpoint.async_save import Job
+    from shoal.checkpoint.async_save import BackgroundSave
     from shoal.checkpoint.collective_errors import Agreement
     from shoal.checkpoint.equality import differing, facts
     from shoal.checkpoint.fencing import Fence, FencedFiles, take_over
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "collective_errors": ("Agreement",),
-    "async_save": ("Job",),
+    "async_save": ("BackgroundSave",),
     "equality": ("differing", "facts"),
     "fencing": ("Fence", "FencedFiles", "take_over"),
     "filesystem": ("Files",),
@@ -48,7 +48,7 @@ __all__ = [
     "Fence",
     "FencedFiles",
     "Files",
-    "Job",
+    "BackgroundSave",
     "Loaded",
     "Lock",
     "Skipped",

@@ -28,7 +28,7 @@ PATIENCE = timedelta(hours=1)
 _PAUSE = 0.02
 
 
-class Job(Generic[T]):
+class BackgroundSave(Generic[T]):
     """Something under way on a thread of its own."""
 
     def __init__(self, action: Callable[[], T]) -> None:
@@ -144,7 +144,7 @@ class Aside:
         self._world = world
         self._group: dist.ProcessGroup | None = None
         self._mail: Mail | None = None
-        self._job: Job[Any] | None = None
+        self._job: BackgroundSave[Any] | None = None
 
     def prepare(self) -> None:
         """Make the group, once, or what stands for it where ranks may end. Collective."""
@@ -164,9 +164,9 @@ class Aside:
         """Whether the ranks are still those for which it was prepared."""
         return self._mail is None or self._mail.fits
 
-    def start(self, action: Callable[[], T]) -> Job[T]:
+    def start(self, action: Callable[[], T]) -> BackgroundSave[T]:
         """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""
-        self._job = job = Job(action)
+        self._job = job = BackgroundSave(action)
         return job
 
     def wait(self) -> None:

@@ -36,7 +36,7 @@ SEEN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class Takeover:
     """Who took an attempt over, and when; empty and 0 where that can't be read."""
 
     number: int
@@ -161,12 +161,12 @@ class Fence:
         # Elsewhere no other file has its name; an empty one is being written.
         return isinstance(self._own, Path) and _read(self._own) not in (self._mine, "")
 
-    def _who(self, number: int) -> Taken:
+    def _who(self, number: int) -> Takeover:
         texts = [_read(path) for each, path in self._taken() if each == number]
         # It may not have been written yet.
         with suppress(ValueError, TypeError, IndexError):
-            return Taken(number=number, **json.loads(texts[0]))
-        return Taken(number=number)
+            return Takeover(number=number, **json.loads(texts[0]))
+        return Takeover(number=number)
 
     def _taken(self) -> list[tuple[int, AnyPath]]:
         """The numbers with their files, in order."""

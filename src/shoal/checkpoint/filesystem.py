@@ -17,7 +17,7 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 _NO_RESERVATION = (errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class Room(NamedTuple):
+class FreeSpace(NamedTuple):
     """How many bytes and how many files more a file system takes; None where it doesn't say."""
 
     bytes: int | None
@@ -67,17 +67,17 @@ class Files:
         finally:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
-    def room(self, path: AnyPath) -> Room:
+    def room(self, path: AnyPath) -> FreeSpace:
         """What is free for this user on the file system of a path, which need not exist yet."""
         if isinstance(path, RemotePath):
-            return Room(None, None)
+            return FreeSpace(None, None)
         while not path.exists():
             path = path.parent
         found = os.statvfs(path)
         root = os.geteuid() == 0  # may use what is kept for it
         blocks, files = (found.f_bfree, found.f_ffree) if root else (found.f_bavail, found.f_favail)
         # Some file systems count neither, and say that they have none.
-        return Room(
+        return FreeSpace(
             blocks * found.f_frsize if found.f_blocks else None, files if found.f_files else None
         )
 

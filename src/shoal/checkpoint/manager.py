@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from shoal.checkpoint.async_save import Aside, Job
+from shoal.checkpoint.async_save import Aside, BackgroundSave
 from shoal.checkpoint.collective_errors import Agreement, Ranks, first_failure
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import step_of
@@ -20,14 +20,14 @@ from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
 from shoal.checkpoint.state_tree import Parts, Tree, joined, names_in, put_together, take_apart
 from shoal.checkpoint.store import (
     DamageError,
+    FileRecord,
     Manifest,
-    Record,
     Store,
     damage,
     is_complete,
     manifest_of,
 )
-from shoal.checkpoint.tensor_index import STATE, read
+from shoal.checkpoint.tensor_index import STATE, read_tensor_index
 from shoal.util.errors import CheckpointError
 from shoal.util.text import masked
 
@@ -82,7 +82,7 @@ class _Contents:
 class _Written(NamedTuple):
     """What a rank has come to: the record of its file, its own state, its part of a joined one."""
 
-    record: Record | CheckpointError
+    record: FileRecord | CheckpointError
     rank_state: Any
     state: Any
 
@@ -186,7 +186,7 @@ class Checkpoints:
         info: Mapping[str, Any],
         *,
         join: bool = False,
-    ) -> Job[AnyPath]:
+    ) -> BackgroundSave[AnyPath]:
         """Take the state over, and save it while training goes on; the job gives the directory.
 
         When this returns, the state may change. Waits for the save before, if that is under way.
@@ -307,7 +307,7 @@ class Checkpoints:
         begun = self.aside.tell(begun)
         if begun is not None:
             return begun  # type: ignore[no-any-return]
-        record: Record | CheckpointError | None = contents.failure
+        record: FileRecord | CheckpointError | None = contents.failure
         if record is None:
             blocks = self.aside.staging.blocks()
             record = self._agreement.attempt(
@@ -438,7 +438,7 @@ class Checkpoints:
 
         template, elsewhere = wanted
         with open_file(path / STATE) as file:
-            content = read(file.read(), manifest)
+            content = read_tensor_index(file.read(), manifest)
         offered = {} if template is None else take_apart(template, "state").tensors
         targets: dict[str, torch.Tensor] = {}
         for name in names_in([content["state"], self._own(content, manifest)]):

@@ -151,7 +151,7 @@ def shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifferences:
     """How stored tensors differ from expected ones; `str` gives the first of each kind."""
 
     missing: tuple[str, ...]
@@ -168,9 +168,9 @@ class Difference:
 
 def compare_names(
     expected: Mapping[str, Sequence[int]], found: Mapping[str, Sequence[int]]
-) -> Difference | None:
+) -> TensorDifferences | None:
     """Compare names and shapes, in the order in which they are given; None if they are equal."""
-    difference = Difference(
+    difference = TensorDifferences(
         missing=tuple(name for name in expected if name not in found),
         unexpected=tuple(name for name in found if name not in expected),
         reshaped=tuple(

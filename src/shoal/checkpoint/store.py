@@ -36,7 +36,7 @@ _LARGEST_MANIFEST = 1 << 28
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """What a file must be: its size in bytes and the SHA-256 of its content."""
 
     bytes: int
@@ -79,7 +79,7 @@ class Manifest:
     step: int
     world_size: int
     info: Any
-    files: Mapping[str, Record]
+    files: Mapping[str, FileRecord]
 
     def render(self) -> bytes:
         """The one text of this manifest: a reader accepts it byte for byte or not at all."""
@@ -107,7 +107,7 @@ class Manifest:
             raise NewerError(f"{MANIFEST} has format version {found}, this Shoal reads {VERSION}")
         try:
             body = content["manifest"]
-            files = {name: Record(**record) for name, record in body["files"].items()}
+            files = {name: FileRecord(**record) for name, record in body["files"].items()}
             manifest = Manifest(body["step"], body["world_size"], body["info"], files)
             whole = manifest.render() == raw
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
@@ -219,7 +219,7 @@ class Store(ABC, Generic[P]):
                 errno.EEXIST, "a whole checkpoint that can't be replaced is there", str(target)
             )
 
-    def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> Record:
+    def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> FileRecord:
         """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody.
 
         Its bytes are reserved first, where that tells at once that they do not fit.
@@ -294,7 +294,7 @@ class Store(ABC, Generic[P]):
             said = f"{os.strerror(error.errno or 0)}: {size:,} bytes are needed{known}"
             raise OSError(error.errno, said, str(path)) from None
 
-    def _write(self, path: P, blocks: Sequence[bytes | memoryview], reserved: int = 0) -> Record:
+    def _write(self, path: P, blocks: Sequence[bytes | memoryview], reserved: int = 0) -> FileRecord:
         digest = _Digest(blocks)
         try:
             with self.files.create(path) as file:
@@ -309,7 +309,7 @@ class Store(ABC, Generic[P]):
             raise
         finally:
             digest.join()  # else it would read what may be overwritten
-        return Record(sum(map(len, blocks)), digest.sha256.hexdigest())
+        return FileRecord(sum(map(len, blocks)), digest.sha256.hexdigest())
 
 
 def _is_ours(path: AnyPath) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.checkpoint.store import DamageError, Manifest, Record
+from shoal.checkpoint.store import DamageError, FileRecord, Manifest
 
 STATE = "state.json"
 
@@ -40,7 +40,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorEntry:
     """A tensor: its dtype by torch's name, its shape, and the chunks that make it up."""
 
     dtype: str
@@ -53,7 +53,7 @@ class Row:
         return math.prod(self.shape) * BYTES[self.dtype]
 
 
-def read(raw: bytes, manifest: Manifest) -> dict[str, Any]:
+def read_tensor_index(raw: bytes, manifest: Manifest) -> dict[str, Any]:
     """What `state.json` holds, its table checked against the manifest.
 
     Raises DamageError where it can't be what a checkpoint says.
@@ -73,8 +73,8 @@ def read(raw: bytes, manifest: Manifest) -> dict[str, Any]:
     return content  # type: ignore[no-any-return]
 
 
-def rows(content: Mapping[str, Any], files: Mapping[str, Record]) -> dict[str, Row]:
-    """The table in what `read` returned; raises DamageError for one that no tensors can have."""
+def rows(content: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[str, TensorEntry]:
+    """The table in what `read_tensor_index` returned; raises DamageError for one that no tensors can have."""
     table = {name: _row(name, row) for name, row in content["tensors"].items()}
     held: Counter[str] = Counter()
     for name, row in table.items():
@@ -90,7 +90,7 @@ def rows(content: Mapping[str, Any], files: Mapping[str, Record]) -> dict[str, R
     return table
 
 
-def _row(name: str, row: Any) -> Row:
+def _row(name: str, row: Any) -> TensorEntry:
     if row["dtype"] not in BYTES:
         raise _impossible(name, "its dtype is none")
     shape = _sizes(name, row["shape"])
@@ -104,7 +104,7 @@ def _row(name: str, row: Any) -> Row:
         raise _impossible(name, "its chunks are in no file")
     if not all(len(chunk.offsets) == len(chunk.sizes) == len(shape) for chunk in chunks):
         raise _impossible(name, "its chunks have other dimensions")
-    return Row(row["dtype"], shape, chunks)
+    return TensorEntry(row["dtype"], shape, chunks)
 
 
 def _sizes(name: str, given: Any) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ Box = tuple[tuple[int, int], ...]
 """Start and end on each axis."""
 
 
-def _fill(row: Row) -> bool:
+def _fill(row: TensorEntry) -> bool:
     """Whether the chunks are exactly the tensor: none of its elements in two of them, or in none."""
     boxes = [
         tuple((at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))

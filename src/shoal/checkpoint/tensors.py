@@ -117,7 +117,7 @@ def load_tensors(
     Each rank plans what it reads alone: DCP's exchange of the plans of all ranks, which changes
     nothing in them, unpickles what other ranks send. Returns what went wrong.
     """
-    reader = _Reader(directory, table)
+    reader = _ChunkReader(directory, table)
     try:
         with _no_warning():
             load(
@@ -142,7 +142,7 @@ def allocate(
     return torch.empty(row["shape"], dtype=dtype, device=device)
 
 
-class _Reader(StorageReader):
+class _ChunkReader(StorageReader):
     def __init__(self, directory: AnyPath, table: Table) -> None:
         self._directory = directory
         self._table = table

@@ -15,7 +15,7 @@ from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
     from shoal.bench.scaling.allocations import Asked
-    from shoal.bench.scaling.configurations import Options
+    from shoal.bench.scaling.configurations import StudyOptions
 
 benches = typer.Typer(
     name="bench",
@@ -125,7 +125,7 @@ def scaling(
     """
     from shoal.bench.scaling import allocations, configurations
 
-    options = configurations.Options(
+    options = configurations.StudyOptions(
         model=model,
         args=tuple(args or ()),
         processes=_numbers(processes, "-n"),
@@ -159,7 +159,7 @@ def scaling(
         _run(folder, options, threads, mpirun)
 
 
-def _run(folder: Path, options: Options, threads: int | None, mpirun: str | None) -> None:
+def _run(folder: Path, options: StudyOptions, threads: int | None, mpirun: str | None) -> None:
     from shoal.bench.scaling import study as studies
     from shoal.bench.scaling.configurations import threads_for
     from shoal.util.tables import plain_console, print_line
@@ -176,7 +176,7 @@ def _run(folder: Path, options: Options, threads: int | None, mpirun: str | None
 
 
 def _submit(
-    folder: Path, options: Options, threads: int | None, asked: Asked, *, dry: bool, force: bool
+    folder: Path, options: StudyOptions, threads: int | None, asked: Asked, *, dry: bool, force: bool
 ) -> None:
     from shoal.bench.scaling import study as studies
     from shoal.bench.scaling.allocations import room
@@ -262,7 +262,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     return tuple(sorted(int(word) for word in words))
 
 
-def _folder(options: Options) -> str:
+def _folder(options: StudyOptions) -> str:
     """A directory's name for the model: `gpt:layers=8` is `gpt-layers=8`, `a/train.py` is `train`."""
     name = Path(options.model).stem if options.model.endswith(".py") else options.model
     return "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)

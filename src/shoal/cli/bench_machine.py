@@ -90,7 +90,7 @@ def data(
     """Measure the input pipeline alone, and say how many workers are worth having."""
     from shoal.bench.data_loading import command as measuring
 
-    asked = measuring.Request(
+    asked = measuring.DataLoadingOptions(
         target=target,
         workers=_whole_numbers(workers, "--workers"),
         batch_sizes=_whole_numbers(batch_size, "--batch-size"),
@@ -139,5 +139,5 @@ def modes(
     from shoal.bench.compile import measure as measuring
 
     chosen = None if model == "none" else model
-    asked = measuring.Request(model=chosen, batch=batch, seconds=seconds, csv=csv, json=json)
+    asked = measuring.CompileOptions(model=chosen, batch=batch, seconds=seconds, csv=csv, json=json)
     raise typer.Exit(measuring.modes(asked))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shoal.doctor import display
 from shoal.doctor.findings import Examination
-from shoal.doctor.runner import Request, examine
+from shoal.doctor.runner import DoctorRequest, examine
 from shoal.doctor.support_bundle import collect
 from shoal.launcher.function import launch
 from shoal.util.errors import LaunchError, ShoalError
@@ -19,13 +19,13 @@ from shoal.util.tables import plain_console
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class DoctorOptions:
     """What to examine, and what to do with what is found.
 
     `columns` is the width of the report, for processes whose output passes another one.
     """
 
-    request: Request
+    request: DoctorRequest
     strict: bool = False
     as_json: bool = False
     bundle: Path | None = None
@@ -33,7 +33,7 @@ class Order:
     columns: int | None = None
 
 
-def diagnose(order: Order, describe: Callable[[], str]) -> int:
+def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
     """Examine in this process, and with all others of its launch; rank 0 reports. The exit code.
 
     `describe` gives what `shoal info` says, for a bundle. A rank whose world hangs leaves at once.
@@ -52,7 +52,7 @@ def diagnose(order: Order, describe: Callable[[], str]) -> int:
     return code
 
 
-def diagnose_here(order: Order, processes: int, describe: Callable[[], str]) -> int:
+def diagnose_here(order: DoctorOptions, processes: int, describe: Callable[[], str]) -> int:
     """The same in so many processes, which this one starts."""
     if processes < 1:
         raise LaunchError(
@@ -64,7 +64,7 @@ def diagnose_here(order: Order, processes: int, describe: Callable[[], str]) -> 
     return max(code or 0 for code in codes)  # one that left at once has returned nothing
 
 
-def _report(order: Order, found: Examination, describe: Callable[[], str]) -> int:
+def _report(order: DoctorOptions, found: Examination, describe: Callable[[], str]) -> int:
     console = plain_console()
     if order.columns is not None:
         console.width = order.columns

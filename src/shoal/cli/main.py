@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint import AnyPath
     from shoal.checkpoint.inspect.diff import Comparison
     from shoal.checkpoint.inspect.extract import Extracted
-    from shoal.checkpoint.inspect.manifest import Contents
+    from shoal.checkpoint.inspect.manifest import CheckpointManifest
 
 app = typer.Typer(
     name="shoal",
@@ -196,8 +196,10 @@ def doctor(
     from shoal.cli import doctor as commands
     from shoal.doctor import runner
 
-    order = commands.Order(
-        request=runner.Request(run=run, data=data, source=source, limit=limit, wait=wait, quick=quick),
+    order = commands.DoctorOptions(
+        request=runner.DoctorRequest(
+            run=run, data=data, source=source, limit=limit, wait=wait, quick=quick
+        ),
         strict=strict,
         as_json=as_json,
         bundle=bundle,
@@ -286,7 +288,7 @@ def show_checkpoint(path: Directory) -> None:
     from shoal.util.tables import plain_console
 
     with _readable(path):
-        display.contents(plain_console(), locate.read([_place(path)], lambda found: found[0]))
+        display.contents(plain_console(), locate.read_newest([_place(path)], lambda found: found[0]))
 
 
 @checkpoints.command("verify")
@@ -323,12 +325,12 @@ def compare_checkpoints(
     from shoal.checkpoint.inspect import diff, display, locate
     from shoal.util.tables import plain_console
 
-    def compare(both: list[Contents]) -> tuple[AnyPath, AnyPath, Comparison]:
+    def compare(both: list[CheckpointManifest]) -> tuple[AnyPath, AnyPath, Comparison]:
         one, other = both
         return one.path, other.path, diff.compare(one, other)
 
     with _readable(f"{first} {second}"):
-        one, other, found = locate.read([_place(first), _place(second)], compare)
+        one, other, found = locate.read_newest([_place(first), _place(second)], compare)
     display.differences(plain_console(), one, other, found)
     raise typer.Exit(int(not found.same))
 
@@ -352,11 +354,11 @@ def export_checkpoint(
     from shoal.checkpoint.inspect import extract as extraction
     from shoal.util.tables import plain_console
 
-    def extract(newest: list[Contents]) -> tuple[AnyPath, Extracted]:
+    def extract(newest: list[CheckpointManifest]) -> tuple[AnyPath, Extracted]:
         return newest[0].path, extraction.extract(newest[0], Path(out), step=step, ema=ema)
 
     with _readable(f"{path} {out}"):
-        found, done = locate.read([_place(path)], extract)
+        found, done = locate.read_newest([_place(path)], extract)
     display.extracted(plain_console(), found, done)
 
 

@@ -11,7 +11,7 @@ import typer
 from shoal.util.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shoal.report import History, Verdict
+    from shoal.report import BottleneckReport, History
 
 PAGE = "index.html"
 
@@ -36,7 +36,7 @@ def report(
     While it runs and after a crash. The page needs no network; its figures lie beside it as PNG, SVG
     and CSV.
     """
-    from shoal.report import judge, read
+    from shoal.report import find_bottleneck, read_history
     from shoal.util.tables import plain_console, print_line, print_path
 
     if trace is not None:
@@ -44,8 +44,8 @@ def report(
 
         print_path(plain_console(), timeline(run, trace))
         return
-    history = read(run)
-    verdict = judge(history)
+    history = read_history(run)
+    verdict = find_bottleneck(history)
     console = plain_console()
     if as_json:
         from shoal.report.summary import numbers
@@ -63,7 +63,7 @@ def report(
         print_path(console, str(path))
 
 
-def _write(history: History, verdict: Verdict, out: str | None) -> Path:
+def _write(history: History, verdict: BottleneckReport, out: str | None) -> Path:
     from shoal.report.html import save
     from shoal.report.run_page.page import page
 

@@ -11,8 +11,8 @@ from shoal.cli.submit_options import Account, Cpus, Force, Partition, Qos, Sbatc
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.launcher.submit.job import LauncherName, Request
-    from shoal.launcher.submit.submit import Options
+    from shoal.launcher.submit.job import JobRequest, LauncherName
+    from shoal.launcher.submit.submit import SubmitOptions
 
 sites = typer.Typer(
     name="sites",
@@ -123,10 +123,10 @@ def submit(
     It is checked against the site first, runs a copy of the source, and goes back into the queue
     when it has been told to save.
     """
-    from shoal.launcher.submit.job import Request
-    from shoal.launcher.submit.submit import Options
+    from shoal.launcher.submit.job import JobRequest
+    from shoal.launcher.submit.submit import SubmitOptions
 
-    request = Request(
+    request = JobRequest(
         script=str(script),
         args=tuple(script_arguments(args)),
         time=_time(time, script),
@@ -150,10 +150,10 @@ def submit(
         options=tuple(sbatch or ()),
         stage=tuple(stage or ()),
     )
-    _submit(request, site, Options(run=run, dry=dry_run, out=out, copy=copy, force=force))
+    _submit(request, site, SubmitOptions(run=run, dry=dry_run, out=out, copy=copy, force=force))
 
 
-def _submit(request: Request, site: str | None, options: Options) -> None:
+def _submit(request: JobRequest, site: str | None, options: SubmitOptions) -> None:
     from shoal.launcher.submit import display
     from shoal.launcher.submit.site_catalog import choose
     from shoal.launcher.submit.submit import submit as hand_in

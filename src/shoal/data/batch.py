@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from torch import Tensor, nn
 
-from shoal.data.gather import Rows, gather_rows
+from shoal.data.gather import GatheredRows, gather_rows
 from shoal.data.micro import Micro
 from shoal.data.noise import Noise
 from shoal.util.errors import StepError
@@ -22,7 +22,7 @@ Count: TypeAlias = "int | float | Tensor"
 IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
 
 
-class Result(NamedTuple):
+class StepResult(NamedTuple):
     """The result of one global batch, the same on all ranks; times in seconds on this rank.
 
     `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
@@ -63,7 +63,7 @@ class ManualLoop:
         """See `Batch.backward`."""
         raise not_one_model("no parallelized model")
 
-    def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> Result:
+    def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> StepResult:
         """See `Batch.finish`."""
         raise not_one_model("no parallelized model")
 
@@ -165,7 +165,7 @@ class Batch:
             self._noise = Noise(self.seed, micro.first, micro.samples)
         return self._noise
 
-    def gather(self, tensor: Tensor) -> Rows:
+    def gather(self, tensor: Tensor) -> GatheredRows:
         """The rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
         return gather_rows(tensor, self.micro)
 
@@ -196,7 +196,7 @@ class Batch:
         """
         self._manual_loop.backward(self, positional, total=total, mean=mean, count=count, model=model)
 
-    def finish(self, model: nn.Module, *, clip: float | None = None) -> Result:
+    def finish(self, model: nn.Module, *, clip: float | None = None) -> StepResult:
         """Make the gradients those of `Σ loss / Σ count` over the global batch, and clip them.
 
         Returns the global mean loss and the gradient norm before clipping. Raises StepError when

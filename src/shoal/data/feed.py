@@ -16,12 +16,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shoal._torch.dataloader import worker_processes
-from shoal.data.map_dataset import Source
+from shoal.data.map_dataset import BlockDataset
 from shoal.data.orders import Checked
-from shoal.data.sampler import Cell, Sampler, Share
+from shoal.data.sampler import Cell, RankSampler, Share
 from shoal.data.shards import Lanes
 from shoal.data.timed_dataset import timed
-from shoal.data.worker_failure import Workers
+from shoal.data.worker_failure import LoaderWorkers
 from shoal.distributed.world import World
 from shoal.util.errors import DataError
 
@@ -55,7 +55,7 @@ class Fetch:
             generator=generator,
             worker_init_fn=_leave_the_end_to_the_rank,
         )
-        workers = Workers(rank=self.world.rank, count=self.num_workers)
+        workers = LoaderWorkers(rank=self.world.rank, count=self.num_workers)
         with workers.explained():
             items = iter(loader)
             if self.num_workers:
@@ -106,10 +106,10 @@ class Feed(ABC):
         """Go on from a state that has been checked."""
 
 
-class Placed(Feed):
+class PositionedSource(Feed):
     """A source with a sample at every position, so that the position is all there is to know."""
 
-    def __init__(self, source: Source, sampler: Sampler, *, shuffle: bool) -> None:
+    def __init__(self, source: BlockDataset, sampler: RankSampler, *, shuffle: bool) -> None:
         self.seed = sampler.seed
         self.source = source
         self.sampler = sampler
@@ -187,7 +187,7 @@ class Placed(Feed):
 class _Blocks:
     """The sampler as torch's DataLoader wants it, keeping the blocks that are under way."""
 
-    def __init__(self, sampler: Sampler, position: int, until: int, block: int) -> None:
+    def __init__(self, sampler: RankSampler, position: int, until: int, block: int) -> None:
         self._arguments = (sampler, position, until, block)
         self.sent: list[list[Share]] = []
 

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from shoal.distributed.world import World
 
 
-class Rows(NamedTuple):
+class GatheredRows(NamedTuple):
     """`all` rows of the data ranks in the order of their positions; this rank's begin at `start`."""
 
     all: Tensor
     start: int
 
 
-def gather(tensor: Tensor) -> Rows:
+def gather(tensor: Tensor) -> GatheredRows:
     """The rows of `tensor` from all data ranks, within the functions of a Task. Collective.
 
     `tensor` has shape (rows, ...), where ranks may have different numbers of rows; those of a stand-in
@@ -48,22 +48,22 @@ def gather(tensor: Tensor) -> Rows:
     return gather_rows(tensor, micro)
 
 
-def gather_rows(tensor: Tensor, micro: Micro) -> Rows:
+def gather_rows(tensor: Tensor, micro: Micro) -> GatheredRows:
     """As `gather`, on a given micro-batch."""
     world = micro.world
     if world is None or world.data_group is None:
-        return Rows(tensor, 0)
+        return GatheredRows(tensor, 0)
     # A stand-in keeps its place in the graph, so that its backward is collective too.
     own = tensor if micro.weight else tensor[:0]
     mine = torch.tensor(len(own), device=world.device)
     counts = [torch.zeros_like(mine) for _ in range(world.data_size)]
     dist.all_gather(counts, mine, group=world.data_group)
     lengths = [int(count) for count in counts]
-    rows: Tensor = _Gather.apply(own, world, lengths)
-    return Rows(rows, sum(lengths[: world.data_rank]))
+    rows: Tensor = _GatherRows.apply(own, world, lengths)
+    return GatheredRows(rows, sum(lengths[: world.data_rank]))
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """All-gather of rows; its transpose adds up what every rank's loss says of a rank's rows."""
 
     @staticmethod

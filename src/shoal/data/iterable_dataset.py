@@ -77,7 +77,7 @@ class Flow(Feed):
         if self._offset:
             fetch.world.say(
                 f"reading and dropping {self._offset:,} samples of an IterableDataset to go on after "
-                "them; a shoal.Stream of shards seeks"
+                "them; a shoal.ShardedDataset of shards seeks"
             )
         reading = Reading(
             self._dataset, self._cutting, self.position, self._epoch, self._offset, epochs

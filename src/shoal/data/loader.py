@@ -15,14 +15,14 @@ from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data.batch import Batch
-from shoal.data.feed import Feed, Fetch, Placed, check_state
+from shoal.data.feed import Feed, Fetch, PositionedSource, check_state
 from shoal.data.iterable_dataset import Cutting, Flow
-from shoal.data.map_dataset import Collate, Sampled, Source
+from shoal.data.map_dataset import BlockDataset, Collate, Sampled
 from shoal.data.micro import Micro
 from shoal.data.orders import Ordering, Shuffled, ordering
 from shoal.data.prefetch import on_device
-from shoal.data.sampler import Sampler, Share
-from shoal.data.shards import GROUPS, Lanes, Stream, counted
+from shoal.data.sampler import RankSampler, Share
+from shoal.data.shards import GROUPS, Lanes, ShardedDataset, counted
 from shoal.data.tensor_dataset import source
 from shoal.data.token_budget import BatchSize
 from shoal.distributed.consistency import check_same_data, warn_of_other_arrays
@@ -98,14 +98,14 @@ class Loader:
             )
             self._feed = Flow(dataset, cutting)
         else:
-            if isinstance(dataset, Stream):
+            if isinstance(dataset, ShardedDataset):
                 counted(dataset, world)
             share = -(-self.batch_size // world.data_size)
             samples = source(dataset, collate_fn, share, seed=seed, augment=augment)
             device = samples.device
             if isinstance(samples, Sampled):
                 samples.watched = world.first
-            sampler = Sampler(
+            sampler = RankSampler(
                 order=self._order(dataset, samples, order, shuffle),
                 batch_size=batch_size,
                 ranks=world.data_size,
@@ -115,7 +115,7 @@ class Loader:
                 drop_last=drop_last,
             )
             _check_epoch(sampler, samples, drop_last)
-            self._feed = Placed(samples, sampler, shuffle=shuffle)
+            self._feed = PositionedSource(samples, sampler, shuffle=shuffle)
         if pin_memory is None:
             pin_memory = world.device.type == "cuda" and device.type == "cpu"
         check_fetch(device, num_workers, pin_memory)
@@ -286,8 +286,8 @@ class Loader:
         """Raise DataError if `state` is of other data or another order; nothing changes."""
         check_state(state, self._feed.state())
 
-    def _order(self, dataset: Any, samples: Source, order: Any, shuffle: bool) -> Ordering:
-        if not isinstance(dataset, Stream):
+    def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> Ordering:
+        if not isinstance(dataset, ShardedDataset):
             if order is None:
                 return Shuffled(samples.size, shuffle=shuffle)
             return ordering(order, samples.size)
@@ -335,7 +335,7 @@ def _fixed(batch_size: int | BatchSize, order: Any) -> int:
     )
 
 
-def _check_epoch(sampler: Sampler, samples: Source, drop_last: bool) -> None:
+def _check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) -> None:
     if drop_last and not sampler.fixed:
         raise DataError(
             given=f"batch_size={type(sampler.batch_size).__name__}, drop_last=True",

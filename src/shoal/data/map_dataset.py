@@ -25,7 +25,7 @@ SAMPLE_STREAM = 2
 GLOBAL_STREAM = 3
 
 
-class Source(Dataset[list[list[Any]]]):
+class BlockDataset(Dataset[list[list[Any]]]):
     """A dataset whose item is a block of shares and whose value is their micro-batches.
 
     This is what torch's DataLoader workers hold: one item per block, fetched at once.
@@ -49,7 +49,7 @@ class Source(Dataset[list[list[Any]]]):
         return {}
 
 
-class Sampled(Source):
+class Sampled(BlockDataset):
     """A source of single samples, which a collate function makes into micro-batches."""
 
     block = 1
@@ -219,7 +219,7 @@ def _refuse_to_hide(inner: Any, wrapper: Any) -> None:
         )
 
 
-class Rows(Dataset[Any]):
+class ArrayDataset(Dataset[Any]):
     """A tuple or mapping of arrays as samples, for a collate function of the user's own."""
 
     def __init__(self, structure: Any, columns: Any) -> None:

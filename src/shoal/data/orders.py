@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, WeightedRandomSampler
 
-from shoal.data.permutation import Order
+from shoal.data.permutation import Permutation
 from shoal.util.errors import DataError
 
 Indices = npt.NDArray[np.int64]
@@ -34,12 +34,12 @@ class Ordering(Protocol):
 
 
 class Shuffled:
-    """Every sample once in an epoch: in the order of `Order`, or as they lie."""
+    """Every sample once in an epoch: in the order of `Permutation`, or as they lie."""
 
     def __init__(self, size: int, *, shuffle: bool) -> None:
         self._size = size
         self._shuffle = shuffle
-        self._order: Order | None = None
+        self._order: Permutation | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -48,12 +48,12 @@ class Shuffled:
         """Sample indices at `positions`."""
         order = self._order
         if order is None or (order.seed, order.epoch) != (seed, epoch):
-            order = Order(self._size, seed=seed, epoch=epoch, shuffle=self._shuffle)
+            order = Permutation(self._size, seed=seed, epoch=epoch, shuffle=self._shuffle)
             self._order = order
         return order.take(positions)
 
 
-class Weighted:
+class WeightedSampling:
     """Samples drawn with replacement, each with a probability proportional to its weight.
 
     `weights` has one finite number >= 0 per sample of the dataset; an epoch has `size` draws, as many
@@ -95,7 +95,7 @@ class Weighted:
 
 def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.float64]:
     """A number uniform in [0, 1) for each position, by SplitMix64 keyed with (seed, epoch)."""
-    digest = hashlib.sha256(f"shoal.Weighted/1 seed={seed} epoch={epoch}".encode()).digest()
+    digest = hashlib.sha256(f"shoal.WeightedSampling/1 seed={seed} epoch={epoch}".encode()).digest()
     key = np.uint64(int.from_bytes(digest[:8], "little"))
     word = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -131,7 +131,7 @@ class Listed:
                     given=f"Loader(order={type(self._sampler).__name__})",
                     found=f"it lists {len(self):,} indices in one epoch and {len(listed):,} in epoch "
                     f"{epoch}, so that positions have no fixed meaning",
-                    fix="a sampler of one length, or shoal.Weighted(weights, size=…)",
+                    fix="a sampler of one length, or shoal.WeightedSampling(weights, size=…)",
                 )
             self._listed = epoch, listed
         taken: Indices = self._listed[1][positions]
@@ -149,10 +149,12 @@ def _refuse_known(sampler: Sampler[Any]) -> None:
         found, fix = "the Loader itself gives each rank its share", "leave order out, or shuffle=True"
     elif isinstance(sampler, WeightedRandomSampler):
         found = "it draws from a generator whose state no position gives back"
-        fix = "order=shoal.Weighted(weights)"
+        fix = "order=shoal.WeightedSampling(weights)"
     elif isinstance(sampler, BatchSampler):
         found = "it lists batches; their size is a matter of its own"
-        fix = "order=sampler.sampler with batch_size=512, or batch_size=shoal.Budget(lengths, 8192)"
+        fix = (
+            "order=sampler.sampler with batch_size=512, or batch_size=shoal.TokenBudget(lengths, 8192)"
+        )
     else:
         return
     raise DataError(given=f"Loader(order={type(sampler).__name__})", found=found, fix=fix)
@@ -162,11 +164,11 @@ def ordering(order: Any, size: int) -> Ordering:
     """The user's `order` of a dataset of `size` samples, checked as far as it can be."""
     if isinstance(order, Sampler):
         order = Listed(order)
-    if not hasattr(order, "take") or not hasattr(order, "__len__") or isinstance(order, Order):
+    if not hasattr(order, "take") or not hasattr(order, "__len__") or isinstance(order, Permutation):
         raise DataError(
             given=f"Loader(order={type(order).__name__})",
             found="no sample can be asked of it at (seed, epoch, position)",
-            fix="shoal.Weighted(weights), a torch Sampler, or an object with __len__() and "
+            fix="shoal.WeightedSampling(weights), a torch Sampler, or an object with __len__() and "
             "take(positions, *, seed, epoch) -> indices",
         )
     if getattr(order, "samples", size) != size:

@@ -22,7 +22,7 @@ _Word = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Order:
+class Permutation:
     """A permutation of `range(size)` that is a function of (size, seed, epoch) and nothing else.
 
     `order[position]` is a sample index; `indices` gives many at once as int64. With
@@ -122,7 +122,7 @@ class Order:
     def _network(self) -> _Network:
         return _Network.keyed(
             max(2, (self.size - 1).bit_length()),
-            f"shoal.Order/1 size={self.size} seed={self.seed} epoch={self.epoch}",
+            f"shoal.Permutation/1 size={self.size} seed={self.seed} epoch={self.epoch}",
         )
 
 

@@ -61,7 +61,7 @@ def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[Cell, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class RankSampler:
     """The shares of one rank from any position on: the order cut into batches and cells.
 
     `batch_size` is the size of every global batch, or decides on each from the samples that come

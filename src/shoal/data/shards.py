@@ -15,7 +15,7 @@ import numpy as np
 
 from shoal.data.map_dataset import GLOBAL_STREAM, Collate, Sampled, draws, set_global_generators
 from shoal.data.orders import Indices
-from shoal.data.permutation import Order
+from shoal.data.permutation import Permutation
 from shoal.data.sampler import Share
 from shoal.distributed.world import World
 from shoal.util.errors import DataError
@@ -28,7 +28,7 @@ SKIPPED = 1024
 """Samples that are rather read and dropped than the shard opened anew."""
 
 
-class Stream(Generic[Shard]):
+class ShardedDataset(Generic[Shard]):
     """A dataset in shards, each read in sequence: `Loader(Stream(paths, read), …)`.
 
     `read(shard, start)` yields the samples of a shard from number `start` on: by a seek where the
@@ -42,7 +42,7 @@ class Stream(Generic[Shard]):
     of workers is 1, 2 or 4, each process reads lanes of its own; elsewhere several read the same
     shards. Samples of a shard stay in its order; `lanes=1` with `shuffle=False` keeps them all.
 
-    Of a Hugging Face IterableDataset: `Stream(range(d.num_shards), lambda i, start:
+    Of a Hugging Face IterableDataset: `ShardedDataset(range(d.num_shards), lambda i, start:
     d.shard(d.num_shards, i).skip(start))`.
     """
 
@@ -62,7 +62,7 @@ class Stream(Generic[Shard]):
             raise DataError(
                 given=f"Stream of {len(self.shards)} shards, lanes={lanes}",
                 found="nothing to read, or nobody to read it",
-                fix="shoal.Stream(sorted(folder.glob('*.jsonl')), read)",
+                fix="shoal.ShardedDataset(sorted(folder.glob('*.jsonl')), read)",
             )
         if self.lengths is not None and (
             len(self.lengths) != len(self.shards) or min(self.lengths) < 0
@@ -92,7 +92,7 @@ class Lanes:
         self._lengths = np.array(lengths, dtype=np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._size = int(self._lengths.sum())
-        self._order: Order | None = None
+        self._order: Permutation | None = None
         self._laid = self._ends = self._starts
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class Lanes:
         """Find the shards in the order of an epoch, and where each ends."""
         order = self._order
         if order is None or (order.seed, order.epoch) != (seed, epoch):
-            order = Order(len(self._lengths), seed=seed, epoch=epoch, shuffle=self._shuffle)
+            order = Permutation(len(self._lengths), seed=seed, epoch=epoch, shuffle=self._shuffle)
             self._order = order
             self._laid = order.indices(0, len(self._lengths))
             self._ends = np.cumsum(self._lengths[self._laid])
@@ -140,7 +140,9 @@ class Lanes:
 class Streamed(Sampled):
     """A stream as a source: shards stay open between shares and are read on where they stand."""
 
-    def __init__(self, stream: Stream[Any], collate: Collate, seed: int, *, augment: bool) -> None:
+    def __init__(
+        self, stream: ShardedDataset[Any], collate: Collate, seed: int, *, augment: bool
+    ) -> None:
         super().__init__(collate, seed, augment=augment)
         self._stream = stream
         self._lengths = np.array(stream.lengths, dtype=np.int64)
@@ -206,7 +208,7 @@ class Streamed(Sampled):
 _END = object()
 
 
-def counted(stream: Stream[Any], world: World) -> list[int]:
+def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
     """The lengths of a stream's shards, counted by all ranks together if not known. Collective."""
     if stream.lengths is None:
         begun = time.perf_counter()
@@ -224,11 +226,11 @@ def counted(stream: Stream[Any], world: World) -> list[int]:
                 raise DataError(
                     given=f"Stream of {len(stream.shards)} shards, counted",
                     found=f"rank {rank} could not read one: {failure}",
-                    fix="see that rank's own error; shoal.Stream(…, lengths=…) counts nothing",
+                    fix="see that rank's own error; shoal.ShardedDataset(…, lengths=…) counts nothing",
                 )
         stream.lengths = [parts[n % world.size][0][n // world.size] for n in range(len(stream.shards))]
         world.say(
             f"counted {sum(stream.lengths):,} samples in {len(stream.shards):,} shards in "
-            f"{time.perf_counter() - begun:.1f} s; shoal.Stream(…, lengths=…) saves that"
+            f"{time.perf_counter() - begun:.1f} s; shoal.ShardedDataset(…, lengths=…) saves that"
         )
     return stream.lengths

@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from shoal.data.dataset_digest import digest
-from shoal.data.map_dataset import Collate, Mapped, Rows, Source, values_of
+from shoal.data.map_dataset import ArrayDataset, BlockDataset, Collate, Mapped, values_of
 from shoal.data.sampler import Share
-from shoal.data.shards import Stream, Streamed
+from shoal.data.shards import ShardedDataset, Streamed
 from shoal.util.errors import DataError
 
 BLOCK_BATCHES = 64
 BLOCK_BYTES = 4 * 2**20
 
 
-class Arrays(Source):
+class Arrays(BlockDataset):
     """Tensors in memory: one gather per tensor and block, micro-batches are views of it."""
 
     def __init__(self, structure: Any, tensors: dict[Any, Tensor], share: int) -> None:
@@ -57,7 +57,7 @@ class Arrays(Source):
 
 def source(
     dataset: Any, collate: Collate | None, share: int, *, seed: int = 0, augment: bool = False
-) -> Source:
+) -> BlockDataset:
     """What serves `dataset`; `share` is the samples a rank takes of a full batch.
 
     Raises DataError for datasets without samples, without a length, or of uneven tensors.
@@ -72,8 +72,8 @@ def source(
                 found=f"they hold different numbers of samples: {lengths}",
                 fix="give tensors with the same first dimension: print([len(t) for t in tensors])",
             )
-    found: Source
-    if isinstance(dataset, Stream):
+    found: BlockDataset
+    if isinstance(dataset, ShardedDataset):
         found = Streamed(dataset, collate or default_collate, seed, augment=augment)
     elif arrays is not None and augment:
         raise DataError(
@@ -84,7 +84,7 @@ def source(
     elif arrays is not None and collate is None:
         found = Arrays(structure, tensors, share)
     elif isinstance(dataset, tuple | Mapping) and arrays is not None:
-        found = Mapped(Rows(structure, dataset), collate or default_collate)
+        found = Mapped(ArrayDataset(structure, dataset), collate or default_collate)
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         found = Mapped(dataset, collate or default_collate, seed, augment=augment)
     else:

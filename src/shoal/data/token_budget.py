@@ -24,7 +24,7 @@ class BatchSize(Protocol):
         ...
 
 
-class Budget:
+class TokenBudget:
     """Batches whose samples together have at most `budget` tokens: `Loader(batch_size=Budget(…))`.
 
     `lengths` has the length of each sample of the dataset. With `padded`, samples count as long as
@@ -43,7 +43,7 @@ class Budget:
                 given=f"Budget(lengths of shape {table.shape}, dtype {table.dtype}, {budget}, "
                 f"at_most={at_most})",
                 found="not one whole number >= 0 per sample, or a limit below 1",
-                fix="shoal.Budget([len(text) for text in texts], 8192)",
+                fix="shoal.TokenBudget([len(text) for text in texts], 8192)",
             )
         self._lengths = table.astype(np.int64)
         self.budget = budget

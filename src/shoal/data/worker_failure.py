@@ -27,7 +27,7 @@ _ELSE = "num_workers=0 reads the dataset in the rank itself, whose report then h
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workers:
+class LoaderWorkers:
     """The `count` workers of a rank's Loader, and their processes once they have started."""
 
     rank: int
@@ -77,7 +77,7 @@ class Workers:
 class _Handler:
     """A handler of SIGCHLD that explains what the `former` one raises."""
 
-    def __init__(self, former: Callable[[int, FrameType | None], Any], workers: Workers) -> None:
+    def __init__(self, former: Callable[[int, FrameType | None], Any], workers: LoaderWorkers) -> None:
         self.former = former
         self._workers = workers
 

@@ -77,7 +77,7 @@ def loads(data: bytes) -> Any:
     view = memoryview(data)
     try:
         tree = json.loads(bytes(view[_LENGTH : _LENGTH + size]))
-        return _Reader(view[_LENGTH + size :]).read(tree)
+        return _ByteReader(view[_LENGTH + size :]).read(tree)
     except CodecError:
         raise
     except Exception as error:  # whatever forged bytes lead to
@@ -165,7 +165,7 @@ class _Writer:
         return [len(data)]
 
 
-class _Reader:
+class _ByteReader:
     def __init__(self, buffers: memoryview) -> None:
         self._buffers = buffers
         self._at = 0
@@ -257,19 +257,19 @@ def _enum(content: list[Any]) -> Enum:
     return kind.__members__[name]
 
 
-_READ: dict[str, Callable[[_Reader, Any], Any]] = {
+_READ: dict[str, Callable[[_ByteReader, Any], Any]] = {
     "int": lambda _, content: int(content, 16),
-    "tensor": _Reader.tensor,
+    "tensor": _ByteReader.tensor,
     "bytes": lambda reader, content: bytes(reader.buffer(*content)),
     "bytearray": lambda reader, content: reader.buffer(*content),
-    "array": _Reader.array,
+    "array": _ByteReader.array,
     "scalar": lambda reader, content: reader.array(content)[()],
     "complex": lambda _, content: complex(*content),
     "path": lambda _, content: Path(content),
     "device": lambda _, content: torch.device(content),
     "enum": lambda _, content: _enum(content),
     "error": lambda _, content: _error(content),
-    "object": _Reader.object,
+    "object": _ByteReader.object,
 }
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 
@@ -34,7 +34,7 @@ def _place(cpu: int) -> tuple[int, int, int]:
     return place["physical_package_id"], place["core_id"], cpu
 
 
-def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Choice[int]:
+def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Decision[int]:
     """How many cores are one rank's own, of those in its affinity, `mine`.
 
     `neighbours` are the affinities of all ranks of its machine, its own included: what several may
@@ -44,14 +44,14 @@ def share(mine: Collection[int], neighbours: Sequence[Collection[int]]) -> Choic
     bound = (
         "bound to this rank alone" if users <= 1 else f"divided among {users} ranks that may use them"
     )
-    return Choice(
+    return Decision(
         what="cores",
         value=max(1, len(mine) // max(1, users)),
         reason=f"{len(mine)} core(s) in its affinity, {bound}",
     )
 
 
-def threads(cores: int, *, now: int, variable: str, launcher: str) -> Choice[int]:
+def threads(cores: int, *, now: int, variable: str, launcher: str) -> Decision[int]:
     """How many threads torch is to use in a rank with `cores`, where it uses `now`.
 
     OMP_NUM_THREADS (`variable`, empty if not set) is the user's word, but for the 1 that torchrun
@@ -73,4 +73,4 @@ def threads(cores: int, *, now: int, variable: str, launcher: str) -> Choice[int
         rejected = {str(now): "torch's own number counts the cores of other ranks too"}
     else:
         reason = "as torch has it, not more than this rank's cores; OMP_NUM_THREADS is not set"
-    return Choice(what="threads", value=value, reason=reason, rejected=rejected)
+    return Decision(what="threads", value=value, reason=reason, rejected=rejected)

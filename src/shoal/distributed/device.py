@@ -7,13 +7,13 @@ import socket
 import torch
 
 from shoal.distributed.cluster_env import Placement
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
 
 def choose_device(
     device: str | torch.device | None, placement: Placement, count: int = 1
-) -> Choice[torch.device]:
+) -> Decision[torch.device]:
     """The device of this rank, of several the first: as given, else the visible GPU of its local rank,
     else the CPU.
 
@@ -45,7 +45,7 @@ def choose_device(
             ) from None
     if not torch.cuda.is_available():
         if device is None:
-            return Choice(
+            return Decision(
                 what="device",
                 value=torch.device("cpu"),
                 reason="no GPU is visible",
@@ -70,7 +70,7 @@ def choose_device(
     if visible == count:
         own = "only visible GPU" if count == 1 else f"first of {count} visible GPUs, all its own"
         reason = f"the {own}; so its local rank, {placement.local_rank}, does not matter"
-    return Choice(
+    return Decision(
         what="device",
         value=torch.device("cuda", placement.local_rank * count if visible > count else 0),
         reason=reason if device is None else f"{GIVEN}: {device}; {reason}",
@@ -85,8 +85,8 @@ def neighbours(device: torch.device, count: int) -> tuple[torch.device, ...]:
     return tuple(torch.device("cuda", device.index + number) for number in range(count))
 
 
-def _given(device: torch.device) -> Choice[torch.device]:
-    return Choice(what="device", value=device, reason=GIVEN)
+def _given(device: torch.device) -> Decision[torch.device]:
+    return Decision(what="device", value=device, reason=GIVEN)
 
 
 def _why_no_gpu() -> str:

@@ -23,7 +23,7 @@ from shoal.distributed import rendezvous as meeting
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.device import choose_device, neighbours
 from shoal.distributed.layout import Layout
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.differences import spans
 from shoal.util.errors import LaunchError, LayoutError
 
@@ -48,7 +48,7 @@ class Joined:
     device: torch.device
     devices: tuple[torch.device, ...]
     group: dist.ProcessGroup | None
-    choices: tuple[Choice[object], ...]
+    choices: tuple[Decision[object], ...]
     told: str
     host: str = "127.0.0.1"
     variables: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def join(
     written: dict[str, str] = {}
     variable, now = env_vars.threads_variable(), torch.get_num_threads()
     if store is None:
-        count = Choice(
+        count = Decision(
             what="threads", value=now, reason="torch's own number: a process alone is left as it is"
         )
     else:
@@ -120,7 +120,7 @@ def join(
     )
 
 
-def choose_layout(layout: str | Layout, size: int) -> Choice[Layout]:
+def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
     """The layout as given, resolved for `size` ranks. Raises LayoutError where it does not fit."""
     if not isinstance(layout, str | Layout):
         raise LayoutError(
@@ -133,10 +133,10 @@ def choose_layout(layout: str | Layout, size: int) -> Choice[Layout]:
     reason = GIVEN if parsed == resolved else f"{GIVEN}: {parsed}, on {size} process(es)"
     if parsed == Layout.parse(LAYOUT):
         reason = f"{parsed}, the default: each of {size} process(es) has the whole model"
-    return Choice(what="layout", value=resolved, reason=reason)
+    return Decision(what="layout", value=resolved, reason=reason)
 
 
-def check_limits(timeout: float, prepare_timeout: float) -> Choice[tuple[float, float]]:
+def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float, float]]:
     """The time limits in seconds, of a step and before the first one. Raises LaunchError."""
     if not all(0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
         raise LaunchError(
@@ -146,32 +146,32 @@ def check_limits(timeout: float, prepare_timeout: float) -> Choice[tuple[float, 
         )
     limits = (timeout, prepare_timeout)
     reason = "the default" if limits == (TIMEOUT, PREPARE_TIMEOUT) else GIVEN
-    return Choice(
+    return Decision(
         what="time limits",
         value=limits,
         reason=f"{reason}: {timeout:g} s for a collective, {prepare_timeout:g} s before the first step",
     )
 
 
-def choose_backend(backend: str | None, device: torch.device, without_nccl: str = "") -> Choice[str]:
+def choose_backend(backend: str | None, device: torch.device, without_nccl: str = "") -> Decision[str]:
     """How the ranks talk: as given, else by the device. Raises LaunchError if torch lacks it.
 
     `without_nccl` says why GPUs can't be used by NCCL here, if they can't.
     """
     if backend == MPI:
         mpi.require(device)
-        return Choice(what="backend", value=MPI, reason=GIVEN)
+        return Decision(what="backend", value=MPI, reason=GIVEN)
     if backend is not None:
-        choice = Choice(what="backend", value=backend, reason=GIVEN)
+        choice = Decision(what="backend", value=backend, reason=GIVEN)
     elif without_nccl:
-        choice = Choice(
+        choice = Decision(
             what="backend",
             value="gloo",
             reason=without_nccl,
             rejected={"nccl": "it needs a GPU for each rank"},
         )
     elif device.type == "cuda":
-        choice = Choice(
+        choice = Decision(
             what="backend",
             value="nccl",
             reason="the device is a GPU",
@@ -179,7 +179,7 @@ def choose_backend(backend: str | None, device: torch.device, without_nccl: str 
         )
     else:
         lacks = "" if dist.is_nccl_available() else f"; torch {torch.__version__} is built without it"
-        choice = Choice(
+        choice = Decision(
             what="backend",
             value="gloo",
             reason=f"the device is {'a CPU' if device.type == 'cpu' else device.type}",

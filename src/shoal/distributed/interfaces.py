@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shoal.distributed.env_vars import GLOO, NCCL
 from shoal.distributed.rendezvous import answering, await_all, listen
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
 CALL_SECONDS = 3.0
@@ -64,7 +64,7 @@ class Interface:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class InterfaceReport:
     """What came of one rank's calls to rank 0's interfaces: its own address in each, or why not."""
 
     host: str
@@ -77,7 +77,7 @@ class Report:
 class Way:
     """The interface of this rank that was chosen, and the address by which others reach it there."""
 
-    choice: Choice[str]
+    choice: Decision[str]
     address: str
 
 
@@ -144,10 +144,10 @@ def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> 
     if rank == 0:
         decision = _host(store, size, chosen, host, lacking, time.monotonic() + timeout)
         store.set(_DECISION, json.dumps(decision))
-        report = Report(host=host, reached={one.name: one.addresses[0] for one in mine})
+        report = InterfaceReport(host=host, reached={one.name: one.addresses[0] for one in mine})
     else:
         offer = json.loads(store.get(_OFFER))
-        report = Report(host=host, error=lacking)
+        report = InterfaceReport(host=host, error=lacking)
         if lacking is None:
             report = _call(offer, host, mine, chosen if given else [])
         store.set(_REPORT.format(rank=rank), json.dumps(asdict(report)))
@@ -158,7 +158,7 @@ def agree(store: Store, *, rank: int, size: int, given: str, timeout: float) -> 
     names = [one.name for one in mine if address in one.addresses]
     name = names[0] if names else decision["name"]
     reason = f"{GIVEN}: {GLOO}={given}" if given else decision["reason"]
-    choice = Choice(what="interface", value=name, reason=reason, rejected=decision["rejected"])
+    choice = Decision(what="interface", value=name, reason=reason, rejected=decision["rejected"])
     return Way(choice=choice, address=address)
 
 
@@ -182,10 +182,12 @@ def _host(
         store.set(_OFFER, json.dumps(offer))
         await_all(store, size, deadline, key=_REPORT)
     said = [json.loads(store.get(_REPORT.format(rank=rank))) for rank in range(1, size)]
-    return decide(offered, [Report(**each) for each in said], host=host)
+    return decide(offered, [InterfaceReport(**each) for each in said], host=host)
 
 
-def decide(offered: Sequence[Interface], reports: Sequence[Report], *, host: str) -> dict[str, Any]:
+def decide(
+    offered: Sequence[Interface], reports: Sequence[InterfaceReport], *, host: str
+) -> dict[str, Any]:
     """What all ranks are told: the name of rank 0's interface with reasons, or the error.
 
     `reports` are those of ranks 1, 2 …, `host` is that of rank 0.
@@ -208,7 +210,7 @@ def decide(offered: Sequence[Interface], reports: Sequence[Report], *, host: str
     return {"name": best.name, "reason": reason, "rejected": rejected}
 
 
-def _missed(name: str, reports: Sequence[Report], host: str) -> str:
+def _missed(name: str, reports: Sequence[InterfaceReport], host: str) -> str:
     """Who did not reach rank 0 by its interface `name`, and why; empty if all did."""
     for rank, report in enumerate(reports, 1):
         if name not in report.reached:
@@ -248,7 +250,7 @@ def _lacking(given: str, mine: Sequence[Interface], host: str) -> tuple[str, str
 
 def _call(
     offer: Mapping[str, Any], host: str, mine: Sequence[Interface], given: Sequence[Interface]
-) -> Report:
+) -> InterfaceReport:
     """Another rank's part: call rank 0 by each of the interfaces that it offers, all at once."""
     sources = [address for one in given for address in one.addresses]
     pool = ThreadPoolExecutor(max(1, len(offer["interfaces"])))
@@ -266,7 +268,7 @@ def _call(
             failed[name] = str(call.exception())
         else:
             reached[name] = call.result()
-    return Report(host=host, reached=reached, failed=failed)
+    return InterfaceReport(host=host, reached=reached, failed=failed)
 
 
 def _wait_for_some(calls: Sequence[Future[str]]) -> None:

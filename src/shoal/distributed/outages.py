@@ -62,7 +62,7 @@ class Outage:
 
 
 @dataclass(kw_only=True)
-class _Line:
+class _ProbeHistory:
     """What has come of the calls to one machine; times by both clocks."""
 
     host: str
@@ -93,19 +93,19 @@ class _Line:
         )
 
 
-class Calls:
+class Probes:
     """Calls to machines, each given by its name with an address and a port, while a block lasts."""
 
     def __init__(self, machines: Mapping[str, tuple[str, int]]) -> None:
         self._machines = machines
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _ProbeHistory] = {}
         self._past: list[Outage] = []
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> Probes:
         for host, (address, port) in self._machines.items():
-            line = _Line(host=host, address=address, port=port)
+            line = _ProbeHistory(host=host, address=address, port=port)
             self._lines[host] = line
             threading.Thread(target=self._watch, args=(line,), daemon=True).start()
         return self
@@ -124,7 +124,7 @@ class Calls:
             now = [line.outage(over=False) for line in self._lines.values()]
             return [*self._past, *(one for one in now if one is not None)]
 
-    def _watch(self, line: _Line) -> None:
+    def _watch(self, line: _ProbeHistory) -> None:
         while not self._over.is_set():
             with suppress(socket.gaierror):  # a name that nobody knows says nothing of the network
                 address = socket.getaddrinfo(line.address, line.port, type=socket.SOCK_STREAM)[0]
@@ -134,7 +134,7 @@ class Calls:
                     self._note(line, why)
             self._over.wait(_PAUSE)
 
-    def _note(self, line: _Line, why: str) -> None:
+    def _note(self, line: _ProbeHistory, why: str) -> None:
         if why:
             line.calls, line.why = line.calls + 1, why
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
 _T = TypeVar("_T")
@@ -41,7 +41,7 @@ class Meeting:
     ports: tuple[int, ...]
     directory: str = ""
     others: tuple[str, ...] = field(default=(), compare=False)
-    choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
+    choices: tuple[Decision[Any], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Placement:
     unsettled: tuple[str, ...] = ()
     warning: str = ""
     reason: str
-    choices: tuple[Choice[Any], ...] = field(default=(), compare=False)
+    choices: tuple[Decision[Any], ...] = field(default=(), compare=False)
 
     def settled(self, machines: Sequence[str], local_ranks: Sequence[int]) -> Placement:
         """The same place where each rank has told its machine and its local rank, in rank order.
@@ -101,7 +101,7 @@ class Placement:
         values = {name: known[name] for name in self.unsettled}
         return replace(self, **values, unsettled=())  # type: ignore[arg-type]
 
-    def with_cores(self, cores: Choice[int]) -> Placement:
+    def with_cores(self, cores: Decision[int]) -> Placement:
         """The same place with another number of cores."""
         others = tuple(choice for choice in self.choices if choice.what != cores.what)
         return replace(self, cores=cores.value, choices=(*others, cores))
@@ -126,7 +126,7 @@ def meet(
     env: Mapping[str, str],
     *,
     job: str,
-    hosts: Choice[tuple[str, ...]],
+    hosts: Decision[tuple[str, ...]],
     number: int | None = None,
     shared: bool = False,
     others: tuple[str, ...] = (),
@@ -141,7 +141,7 @@ def meet(
     unset = {"one of your own": "MASTER_ADDR is not set"}
     hosts = _given_address(env) if own else replace(hosts, rejected=unset)
     ports = _given_port(env) if env.get("MASTER_PORT") else _ports(env, job, number)
-    choices: tuple[Choice[Any], ...] = (hosts, ports)
+    choices: tuple[Decision[Any], ...] = (hosts, ports)
     directory = ""
     if shared and not own:
         chosen = _directory(env)
@@ -156,10 +156,10 @@ def meet(
     )
 
 
-def _given_address(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
+def _given_address(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
     """The address that MASTER_ADDR names."""
     address = env["MASTER_ADDR"]
-    return Choice(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
+    return Decision(what="address", value=(address,), reason=f"{GIVEN}: MASTER_ADDR={address}")
 
 
 def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
@@ -174,25 +174,25 @@ def master_port(env: Mapping[str, str], *, least: int = 0) -> int:
     return port
 
 
-def _given_port(env: Mapping[str, str]) -> Choice[tuple[int, ...]]:
+def _given_port(env: Mapping[str, str]) -> Decision[tuple[int, ...]]:
     """The port that MASTER_PORT names."""
     port = master_port(env, least=1)
-    return Choice(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
+    return Decision(what="port", value=(port,), reason=f"{GIVEN}: MASTER_PORT={port}")
 
 
-def one_machine(variables: str) -> Choice[tuple[str, ...]]:
+def one_machine(variables: str) -> Decision[tuple[str, ...]]:
     """The address of ranks that `variables` put on one machine."""
     reason = f"all ranks are on this machine ({variables})"
-    return Choice(what="address", value=("127.0.0.1",), reason=reason)
+    return Decision(what="address", value=("127.0.0.1",), reason=reason)
 
 
-def divided(cpus: int, local_size: int) -> Choice[int]:
+def divided(cpus: int, local_size: int) -> Decision[int]:
     """The cores of one of `local_size` processes, as far as it can know without the others."""
     reason = f"{cpus} core(s) in its affinity, divided by {local_size} process(es) of this machine"
-    return Choice(what="cores", value=max(1, cpus // max(1, local_size)), reason=reason)
+    return Decision(what="cores", value=max(1, cpus // max(1, local_size)), reason=reason)
 
 
-def _directory(env: Mapping[str, str]) -> Choice[str]:
+def _directory(env: Mapping[str, str]) -> Decision[str]:
     if env.get(DIRECTORY):
         value, reason = env[DIRECTORY], f"{GIVEN}: {DIRECTORY}={env[DIRECTORY]}"
     else:
@@ -200,10 +200,10 @@ def _directory(env: Mapping[str, str]) -> Choice[str]:
         reason = (
             f"no scheduler lists the machines, so rank 0 says here where it is; {DIRECTORY} is not set"
         )
-    return Choice(what="meeting", value=value, reason=reason)
+    return Decision(what="meeting", value=value, reason=reason)
 
 
-def _ports(env: Mapping[str, str], job: str, number: int | None) -> Choice[tuple[int, ...]]:
+def _ports(env: Mapping[str, str], job: str, number: int | None) -> Decision[tuple[int, ...]]:
     text = env.get(PORTS) or _DEFAULT_PORTS
     first, _, last = text.partition("-")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= _LAST_PORT):
@@ -219,7 +219,7 @@ def _ports(env: Mapping[str, str], job: str, number: int | None) -> Choice[tuple
     stride = 1 + int.from_bytes(digest[8:16], "little") % max(1, count - 1)
     steps = (int(first) + (start + i * stride) % count for i in range(min(_TRIES, count)))
     by = f"{PORTS}={text}" if env.get(PORTS) else f"{text}, {PORTS} not being set"
-    return Choice(
+    return Decision(
         what="port",
         value=tuple(dict.fromkeys(steps)),
         reason=f"the first of these that is free; they follow from the job, in the range {by}",

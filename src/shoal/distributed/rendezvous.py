@@ -21,7 +21,7 @@ from pathlib import Path
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from shoal.distributed.cluster_env import DIRECTORY, PORTS, Meeting
-from shoal.distributed.outages import Calls
+from shoal.distributed.outages import Probes
 from shoal.util.errors import LaunchError
 
 LONGEST = 300.0
@@ -101,7 +101,7 @@ def await_all(
     """
     missing = list(range(1, size))
     pause, begun = _FIRST_PAUSE, time.monotonic()
-    calls: Calls | None = None
+    calls: Probes | None = None
     with ExitStack() as stack:
         while True:
             missing = [rank for rank in missing if not store.check([key.format(rank=rank)])]
@@ -111,7 +111,7 @@ def await_all(
             if now + pause > deadline:
                 raise _not_come(missing, size, calls)
             if machines and calls is None and now > begun + min(SILENCE, (deadline - begun) / 2):
-                calls = stack.enter_context(Calls(machines))
+                calls = stack.enter_context(Probes(machines))
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -121,7 +121,7 @@ def _machines(meeting: Meeting) -> dict[str, tuple[str, int]]:
     return {host: (host, meeting.ports[0]) for host in meeting.others[:_MOST_CALLED]}
 
 
-def _not_come(missing: Sequence[int], size: int, calls: Calls | None) -> LaunchError:
+def _not_come(missing: Sequence[int], size: int, calls: Probes | None) -> LaunchError:
     here = socket.gethostname()
     names = ", ".join(map(str, missing[:5])) + ", …" * (len(missing) > 5)
     dead = [one for one in calls.outages() if not one.over] if calls else []

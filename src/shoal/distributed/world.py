@@ -28,12 +28,12 @@ from shoal.distributed.membership import Survivors
 from shoal.distributed.rank_zero_first import Sections
 from shoal.distributed.seeds import derive_seed
 from shoal.distributed.watchdog.abort import may_die_alone
-from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, Limits
+from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, WaitLimits
 from shoal.distributed.watchdog.mismatch import Matching
 from shoal.distributed.watchdog.watchdog import Watch
-from shoal.telemetry.flight_recorder import Recording
+from shoal.telemetry.flight_recorder import RecordingGroup
 from shoal.telemetry.step_timer import timeline_of
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.differences import spans
 from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
 
@@ -105,7 +105,7 @@ def init(
         )
 
         report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
-    limits = Limits(step=timeout, prepare=prepare_timeout)
+    limits = WaitLimits(step=timeout, prepare=prepare_timeout)
     return World(joined, seed, limits, deterministic=deterministic)
 
 
@@ -116,7 +116,7 @@ class World:
         self,
         joined: Joined,
         seed: int,
-        limits: Limits,
+        limits: WaitLimits,
         *,
         deterministic: bool = False,
     ) -> None:
@@ -150,7 +150,7 @@ class World:
             env_vars.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
             torch.use_deterministic_algorithms(True)
         self._deterministic = deterministic
-        mode = Choice(
+        mode = Decision(
             what="deterministic",
             value=deterministic,
             reason=GIVEN if deterministic else "the default: deterministic algorithms are slower",
@@ -162,7 +162,7 @@ class World:
         self.survivors: Survivors | None = None
         if self.group is not None:
             self._matching = Matching(self.rank)
-            if isinstance(self.group, Recording):
+            if isinstance(self.group, RecordingGroup):
                 self.group.compare(self._matching.check)
             self._watch = self._watched(self.group, self._matching)
             self._let_torch_wait()
@@ -396,7 +396,7 @@ class World:
         watched = max(self.limits.step, self.limits.prepare, BUSY_SECONDS)
         longest = timedelta(seconds=watched + MARGIN_SECONDS)
         for group in list(dist.distributed_c10d._world.pg_names):
-            if isinstance(group, Recording):
+            if isinstance(group, RecordingGroup):
                 group.allow(longest.total_seconds())
             else:
                 dist.distributed_c10d._set_pg_timeout(longest, group)
@@ -485,7 +485,7 @@ class World:
     ) -> None:
         if isinstance(error, ShoalError) and error.where is None:
             error.where = f"rank {self.rank} of {self.size} on {socket.gethostname()}" + _line(trace)
-        over_mpi = isinstance(self.group, Recording)
+        over_mpi = isinstance(self.group, RecordingGroup)
         self.close()
         if over_mpi and type(error) is SystemExit:  # and not one with which all ranks stop
             mpi.leaving(error.code)

@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
-from shoal.doctor.findings import Examination, State
+from shoal.doctor.findings import Examination, Severity
 from shoal.util.tables import add_row, make_table, plain_console, print_line, print_table
 
 _COLUMNS = 100
-_MARKS = {State.OK: "ok", State.WARNING: "WARNING", State.FAILURE: "FAILURE"}
+_MARKS = {Severity.OK: "ok", Severity.WARNING: "WARNING", Severity.FAILURE: "FAILURE"}
 
 
 def show(console: Console, found: Examination) -> None:

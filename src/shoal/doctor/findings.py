@@ -18,7 +18,7 @@ FORMAT = 1
 _NAMED = 3
 
 
-class State(StrEnum):
+class Severity(StrEnum):
     """Failure: training breaks, gives other numbers or takes twice as long. Warning: less than that."""
 
     OK = "ok"
@@ -26,36 +26,36 @@ class State(StrEnum):
     FAILURE = "failure"
 
 
-_GRAVEST = (State.FAILURE, State.WARNING, State.OK)
+_GRAVEST = (Severity.FAILURE, Severity.WARNING, Severity.OK)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class CheckResult:
     """One line of the report: what was looked at, what was found, what to type if it is not ok."""
 
     what: str
-    state: State
+    state: Severity
     found: str
     fix: str = ""
 
 
-def ok(what: str, found: str) -> Finding:
+def ok(what: str, found: str) -> CheckResult:
     """A line on what is in order."""
-    return Finding(what=what, state=State.OK, found=found)
+    return CheckResult(what=what, state=Severity.OK, found=found)
 
 
-def warning(what: str, found: str, fix: str) -> Finding:
+def warning(what: str, found: str, fix: str) -> CheckResult:
     """A line on what may cost time or trouble."""
-    return Finding(what=what, state=State.WARNING, found=found, fix=fix)
+    return CheckResult(what=what, state=Severity.WARNING, found=found, fix=fix)
 
 
-def failure(what: str, found: str, fix: str) -> Finding:
+def failure(what: str, found: str, fix: str) -> CheckResult:
     """A line on what is broken."""
-    return Finding(what=what, state=State.FAILURE, found=found, fix=fix)
+    return CheckResult(what=what, state=Severity.FAILURE, found=found, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen(Generic[T]):
+class RankFacts(Generic[T]):
     """What a rank has found out, `facts`, with its number and its host."""
 
     rank: int
@@ -75,20 +75,20 @@ class Examination:
     began: float
     seconds: float
     versions: dict[str, str]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
 
     def __post_init__(self) -> None:
         ordered = sorted(self.findings, key=lambda one: _GRAVEST.index(one.state))
         object.__setattr__(self, "findings", tuple(ordered))
 
-    def count(self, state: State) -> int:
+    def count(self, state: Severity) -> int:
         """How many lines are in this state."""
         return sum(one.state is state for one in self.findings)
 
     @property
     def failed(self) -> bool:
         """Whether any line is a failure: what `--strict` stops for."""
-        return self.count(State.FAILURE) > 0
+        return self.count(Severity.FAILURE) > 0
 
     def verdict(self) -> str:
         """What it comes to, in a sentence."""
@@ -99,7 +99,7 @@ class Examination:
         ]
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
-        fine = f"{self.count(State.OK)} checks ok, on {ranks} of {hosts}, in {self.seconds:.0f} s"
+        fine = f"{self.count(Severity.OK)} checks ok, on {ranks} of {hosts}, in {self.seconds:.0f} s"
         return f"{' and '.join(bad)}; {fine}" if bad else fine
 
     def plain(self) -> dict[str, Any]:
@@ -107,26 +107,28 @@ class Examination:
         return {"format": FORMAT, "verdict": self.verdict(), **asdict(self)}
 
 
-def where(ranks: Sequence[Seen[Any]]) -> str:
+def where(ranks: Sequence[RankFacts[Any]]) -> str:
     """Ranks and their hosts in short: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
     hosts = list(dict.fromkeys(one.host for one in ranks))
     named = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if hosts[_NAMED:] else "")
     return f"rank{'s' * (len(ranks) > 1)} {spans([one.rank for one in ranks])} ({named})"
 
 
-def grouped(ranks: Iterable[Seen[T]], key: Callable[[Seen[T]], K]) -> dict[K, list[Seen[T]]]:
+def grouped(
+    ranks: Iterable[RankFacts[T]], key: Callable[[RankFacts[T]], K]
+) -> dict[K, list[RankFacts[T]]]:
     """Ranks that have `key` in common, in the order of their first one."""
-    groups: dict[K, list[Seen[T]]] = {}
+    groups: dict[K, list[RankFacts[T]]] = {}
     for one in ranks:
         groups.setdefault(key(one), []).append(one)
     return groups
 
 
 def by_host(
-    ranks: Sequence[Seen[T]], judge: Callable[[Sequence[Seen[T]]], Iterable[Finding]]
-) -> Iterator[Finding]:
+    ranks: Sequence[RankFacts[T]], judge: Callable[[Sequence[RankFacts[T]]], Iterable[CheckResult]]
+) -> Iterator[CheckResult]:
     """What `judge` says of the ranks of each host: one line where it says the same of several."""
-    groups: dict[Finding, list[Seen[T]]] = {}
+    groups: dict[CheckResult, list[RankFacts[T]]] = {}
     for members in grouped(ranks, lambda one: one.host).values():
         for finding in judge(members):
             groups.setdefault(finding, []).extend(members)
@@ -134,19 +136,19 @@ def by_host(
 
 
 def by_rank(
-    ranks: Sequence[Seen[T]], judge: Callable[[Seen[T]], Iterable[Finding]]
-) -> Iterator[Finding]:
+    ranks: Sequence[RankFacts[T]], judge: Callable[[RankFacts[T]], Iterable[CheckResult]]
+) -> Iterator[CheckResult]:
     """What `judge` says of each rank: one line where it says the same of several."""
-    groups: dict[Finding, list[Seen[T]]] = {}
+    groups: dict[CheckResult, list[RankFacts[T]]] = {}
     for one in ranks:
         for finding in judge(one):
             groups.setdefault(finding, []).append(one)
     yield from _told(groups, len(ranks))
 
 
-def _told(groups: dict[Finding, list[Seen[T]]], ranks: int) -> Iterator[Finding]:
+def _told(groups: dict[CheckResult, list[RankFacts[T]]], ranks: int) -> Iterator[CheckResult]:
     for finding, members in groups.items():
         whose = "" if len(members) == ranks else f"{where(members)}: "
-        yield Finding(
+        yield CheckResult(
             what=finding.what, state=finding.state, found=whose + finding.found, fix=finding.fix
         )

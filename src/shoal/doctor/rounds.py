@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.doctor.time_limit import Outcome, beside
+from shoal.doctor.time_limit import TimedOutcome, beside
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Rounds:
         limit: float,
         *,
         together: bool = False,
-    ) -> list[dict[str, Outcome]]:
+    ) -> list[dict[str, TimedOutcome]]:
         """What came of `works` on each rank, in rank order, with nothing of one that is missing.
 
         On other ranks than 0 the list is empty. What is done `together` keeps others waiting where it
@@ -72,9 +72,9 @@ class Rounds:
         return everyone
 
     def _collect(
-        self, store: Store, name: str, mine: dict[str, Outcome], deadline: float
-    ) -> list[dict[str, Outcome]]:
-        found: dict[int, dict[str, Outcome]] = {0: mine}
+        self, store: Store, name: str, mine: dict[str, TimedOutcome], deadline: float
+    ) -> list[dict[str, TimedOutcome]]:
+        found: dict[int, dict[str, TimedOutcome]] = {0: mine}
         awaited = [rank for rank in range(1, self.size) if rank not in self.missing]
         while awaited:
             here = [rank for rank in awaited if store.check([f"{name}/{rank}"])]

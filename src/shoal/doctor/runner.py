@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.distributed import env_vars
 from shoal.doctor.checks import clocks, dataset, filesystem, gpus, host, shared_directory, software
-from shoal.doctor.findings import Examination, Finding, Seen, State, failure, where
+from shoal.doctor.findings import CheckResult, Examination, RankFacts, Severity, failure, where
 from shoal.doctor.rounds import Rounds
-from shoal.doctor.time_limit import Outcome
+from shoal.doctor.time_limit import TimedOutcome
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages
 
@@ -33,7 +33,7 @@ _INNER = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DoctorRequest:
     """What is to be examined.
 
     `run`, `data` and `source` are the run directory, the dataset and the folder of the user's source,
@@ -59,7 +59,7 @@ class Topic(Generic[T]):
 
     name: str
     look: Callable[[], T]
-    judge: Callable[[Sequence[Seen[T]]], Iterable[Finding]]
+    judge: Callable[[Sequence[RankFacts[T]]], Iterable[CheckResult]]
     better: Callable[[T, T], T] | None = None
 
 
@@ -67,13 +67,13 @@ class Topic(Generic[T]):
 class Doctor:
     """The examination as it goes on: the findings so far, on rank 0."""
 
-    request: Request
+    request: DoctorRequest
     rounds: Rounds
     hosts: list[str]
     began: float = field(default_factory=time.time)
     begun: float = field(default_factory=time.perf_counter)
-    findings: list[Finding] = field(default_factory=list)
-    outcomes: list[dict[str, Outcome]] = field(default_factory=list)
+    findings: list[CheckResult] = field(default_factory=list)
+    outcomes: list[dict[str, TimedOutcome]] = field(default_factory=list)
     """Of the first round, on rank 0."""
 
     def go(self, name: str, topics: Sequence[Topic[Any]]) -> None:
@@ -90,8 +90,8 @@ class Doctor:
         Of all tries the best counts.
         """
         limit = self.request.limit * _TOGETHER
-        best: list[dict[str, Outcome]] = []
-        found: list[Finding] = []
+        best: list[dict[str, TimedOutcome]] = []
+        found: list[CheckResult] = []
         for number in range(TRIES):
             name = f"{topic.name}/{number}"
             outcomes = self.rounds.take(name, {topic.name: topic.look}, limit, together=True)
@@ -99,7 +99,7 @@ class Doctor:
                 outcomes = [_best(topic, a, b) for a, b in zip(best, outcomes, strict=True)]
             best = outcomes
             found = list(self._judged(topic, best))
-            doubtful = self.rounds.going and any(one.state is not State.OK for one in found)
+            doubtful = self.rounds.going and any(one.state is not Severity.OK for one in found)
             if not self.rounds.tell(name, doubtful):
                 break
         self.findings += found
@@ -123,18 +123,20 @@ class Doctor:
         tried = self.outcomes[0]["run directory"]["value"] if self.outcomes else None
         return self.rounds.tell("written", tried is not None and tried["sync"] >= 0)
 
-    def _judged(self, topic: Topic[Any], outcomes: Sequence[dict[str, Outcome]]) -> Iterable[Finding]:
-        seen: list[Seen[Any]] = []
-        troubles: dict[str, list[Seen[None]]] = {}
+    def _judged(
+        self, topic: Topic[Any], outcomes: Sequence[dict[str, TimedOutcome]]
+    ) -> Iterable[CheckResult]:
+        seen: list[RankFacts[Any]] = []
+        troubles: dict[str, list[RankFacts[None]]] = {}
         for rank, found in enumerate(outcomes):
             if topic.name not in found:
                 continue
             at, outcome = self.hosts[rank], found[topic.name]
             if outcome["trouble"]:
                 ranks = troubles.setdefault(outcome["trouble"], [])
-                ranks.append(Seen(rank=rank, host=at, facts=None))
+                ranks.append(RankFacts(rank=rank, host=at, facts=None))
             else:
-                seen.append(Seen(rank=rank, host=at, facts=outcome["value"]))
+                seen.append(RankFacts(rank=rank, host=at, facts=outcome["value"]))
         for trouble, ranks in troubles.items():
             on = f" on {where(ranks)}" if self.rounds.size > 1 else ""
             hung = any(outcomes[one.rank][topic.name]["hung"] for one in ranks)
@@ -147,7 +149,7 @@ class Doctor:
 
     def result(self, cut_off: Collection[str] = ()) -> Examination:
         """What has been found. Ranks on machines that are `cut_off` need no line of their own."""
-        missing = [Seen(rank=one, host=self.hosts[one], facts=None) for one in self.rounds.missing]
+        missing = [RankFacts(rank=one, host=self.hosts[one], facts=None) for one in self.rounds.missing]
         if ranks := [one for one in missing if one.host not in cut_off]:
             self.findings.append(
                 failure(
@@ -167,7 +169,7 @@ class Doctor:
         )
 
 
-def unchecked(what: str, why: str, *, hung: bool) -> Finding:
+def unchecked(what: str, why: str, *, hung: bool) -> CheckResult:
     """A line on what could not be looked at."""
     fix = "try the same by hand there; what fails here may fail in training"
     if hung:
@@ -175,36 +177,44 @@ def unchecked(what: str, why: str, *, hung: bool) -> Finding:
     return failure(what, f"could not be checked{why}", fix)
 
 
-def _best(topic: Topic[Any], before: dict[str, Outcome], now: dict[str, Outcome]) -> dict[str, Outcome]:
+def _best(
+    topic: Topic[Any], before: dict[str, TimedOutcome], now: dict[str, TimedOutcome]
+) -> dict[str, TimedOutcome]:
     old, new = before.get(topic.name), now.get(topic.name)
     if topic.better is None or old is None or new is None or old["trouble"] or new["trouble"]:
         return now
-    return {topic.name: Outcome(value=topic.better(old["value"], new["value"]), trouble="", hung=False)}
+    return {
+        topic.name: TimedOutcome(value=topic.better(old["value"], new["value"]), trouble="", hung=False)
+    }
 
 
-def each_alone(request: Request, ranks: int) -> list[Topic[Any]]:
+def each_alone(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
     """What each of so many ranks looks at by itself; nothing of it imports torch."""
     topics: list[Topic[Any]] = [
-        Topic(name="software", look=software.look, judge=software.judge),
+        Topic(name="software", look=software.describe_software, judge=software.check_software),
         Topic(name="cores", look=host.look_at_cores, judge=host.judge_cores),
         Topic(name="memory", look=host.look_at_memory, judge=host.judge_memory),
         Topic(name="limits", look=partial(host.look_at_limits, ranks), judge=host.judge_limits),
-        Topic(name="GPU health", look=gpus.look, judge=gpus.judge),
+        Topic(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
     ]
     if request.source is not None:
         look = partial(software.look_at_sources, request.source)
         topics.append(Topic(name="source", look=look, judge=software.judge_sources))
     if request.data is not None:
         topics.append(
-            Topic(name="dataset", look=partial(dataset.look, request.data), judge=dataset.judge)
+            Topic(
+                name="dataset",
+                look=partial(dataset.describe_dataset, request.data),
+                judge=dataset.check_dataset,
+            )
         )
     if request.run is not None:
-        run = partial(filesystem.look, request.run)
-        topics.append(Topic(name="run directory", look=run, judge=filesystem.judge))
+        run = partial(filesystem.try_directory, request.run)
+        topics.append(Topic(name="run directory", look=run, judge=filesystem.check_directories))
     return topics
 
 
-def examine(request: Request) -> tuple[Examination | None, bool]:
+def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:
     """Look at this process alone, or at all ranks of a launch; on other ranks than 0 it is None.
 
     Also whether something hangs still or is missing, so that this process can't leave its world in
@@ -242,11 +252,11 @@ def _as_known(error: Exception) -> ShoalError:
     )
 
 
-def _unmet(what: str, error: ShoalError) -> Finding:
+def _unmet(what: str, error: ShoalError) -> CheckResult:
     return failure(what, f"{error.given}: {error.found}", error.fix)
 
 
-def examine_alone(request: Request, *before: Finding) -> Examination:
+def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
     """Look at this process, after what was found `before`."""
     rounds, hosts = Rounds(None, rank=0, size=1), [socket.gethostname()]
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
@@ -262,22 +272,22 @@ def _compute_of_all() -> Topic[Any]:
 
     return Topic(
         name="compute",
-        look=lambda: compute.look(compute.visible()),
-        judge=compute.judge,
+        look=lambda: compute.measure_compute(compute.visible()),
+        judge=compute.check_compute,
         better=compute.better,
     )
 
 
-def examine_together(world: World, request: Request) -> tuple[Examination | None, bool]:
+def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:
     """Look at all ranks of a world, once in its life; as `examine`. Collective."""
     from shoal.doctor.checks import outages
 
     hosts = world.gather(socket.gethostname())
     rounds = Rounds(world.store("shoal/doctor"), rank=world.rank, size=world.size)
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts)
-    with outages.Links(world, hosts) as watched:
+    with outages.LinkProbes(world, hosts) as watched:
         _examine_all(world, doctor)
-        doctor.go("outages", [Topic(name=outages.WHAT, look=watched.look, judge=outages.judge)])
+        doctor.go("outages", [Topic(name=outages.WHAT, look=watched.look, judge=outages.check_outages)])
         seen = watched.look()
     rounds.end()
     cut_off = [one["host"] for one in seen if not one["over"]]
@@ -292,19 +302,29 @@ def _examine_all(world: World, doctor: Doctor) -> None:
     request, rounds, hosts = doctor.request, doctor.rounds, doctor.hosts
     store = world.store("shoal/doctor")
     rank, size, inner = world.rank, world.size, request.limit * _INNER
-    placed = Topic(name="place", look=partial(place.look, world), judge=place.judge)
+    placed = Topic(
+        name="place", look=partial(place.describe_placement, world), judge=place.check_placement
+    )
     doctor.go("each", [*each_alone(request, size), placed])
     if rounds.going and len(set(hosts)) > 1:
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
-        ask = partial(clocks.look, store, rank=rank, asking=asking, limit=inner)
-        doctor.go("clock", [Topic(name="clock", look=ask, judge=clocks.judge)])
+        ask = partial(clocks.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
+        doctor.go("clock", [Topic(name="clock", look=ask, judge=clocks.check_clocks)])
     if rounds.going and request.run is not None and doctor.written():
-        see = partial(shared_directory.look, request.run, store, rank=rank, size=size, limit=inner)
-        doctor.go("shared", [Topic(name="shared", look=see, judge=shared_directory.judge)])
+        see = partial(
+            shared_directory.try_shared_directory, request.run, store, rank=rank, size=size, limit=inner
+        )
+        doctor.go(
+            "shared", [Topic(name="shared", look=see, judge=shared_directory.check_shared_directory)]
+        )
     if rounds.going and not request.quick:
         crowded = doctor.crowded() if world.device.type == "cpu" else []
-        work = partial(compute.look, [world.device], compared=hosts[rank] not in crowded)
-        doctor.measure(Topic(name="compute", look=work, judge=compute.judge, better=compute.better))
-        measured = partial(links.look, world, links.chosen(hosts, crowded))
+        work = partial(compute.measure_compute, [world.device], compared=hosts[rank] not in crowded)
+        doctor.measure(
+            Topic(name="compute", look=work, judge=compute.check_compute, better=compute.better)
+        )
+        measured = partial(links.measure_links, world, links.chosen(hosts, crowded))
         if rounds.going:
-            doctor.measure(Topic(name="links", look=measured, judge=links.judge, better=links.better))
+            doctor.measure(
+                Topic(name="links", look=measured, judge=links.check_links, better=links.better)
+            )

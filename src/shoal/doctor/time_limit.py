@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from shoal.util.errors import ShoalError
 
 
-class Outcome(TypedDict):
+class TimedOutcome(TypedDict):
     """What came of it: a value that JSON holds, or the trouble there was; `hung` if it goes on."""
 
     value: Any
@@ -18,13 +18,13 @@ class Outcome(TypedDict):
     hung: bool
 
 
-def beside(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str, Outcome]:
+def beside(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str, TimedOutcome]:
     """Do all of `works` at once, in threads; what came of each after `limit` seconds at most.
 
     What a dead file system holds can't be ended: such a thread is left to itself, and ends with the
     process.
     """
-    done: dict[str, Outcome] = {}
+    done: dict[str, TimedOutcome] = {}
     threads = [
         threading.Thread(target=_do, args=(name, work, done), daemon=True)
         for name, work in works.items()
@@ -35,17 +35,17 @@ def beside(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str,
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     found = dict(done)  # one that ends just now is late
-    late = Outcome(value=None, trouble=f"no end within {limit:g} s", hung=True)
+    late = TimedOutcome(value=None, trouble=f"no end within {limit:g} s", hung=True)
     return {name: found.get(name, late) for name in works}
 
 
-def _do(name: str, work: Callable[[], object], done: dict[str, Outcome]) -> None:
+def _do(name: str, work: Callable[[], object], done: dict[str, TimedOutcome]) -> None:
     try:
-        done[name] = Outcome(value=work(), trouble="", hung=False)
+        done[name] = TimedOutcome(value=work(), trouble="", hung=False)
     except ShoalError as error:
-        done[name] = Outcome(value=None, trouble=f"{error.found}; {error.fix}", hung=False)
+        done[name] = TimedOutcome(value=None, trouble=f"{error.found}; {error.fix}", hung=False)
     except BaseException as error:  # a rank's trouble is a line of the report, whatever it is
         lines = str(error).splitlines() or [""]
-        done[name] = Outcome(
+        done[name] = TimedOutcome(
             value=None, trouble=f"{type(error).__name__}: {lines[0]}".rstrip(": "), hung=False
         )

@@ -16,7 +16,7 @@ Kind = Literal["failed", "preempted", "left", "joined", "done", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class AttemptOutcome:
     """Why an attempt is over, for all of its nodes.
 
     failed: a rank of `nodes` failed, and counts as a restart. preempted: ranks left to be started
@@ -37,14 +37,14 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def parse(text: str | bytes) -> Verdict:
+    def parse(text: str | bytes) -> AttemptOutcome:
         """Read what `render` wrote."""
         values = json.loads(text)
-        return Verdict(**{**values, "nodes": tuple(values["nodes"])})
+        return AttemptOutcome(**{**values, "nodes": tuple(values["nodes"])})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class NodeReport:
     """What one node sees of an attempt.
 
     `nodes` are those of the attempt, `present` those alive, by identity; `labels` how people call
@@ -64,7 +64,7 @@ class Seen:
     told: bool = False
 
 
-def judge(seen: Seen, *, patience: float) -> Verdict | None:
+def decide_outcome(seen: NodeReport, *, patience: float) -> AttemptOutcome | None:
     """What a node takes the end of its attempt to be; None while it goes on.
 
     A rank that was killed, here, needs no further explanation. An error of a rank is held back for
@@ -76,23 +76,23 @@ def judge(seen: Seen, *, patience: float) -> Verdict | None:
         return _failed(seen, failure)
     lost = [node for node in seen.nodes if node not in seen.present]
     if lost:
-        return Verdict(kind="left", nodes=tuple(seen.labels.get(node, node) for node in lost))
+        return AttemptOutcome(kind="left", nodes=tuple(seen.labels.get(node, node) for node in lost))
     if failure is not None:
         settle = patience if failure.doubtful else SETTLE
         return _failed(seen, failure) if seen.since >= settle else None
     if seen.done == len(seen.nodes):
-        return Verdict(kind="done")
+        return AttemptOutcome(kind="done")
     if seen.waiting and not seen.done:
         joined = tuple(seen.labels.get(node, node) for node in seen.waiting)
-        return Verdict(kind="joined", nodes=joined, saving=True)
+        return AttemptOutcome(kind="joined", nodes=joined, saving=True)
     return None
 
 
-def _failed(seen: Seen, failure: Failure) -> Verdict:
+def _failed(seen: NodeReport, failure: Failure) -> AttemptOutcome:
     me = (seen.labels.get(seen.me, seen.me),)
     if preempted([failure]) and seen.told:
-        return Verdict(kind="ended", nodes=me, code=failure.code, saving=True)
-    return Verdict(
+        return AttemptOutcome(kind="ended", nodes=me, code=failure.code, saving=True)
+    return AttemptOutcome(
         kind="preempted" if preempted([failure]) else "failed",
         nodes=me,
         text=f"rank {failure.rank} on {failure.where}: {reason(failure)}",

@@ -18,7 +18,7 @@ from shoal.util.errors import LaunchError
 from shoal.util.pickling import pickle_value, unpickle
 
 
-class Job(Protocol):
+class EntryPoint(Protocol):
     """What each rank runs; it crosses to the ranks by multiprocessing."""
 
     @property
@@ -68,7 +68,7 @@ class Script:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class FunctionCall:
     """A function and its arguments, pickled by the process that called `shoal.launch`.
 
     `cells` is the text of code that is in no file, a notebook's, by the name that tracebacks give.

@@ -141,11 +141,11 @@ def _ask(order: Sequence[bytes], processes: int) -> tuple[bytes, list[bytes]]:
     with open(ours, "rb") as answer, _started(theirs) as (launcher, orders):
         try:
             for part in order:
-                pickling.write(orders, part)
+                pickling.write_framed(orders, part)
             with _interruptible(launcher, answer):
-                kind = pickling.read(answer)
+                kind = pickling.read_framed(answer)
                 count = processes if kind == pickling.RETURNED else 1
-                values = [pickling.read(answer) for _ in range(count)]
+                values = [pickling.read_framed(answer) for _ in range(count)]
                 launcher.wait()
         except (BrokenPipeError, EOFError):
             return f"with exit code {launcher.wait()}".encode(), []

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import IO
 
 from shoal.distributed.failure import encode
-from shoal.launcher.entry_point import Call
+from shoal.launcher.entry_point import FunctionCall
 from shoal.launcher.local import run_job
 from shoal.launcher.signals import signal_when_broken
 from shoal.util import pickling
@@ -32,28 +32,28 @@ def main() -> None:
     # Whoever is gone, or does not listen after Ctrl-C, needs no answer.
     gone = suppress(EOFError, BrokenPipeError)
     with gone, open(pipe, "rb") as caller, open(int(sys.argv[1]), "wb") as answer:
-        order = json.loads(pickling.read(caller))
-        pickled = pickling.read(caller)
+        order = json.loads(pickling.read_framed(caller))
+        pickled = pickling.read_framed(caller)
         signal_when_broken(pipe, signal.SIGTERM, to=os.getpid())
         sys.argv = order["argv"]
-        call = Call(
+        call = FunctionCall(
             name=order["name"], pickled=pickled, cells=order["cells"], safe_path=order["safe_path"]
         )
         sys.exit(_answer(answer, call, order["processes"], order["restarts"]))
 
 
-def _answer(answer: IO[bytes], call: Call, processes: int, restarts: int) -> int:
+def _answer(answer: IO[bytes], call: FunctionCall, processes: int, restarts: int) -> int:
     try:
         end = run_job(call, processes=processes, restarts=restarts)
     except LaunchError as error:
-        pickling.write(answer, pickling.REFUSED)
-        pickling.write(answer, json.dumps([error.given, error.found, error.fix]).encode())
+        pickling.write_framed(answer, pickling.REFUSED)
+        pickling.write_framed(answer, json.dumps([error.given, error.found, error.fix]).encode())
         return 2
     if end.failure is not None:
-        pickling.write(answer, pickling.FAILED)
-        pickling.write(answer, encode(end.failure))
+        pickling.write_framed(answer, pickling.FAILED)
+        pickling.write_framed(answer, encode(end.failure))
     elif end.code == 0:
-        pickling.write(answer, pickling.RETURNED)
+        pickling.write_framed(answer, pickling.RETURNED)
         for value in end.values:
-            pickling.write(answer, value)
+            pickling.write_framed(answer, value)
     return end.code

@@ -18,7 +18,7 @@ from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.env_vars import write_variables
 from shoal.distributed.failure import Failure, explain, loss, preempted, report
 from shoal.launcher import orphans
-from shoal.launcher.entry_point import Job
+from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.logs import Logs
 from shoal.launcher.nodes import Nodes, label
 from shoal.launcher.signals import Interrupted
@@ -31,7 +31,7 @@ _LEAVE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class RunEnd:
     """How a run ended: its exit code, the failure of its last attempt, or what ranks returned.
 
     `values` are in rank order, pickled; empty for a rank that returned nothing.
@@ -51,7 +51,7 @@ class Launcher:
 
     def __init__(
         self,
-        job: Job,
+        job: EntryPoint,
         *,
         processes: int,
         restarts: int,
@@ -75,7 +75,7 @@ class Launcher:
         self._attempts = 0
         self._workers = Workers(job, [], None, self._tell_loss)
         self._ranks, self._size = range(processes), processes
-        self._end = End()
+        self._end = RunEnd()
         self._orphans = orphans.Orphans()
         context = multiprocessing.get_context("forkserver")
         self._orders, self._theirs = context.Pipe()
@@ -85,7 +85,7 @@ class Launcher:
             daemon=True,
         )
 
-    def run(self) -> End:
+    def run(self) -> RunEnd:
         """Run all attempts. Raises Interrupted at a signal."""
         grace = self._short
         try:
@@ -103,9 +103,9 @@ class Launcher:
                 self._answer(None)  # it may go when the others have heard
                 self._agent.join(2 * self._nodes.silence)
             if saved:
-                return End(code=REQUEUE)
+                return RunEnd(code=REQUEUE)
             if self._workers.over is not None and self._nodes is None:
-                return End(values=self._workers.over)  # it was too late to end anything
+                return RunEnd(values=self._workers.over)  # it was too late to end anything
             raise
         finally:
             try:
@@ -143,7 +143,7 @@ class Launcher:
                 raise self._agent_lost(str(error)) from None
             self._theirs.close()
 
-    def _obey(self) -> End:
+    def _obey(self) -> RunEnd:
         deeds: dict[str, Callable[[Any], object]] = {
             "start": self._start_workers,
             "watch": self._watch,
@@ -198,7 +198,7 @@ class Launcher:
     def _start_workers(self, variables: list[dict[str, str]]) -> list[int]:
         with self._undisturbed():
             self._attempts += 1
-            self._end = End()
+            self._end = RunEnd()
             first, self._size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
             self._ranks = range(first, first + len(variables))
             files = None
@@ -226,7 +226,7 @@ class Launcher:
         """
         failures = self._workers.wait(self._grace)
         if not failures:
-            self._end = End(values=tuple(self._workers.values()))
+            self._end = RunEnd(values=tuple(self._workers.values()))
             return "over"
         failure = explain(failures, self._workers.left(), size=self._size)
         again = self._preempted < self._preemptions and not self._told
@@ -239,7 +239,7 @@ class Launcher:
             if self._failed <= self._restarts:
                 text += f"restart {self._failed} of {self._restarts}\n"
         self._stop_and_tell(self._short, failure, text)
-        self._end = End(code=failure.code, failure=failure)
+        self._end = RunEnd(code=failure.code, failure=failure)
         if preempted(failures):
             return "preempted" if again else "over"
         return "failed"
@@ -256,7 +256,7 @@ class Launcher:
             return None
         left = self._workers.left()
         failure = explain(failures, left, size=self._size) if failures else None
-        self._end = End(failure=failure)
+        self._end = RunEnd(failure=failure)
         return {"failure": failure and asdict(failure), "told": self._told}
 
     def _stop(self, end: tuple[int, str, bool, bool]) -> None:
@@ -272,7 +272,7 @@ class Launcher:
         if failure is not None:
             text = report(failure, size=self._size) + text
         left = self._stop_and_tell(self._grace if saving else self._short, failure, text)
-        self._end = End(code=REQUEUE if left and code else code, failure=failure)
+        self._end = RunEnd(code=REQUEUE if left and code else code, failure=failure)
 
     def _stop_and_tell(self, grace: float | None, failure: Failure | None, text: str) -> bool:
         """Stop what is left of an attempt and tell why; whether ranks left to be started again."""

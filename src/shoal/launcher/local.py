@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from shoal.distributed.env_vars import placement, set_variables, worker_threads
-from shoal.launcher.entry_point import Job, Script
-from shoal.launcher.launcher import End, Launcher
+from shoal.launcher.entry_point import EntryPoint, Script
+from shoal.launcher.launcher import Launcher, RunEnd
 from shoal.launcher.logs import Logs
 from shoal.launcher.nodes import SILENCE, WAIT, Nodes, choose_nodes, describe_script
 from shoal.launcher.signals import Interrupted, Interrupts
@@ -79,7 +79,7 @@ def run(
 
 
 def run_job(
-    job: Job,
+    job: EntryPoint,
     *,
     processes: int,
     restarts: int = 0,
@@ -88,7 +88,7 @@ def run_job(
     grace: float | None = None,
     logs: Logs | None = None,
     nodes: Nodes | None = None,
-) -> End:
+) -> RunEnd:
     """Do what `run` does for a script, for any job."""
     check_folder()
     _open_standard_files()
@@ -110,7 +110,7 @@ def run_job(
         with interrupts.handled(launcher.forward), variables, logs or nullcontext():
             return launcher.run()
     except Interrupted as interrupted:
-        return End(code=128 + interrupted.signum)
+        return RunEnd(code=128 + interrupted.signum)
 
 
 def _open_standard_files() -> None:

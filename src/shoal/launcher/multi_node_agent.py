@@ -18,9 +18,9 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from shoal.distributed.failure import Failure
-from shoal.launcher.attempt_outcome import Kind, Seen, Verdict, judge
+from shoal.launcher.attempt_outcome import AttemptOutcome, Kind, NodeReport, decide_outcome
 from shoal.launcher.elastic_agent import Agent, quiet
-from shoal.launcher.multi_node_rendezvous import BEAT, Attempt, ClosedError, NodesRendezvous
+from shoal.launcher.multi_node_rendezvous import BEAT, ClosedError, NodeAttempt, NodesRendezvous
 from shoal.launcher.nodes import Nodes
 from shoal.util.errors import LaunchError
 
@@ -55,7 +55,7 @@ class NodesAgent(Agent):
         self._label = label
         self._budgets: dict[Kind, int] = {"failed": spec.max_restarts, "preempted": preemptions}
         self._begin()
-        self.verdict: Verdict | None = None
+        self.verdict: AttemptOutcome | None = None
 
     def _begin(self) -> None:
         self._failure: Failure | None = None
@@ -71,7 +71,7 @@ class NodesAgent(Agent):
         return answer
 
     @property
-    def _attempt(self) -> Attempt:
+    def _attempt(self) -> NodeAttempt:
         if self._rendezvous_handler.attempt is None:
             raise RuntimeError("there is no attempt before the first rendezvous")
         return self._rendezvous_handler.attempt
@@ -113,7 +113,7 @@ class NodesAgent(Agent):
         mine = False
         if verdict is None:
             seen = self._look_around()
-            wanted = judge(seen, patience=self._nodes.silence + 2 * BEAT)
+            wanted = decide_outcome(seen, patience=self._nodes.silence + 2 * BEAT)
             if wanted is None:
                 return RunResult(state=WorkerState.HEALTHY)
             verdict = attempt.propose(wanted)
@@ -134,11 +134,11 @@ class NodesAgent(Agent):
             self._finished = True
             self._attempt.finish()
 
-    def _look_around(self) -> Seen:
+    def _look_around(self) -> NodeReport:
         attempt, handler = self._attempt, self._rendezvous_handler
         present, waiting = handler.look()
         changed = [*waiting, *(node for node in attempt.nodes if node not in present)]
-        return Seen(
+        return NodeReport(
             me=handler.me,
             nodes=attempt.nodes,
             present=present,
@@ -150,7 +150,7 @@ class NodesAgent(Agent):
             since=time.monotonic() - self._seen_at,
         )
 
-    def _carry_out(self, verdict: Verdict, mine: bool, worker_group: WorkerGroup) -> RunResult:
+    def _carry_out(self, verdict: AttemptOutcome, mine: bool, worker_group: WorkerGroup) -> RunResult:
         names = ", ".join(verdict.nodes)
         if verdict.kind == "done":
             self.verdict = verdict
@@ -167,7 +167,7 @@ class NodesAgent(Agent):
             self._rendezvous_handler.note_left(verdict.nodes, mine)
         return self._again(f"{names} {verdict.kind}: starting again\n", verdict.saving)
 
-    def _fail(self, verdict: Verdict, mine: bool) -> RunResult:
+    def _fail(self, verdict: AttemptOutcome, mine: bool) -> RunResult:
         """Count what went wrong, and start again as often as that may be."""
         before, most = self._counts[verdict.kind], self._budgets[verdict.kind]
         text = "" if mine or verdict.kind == "preempted" else f"first of all, {verdict.text}\n"
@@ -191,12 +191,12 @@ class NodesAgent(Agent):
         pass
 
 
-def _leaving(label: str, hosts: bool, code: int) -> Verdict:
+def _leaving(label: str, hosts: bool, code: int) -> AttemptOutcome:
     """What a node says that was told to end."""
     if not hosts:
-        return Verdict(kind="left", nodes=(label,), code=code, saving=True)
+        return AttemptOutcome(kind="left", nodes=(label,), code=code, saving=True)
     text = ", and holds the rendezvous"
-    return Verdict(kind="ended", nodes=(label,), text=text, code=code, saving=True)
+    return AttemptOutcome(kind="ended", nodes=(label,), text=text, code=code, saving=True)
 
 
 def supervise(
@@ -256,7 +256,7 @@ def _supervise(
 def _run_to_end(agent: NodesAgent, rendezvous: NodesRendezvous) -> None:
     try:
         agent.run()
-        rendezvous.end(agent.verdict or Verdict(kind="ended", code=1))
+        rendezvous.end(agent.verdict or AttemptOutcome(kind="ended", code=1))
     except (RendezvousError, DistError):
         if agent.verdict is None:
             raise

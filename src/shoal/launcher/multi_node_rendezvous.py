@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from shoal.distributed.cluster_env import NODES_RUN_ID
-from shoal.launcher.attempt_outcome import Kind, Verdict
+from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
 from shoal.launcher.nodes import Nodes, differences, listen, way_to
 from shoal.util.errors import LaunchError
@@ -54,7 +54,7 @@ _ARRIVED, _DEPARTED, _VERDICT, _DONE = "shoal/arrived", "shoal/departed", "verdi
 class ClosedError(Exception):
     """The run ended before this node could take part again; how."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: AttemptOutcome) -> None:
         super().__init__(verdict)
         self.verdict = verdict
 
@@ -92,7 +92,7 @@ class Backend(C10dRendezvousBackend):
         return found
 
 
-class Members(DynamicRendezvousHandler):
+class MonitoredRendezvous(DynamicRendezvousHandler):
     """Torch's rendezvous, which also tells who takes part in it."""
 
     @property
@@ -121,7 +121,7 @@ class Members(DynamicRendezvousHandler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class NodeAttempt:
     """One attempt of several nodes: this node's number, everyone's identity and processes."""
 
     number: int
@@ -140,13 +140,13 @@ class Attempt:
         """How many ranks there are."""
         return sum(self.processes)
 
-    def propose(self, verdict: Verdict) -> Verdict:
+    def propose(self, verdict: AttemptOutcome) -> AttemptOutcome:
         """Settle how this attempt ends: as the first node that proposed something said."""
-        return Verdict.parse(self.store.compare_set(_VERDICT, "", verdict.render()))
+        return AttemptOutcome.parse(self.store.compare_set(_VERDICT, "", verdict.render()))
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> AttemptOutcome | None:
         """How this attempt ended; None while it goes on."""
-        return Verdict.parse(self.store.get(_VERDICT)) if self.store.check([_VERDICT]) else None
+        return AttemptOutcome.parse(self.store.get(_VERDICT)) if self.store.check([_VERDICT]) else None
 
     def finish(self) -> None:
         """Say that all ranks of this node have ended well; once."""
@@ -170,12 +170,12 @@ class NodesRendezvous(RendezvousHandler):
         self._ranks_store: TCPStore | None = None
         self._left: list[str] = []
         self.again = False
-        self.attempt: Attempt | None = None
+        self.attempt: NodeAttempt | None = None
         self._store, self.hosts = self._meet()
         name = self._store.compare_set(_NAME, "", f"{NODES_RUN_ID}-{secrets.token_hex(8)}")
         self._run_id = name.decode()
         address = nodes.host if self.hosts else way_to(nodes.host, nodes.port)
-        self._members = Members.from_backend(
+        self._members = MonitoredRendezvous.from_backend(
             self._run_id,
             self._store,
             Backend(self._store, self._run_id),
@@ -275,7 +275,7 @@ class NodesRendezvous(RendezvousHandler):
         if len(everyone) < size:
             return None
         found = [json.loads(store.get(key)) for key in keys]
-        self.attempt = Attempt(
+        self.attempt = NodeAttempt(
             number=self._members.round,
             node=rank,
             nodes=tuple(everyone),
@@ -323,14 +323,14 @@ class NodesRendezvous(RendezvousHandler):
         if by_me:
             self._store.add(_DEPARTED, len(nodes))
 
-    def leave(self, verdict: Verdict) -> None:
+    def leave(self, verdict: AttemptOutcome) -> None:
         """Take no further part, and say why."""
         if self.attempt is not None and not self.again:
             self.attempt.propose(verdict)
         self._members.leave()
         self._store.add(_DEPARTED, 1)
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: AttemptOutcome) -> None:
         """Close the run for nodes that wait to join, and go when nobody needs the store any more."""
         self._store.compare_set(_END, "", verdict.render())
         self._members.shutdown()
@@ -351,10 +351,10 @@ class NodesRendezvous(RendezvousHandler):
                     break
                 time.sleep(_PAUSE)
 
-    def _end(self) -> Verdict:
+    def _end(self) -> AttemptOutcome:
         if not self._store.check([_END]):
-            return Verdict(kind="ended", text="the run has ended", code=1)
-        return Verdict.parse(self._store.get(_END))
+            return AttemptOutcome(kind="ended", text="the run has ended", code=1)
+        return AttemptOutcome.parse(self._store.get(_END))
 
     def _too_few(self) -> LaunchError:
         here, waiting = self._members.look()

@@ -22,7 +22,7 @@ from shoal.distributed.cluster_env import LEFT
 from shoal.distributed.cpu_affinity import divide
 from shoal.distributed.env_vars import REPORTS, SAFE_PATH, threads_variable, write_variables
 from shoal.distributed.failure import encode, exit_status, from_exception, locate
-from shoal.launcher.entry_point import Job
+from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED, signal_when_broken
 
 SHIELDED = (signal.SIGTERM, signal.SIGHUP, *FORWARDED)
@@ -33,7 +33,7 @@ RETURNED = b"returned"
 
 
 def main(
-    job: Job, rank: int, variables: Mapping[str, str], reports: Connection, log: str | None
+    job: EntryPoint, rank: int, variables: Mapping[str, str], reports: Connection, log: str | None
 ) -> None:
     """Run `job` as rank `rank`; what it returns goes to `reports`.
 

@@ -20,7 +20,7 @@ from typing import Any
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
 from shoal.distributed.env_vars import SAFE_PATH, set_variables
 from shoal.distributed.failure import Failure, Left, decode, first_to_leave, from_exit, preempted
-from shoal.launcher.entry_point import Job
+from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED
 from shoal.launcher.worker_main import RETURNED, SHIELDED, main
 from shoal.util.errors import LaunchError
@@ -83,7 +83,7 @@ class Workers:
 
     def __init__(
         self,
-        job: Job,
+        job: EntryPoint,
         variables: Sequence[Mapping[str, str]],
         logs: Sequence[str] | None,
         lost: Callable[[Failure], object],
@@ -195,7 +195,7 @@ class Workers:
 class _Rank:
     """One process, and what is known of its end."""
 
-    def __init__(self, job: Job, variables: Mapping[str, str], log: str | None) -> None:
+    def __init__(self, job: EntryPoint, variables: Mapping[str, str], log: str | None) -> None:
         context = multiprocessing.get_context("forkserver")
         self.rank = int(variables["RANK"])
         self.ended = False

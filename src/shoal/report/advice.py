@@ -119,7 +119,7 @@ def _about_uneven(share: float) -> tuple[str, str]:
         f"Ranks wait for each other in turn, {percent(share)} of the time: none is slower than the "
         "others for long, but in each step another one is.",
         "if the samples differ in length, batches of equal numbers of tokens: shoal.Loader(…, "
-        "batch_size=shoal.Budget(lengths, 4096)); else see whether others use these machines: "
+        "batch_size=shoal.TokenBudget(lengths, 4096)); else see whether others use these machines: "
         "shoal doctor",
     )
 

@@ -18,7 +18,7 @@ BINS = 240
 
 
 @dataclass(frozen=True)
-class Curve:
+class BinnedCurve:
     """A number over steps: its mean, least and greatest value in each of some bins."""
 
     step: Array
@@ -91,7 +91,7 @@ def _until(later: Sequence[Attempt], name: str | None) -> int:
     return min(begins, default=1 << 62) - 1
 
 
-def curves(history: History, column: str) -> dict[str, Curve]:
+def curves(history: History, column: str) -> dict[str, BinnedCurve]:
     """A column of the first rank's steps by name of the Step, without what was done again."""
     pieces: dict[str, list[tuple[Array, Array]]] = {}
     attempts = history.attempts
@@ -106,7 +106,7 @@ def curves(history: History, column: str) -> dict[str, Curve]:
     return {name: curve for name, curve in found.items() if curve is not None}
 
 
-def _curve(pieces: list[tuple[Array, Array]]) -> Curve | None:
+def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
     steps = np.concatenate([each[0] for each in pieces])
     values = np.concatenate([each[1] for each in pieces]).astype(np.float64)
     finite = np.isfinite(values)
@@ -115,7 +115,7 @@ def _curve(pieces: list[tuple[Array, Array]]) -> Curve | None:
         return None
     bounds = np.unique(np.linspace(0, len(values), min(BINS, len(values)) + 1).astype(int))[:-1]
     counts = np.diff([*bounds, len(values)])
-    return Curve(
+    return BinnedCurve(
         steps[bounds],
         np.add.reduceat(values, bounds) / counts,
         np.minimum.reduceat(values, bounds),
@@ -123,7 +123,7 @@ def _curve(pieces: list[tuple[Array, Array]]) -> Curve | None:
     )
 
 
-def throughput(history: History) -> Curve | None:
+def throughput(history: History) -> BinnedCurve | None:
     """Samples per second of the whole world over steps, without what was done again."""
     steps, sizes, walls = [], [], []
     for attempt, last in kept(history):
@@ -137,7 +137,7 @@ def throughput(history: History) -> Curve | None:
     step, size, wall = (np.concatenate(each) for each in (steps, sizes, walls))
     bounds = np.unique(np.linspace(0, len(step), min(BINS, len(step)) + 1).astype(int))[:-1]
     rate = np.add.reduceat(size, bounds) / np.add.reduceat(wall, bounds)
-    return Curve(step[bounds], rate, rate, rate)
+    return BinnedCurve(step[bounds], rate, rate, rate)
 
 
 def saves(attempt: Attempt) -> list[Save]:

@@ -43,7 +43,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BottleneckReport:
     """What a run's time went into.
 
     `shares` are parts of the time of all steady steps and add up to one: "computing" is what the steps
@@ -59,7 +59,7 @@ class Verdict:
     judged: list[Judged]
 
 
-def judge(history: History, *, last: int | None = None) -> Verdict:
+def find_bottleneck(history: History, *, last: int | None = None) -> BottleneckReport:
     """The verdict on all attempts together; with `last` on the newest steps of the last one alone."""
     attempts = history.attempts if last is None else history.attempts[-1:]
     judged = [each for each in (_judged(attempt, last) for attempt in attempts) if each is not None]
@@ -72,14 +72,14 @@ def judge(history: History, *, last: int | None = None) -> Verdict:
             text = "No step has been recorded yet."
         else:
             text = "Nothing has been recorded yet."
-        return Verdict(text, None, {}, [], [], [])
+        return BottleneckReport(text, None, {}, [], [], [])
     shares, costs = _shares(judged)
     named = [each for one in judged for each in one.stragglers]
     named.sort(key=lambda each: (-costs.get(culprit(each), 0.0), -each.excess))
     efficient = shares["computing"]
     sentence = _sentence(efficient, shares, named, costs, judged)
     found = findings(history, shares, named, costs, judged)
-    return Verdict(sentence, efficient, shares, named, found, judged)
+    return BottleneckReport(sentence, efficient, shares, named, found, judged)
 
 
 def _judged(attempt: Attempt, last: int | None) -> Judged | None:

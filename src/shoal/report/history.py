@@ -53,7 +53,7 @@ Array = NDArray[Any]
 Event = Mapping[str, Any]
 
 
-class Rows:
+class GrowingArray:
     """An array that grows at its end; what it holds stays where it is for those who look at it."""
 
     def __init__(self, kind: np.dtype[Any]) -> None:
@@ -92,7 +92,7 @@ class Rows:
 
 
 @dataclass
-class Traffic:
+class TrafficTotal:
     """What one rank sent by one kind of collective in one group, over an attempt.
 
     `bytes` are those of its own tensors, `seconds` from the begin to the end of each call, added up.
@@ -127,9 +127,9 @@ class Attempt:
 
     began: float
     starts: dict[int, Event] = field(default_factory=dict)
-    steps: dict[tuple[int, str], Rows] = field(default_factory=dict)
-    usage: dict[int, Rows] = field(default_factory=dict)
-    traffic: dict[tuple[int, TrafficKey], Traffic] = field(default_factory=dict)
+    steps: dict[tuple[int, str], GrowingArray] = field(default_factory=dict)
+    usage: dict[int, GrowingArray] = field(default_factory=dict)
+    traffic: dict[tuple[int, TrafficKey], TrafficTotal] = field(default_factory=dict)
     events: list[tuple[int, Event]] = field(default_factory=list)
     seen: float = 0.0
     """When the last event of any rank was written."""

@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report.history import PARTS, STEP, USAGE, Array, Attempt, Event, History, Rows, Traffic
+from shoal.report.history import (
+    PARTS,
+    STEP,
+    USAGE,
+    Array,
+    Attempt,
+    Event,
+    GrowingArray,
+    History,
+    TrafficTotal,
+)
 from shoal.util.errors import CheckpointError
 
 BLOCK = 4 << 20
@@ -195,7 +205,7 @@ class Reader:
         return file.attempt
 
 
-def read(directory: str | Path) -> History:
+def read_history(directory: str | Path) -> History:
     """All that there is to read just now; of a large run by several processes, each a rank at a time.
 
     Raises CheckpointError where there are no events at all.
@@ -339,7 +349,7 @@ def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
     return columns
 
 
-def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
+def _old_columns(events: list[Event], before: GrowingArray | None) -> dict[str, Array]:
     """The same of steps that had a line each; how long a step took follows from the one before."""
     count = len(events)
     columns: dict[str, Array] = {
@@ -361,7 +371,7 @@ def _old_columns(events: list[Event], before: Rows | None) -> dict[str, Array]:
 
 
 def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -> Array:
-    rows = attempt.steps.setdefault((rank, name), Rows(STEP))
+    rows = attempt.steps.setdefault((rank, name), GrowingArray(STEP))
     added = rows.append(len(columns["step"]))
     for column in ("loss", "counted", "load"):
         added[column] = np.nan
@@ -373,7 +383,7 @@ def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -
 def _add_usage(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:
     names = [name for name in USAGE.names or () if name != "time"]
     values = [float(event["t"]), *(float(event.get(name, np.nan)) for name in names)]
-    attempt.usage.setdefault(rank, Rows(USAGE)).append(1)[0] = tuple(values)
+    attempt.usage.setdefault(rank, GrowingArray(USAGE)).append(1)[0] = tuple(values)
 
 
 def _add_traffic(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:
@@ -383,7 +393,9 @@ def _add_traffic(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:
         bus = float(each.get("bus", 0.0) or 0.0)
         if not np.isfinite([seconds, size, bus]).all():
             raise ValueError("a collective of no length")
-        sums = attempt.traffic.setdefault((rank, (kind, group, int(each["ranks"]), backend)), Traffic())
+        sums = attempt.traffic.setdefault(
+            (rank, (kind, group, int(each["ranks"]), backend)), TrafficTotal()
+        )
         sums.calls += int(each["calls"])
         sums.bytes += size
         sums.seconds += seconds

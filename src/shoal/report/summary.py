@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report import SHOWN, Attempt, History, Profile, Verdict
+from shoal.report import SHOWN, Attempt, BottleneckReport, History, Profile
 from shoal.report.attempts import ending, kept, number, saves
 from shoal.telemetry.events import Plain
 
@@ -59,7 +59,7 @@ def _per_sample(attempt: Attempt) -> float:
     return sum(each) or np.nan
 
 
-def numbers(history: History, verdict: Verdict) -> dict[str, Plain]:
+def numbers(history: History, verdict: BottleneckReport) -> dict[str, Plain]:
     """Everything that the report stands on, by name; durations in seconds."""
     found: dict[str, Plain] = {
         "run": str(history.directory),

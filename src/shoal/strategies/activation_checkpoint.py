@@ -30,13 +30,13 @@ OPERATIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute:
+class ActivationCheckpointing:
     """Units keep their inputs only and run again in backward, with the same random numbers.
 
     `units` are patterns of module names such as "blocks.*", or None for the repeated blocks of the
     model. `keep` names results that are kept as well, so that only the rest is computed again
     (Korthikanti et al. 2022): "products" of matrices and convolutions, and fused "attention". Comes
-    before the strategy that sums gradients: `[shoal.Recompute(), shoal.FSDP()]`; alone it is followed
+    before the strategy that sums gradients: `[shoal.ActivationCheckpointing(), shoal.FSDP()]`; alone it is followed
     by the one of the layout. What a unit counts in forward, such as the running statistics of
     BatchNorm, it counts twice.
     """
@@ -50,9 +50,9 @@ class Recompute:
     def __post_init__(self) -> None:
         if isinstance(self.keep, str) or not set(self.keep) <= OPERATIONS.keys():
             raise StepError(
-                given=f"shoal.Recompute(keep={self.keep!r})",
+                given=f"shoal.ActivationCheckpointing(keep={self.keep!r})",
                 found=f"a tuple of these can be kept: {', '.join(map(repr, OPERATIONS))}",
-                fix='shoal.Recompute(keep=("products", "attention"))',
+                fix='shoal.ActivationCheckpointing(keep=("products", "attention"))',
             )
 
     def spread(self, model: nn.Module, world: World) -> None:
@@ -60,9 +60,9 @@ class Recompute:
         units = find_units(model, self.units)
         if not units:
             raise StepError(
-                given=f"shoal.Recompute() for a {type(model).__name__}",
+                given=f"shoal.ActivationCheckpointing() for a {type(model).__name__}",
                 found="no blocks that repeat",
-                fix='shoal.Recompute(units=("encoder", "decoder")), with names as in named_modules()',
+                fix='shoal.ActivationCheckpointing(units=("encoder", "decoder")), with names as in named_modules()',
             )
         options: dict[str, Any] = {}
         if self.keep:

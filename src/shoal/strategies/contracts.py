@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batch import Batch, Count, Result
+from shoal.data.batch import Batch, Count, StepResult
 from shoal.data.micro import Micro
 from shoal.distributed.world import World
 from shoal.strategies.compiled import Compiler
@@ -224,7 +224,7 @@ class StepCounter(Protocol):
     def try_loss(self, batch: Batch) -> None:
         """Check on the first batch that the loss adds up, if it has a loss function. Collective."""
 
-    def count(self, result: Result) -> Result:
+    def count(self, result: StepResult) -> StepResult:
         """Count an optimizer step that came to `result`, and return it."""
         ...
 

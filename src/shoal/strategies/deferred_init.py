@@ -55,7 +55,7 @@ class _Place:
         return empty.set_(memory[self.storage], self.offset, self.size, self.stride)
 
 
-class _Call(NamedTuple):
+class _RecordedOp(NamedTuple):
     """An operation, its arguments and results with places for tensors, and what it reads and writes."""
 
     operation: Any
@@ -67,11 +67,11 @@ class _Call(NamedTuple):
     """Of the random generator before the call, where it draws."""
 
 
-class Record:
+class InitRecord:
     """Calls in their order, found by the storages that they write."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[_RecordedOp] = []
         self._writers: dict[int, list[int]] = {}
         self._alive: _Memory = {}
         """The storages themselves, perhaps emptied, so that no other one gets their number."""
@@ -86,7 +86,7 @@ class Record:
             self.sizes[key], self._alive[key] = storages[key].nbytes(), storages[key]
             self.given[key] = storages[key].clone()
 
-    def add(self, call: _Call, written: _Memory) -> None:
+    def add(self, call: _RecordedOp, written: _Memory) -> None:
         """Append a call that has been made."""
         for key, storage in written.items():
             self._writers.setdefault(key, []).append(len(self._calls))
@@ -108,9 +108,9 @@ class Record:
         self._provide(wanted, memory)
         return memory
 
-    def _needed(self, wanted: set[int]) -> list[_Call]:
+    def _needed(self, wanted: set[int]) -> list[_RecordedOp]:
         """The calls on which the storages depend, in their order."""
-        chosen: list[_Call] = []
+        chosen: list[_RecordedOp] = []
         needed = set(wanted)
         ahead = [-number for key in wanted for number in self._writers.get(key, ())]
         heapq.heapify(ahead)
@@ -130,7 +130,7 @@ class Record:
                         heapq.heappush(ahead, -earlier)
         return chosen[::-1]
 
-    def _play(self, call: _Call, memory: _Memory) -> None:
+    def _play(self, call: _RecordedOp, memory: _Memory) -> None:
         def again(value: Any) -> Any:
             if not isinstance(value, _Place):
                 return value
@@ -153,7 +153,7 @@ class Record:
 class _Recorder(TorchDispatchMode):
     def __init__(self, resident: int) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = InitRecord()
         self._limit = resident
         self._large: _Memory = {}
         """Large storages that are there, least recently used first."""
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
         result = operation(*args, **arguments[1])
         written = _storages((_changed(operation, args), result))
         results = list(tree_iter(_places(result)))
-        call = _Call(operation, places, results, frozenset(read), frozenset(written), state)
+        call = _RecordedOp(operation, places, results, frozenset(read), frozenset(written), state)
         self.record.add(call, written)
         self._drop_others(given | written)
         return result
@@ -214,7 +214,7 @@ class Deferred:
     """What `construct` made: a module on the meta device, and how its tensors came to be."""
 
     module: nn.Module
-    record: Record
+    record: InitRecord
     made: dict[str, Tensor]
     """The module's parameters and buffers as the constructor left them, by name."""
 

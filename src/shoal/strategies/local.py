@@ -54,7 +54,7 @@ class LocalEngine(HoldingEngine, OpenEngine):
             return
         if self.world.layout.degree("context") > 1:
             raise StepError(
-                given="compile='script' with shoal.Context()",
+                given="compile='script' with shoal.ContextParallel()",
                 found="TorchScript can't call what cuts sequences and exchanges slices for heads",
                 fix="compile='inductor'",
             )
@@ -90,16 +90,16 @@ class LocalEngine(HoldingEngine, OpenEngine):
     def _check_whole(self, given: str) -> None:
         if self._span is not None and self._span.hooked:
             raise StepError(
-                given=f"{given} with shoal.Placed(…)",
+                given=f"{given} with shoal.DevicePlacement(…)",
                 found="compiled code would have what moves tensors between devices in its middle",
                 fix="leave compile out; or compile parts that are on one device beforehand: "
                 "model.blocks[0].compile()",
             )
         if runs_again(self.module):
             raise StepError(
-                given=f"{given} with shoal.Recompute()",
+                given=f"{given} with shoal.ActivationCheckpointing()",
                 found="torch can't compile a whole model of which parts run again in backward",
-                fix="shoal.Recompute() with shoal.FSDP(), which compiles its units; or leave out one",
+                fix="shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; or leave out one",
             )
 
     def gradients(

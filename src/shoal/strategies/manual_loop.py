@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, Result, not_one_model
+from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, StepResult, not_one_model
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
 from shoal.strategies.compiled import bare
@@ -49,7 +49,7 @@ class EngineLoop(ManualLoop):
                 engine.note_gradients()
         batch.backwards.append(engine)
 
-    def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> Result:
+    def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> StepResult:
         """Correct and clip the gradients, and count the step; see `Batch.finish`."""
         engine = self._engine(model)
         _check_backwards(engine, batch)
@@ -68,7 +68,7 @@ class EngineLoop(ManualLoop):
                 engine.discard()
                 raise
             engine.multiply(decided.factor)
-        result = Result(decided.loss, decided.norm, decided.counted)
+        result = StepResult(decided.loss, decided.norm, decided.counted)
         for state in states:
             state.count(result)
         batch.taken = True

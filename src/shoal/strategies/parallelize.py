@@ -31,8 +31,8 @@ ATTRIBUTE = "_shoal_engine"
 _SERVING = {
     "replicate": "shoal.DDP()",
     "shard": "shoal.FSDP()",
-    "context": "shoal.Context()",
-    "tensor": "shoal.Tensor(plan=…)",
+    "context": "shoal.ContextParallel()",
+    "tensor": "shoal.TensorParallel(plan=…)",
     "pipeline": "shoal.Pipeline(split=…)",
 }
 """What to type for each axis of a layout."""
@@ -120,7 +120,7 @@ def _checked(strategy: Any, world: World) -> list[Any]:
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
                 found=f"{type(each).__name__} sums gradients by itself, so nothing can follow it",
-                fix="[shoal.Tensor(plan=…), shoal.FSDP()], in this order",
+                fix="[shoal.TensorParallel(plan=…), shoal.FSDP()], in this order",
             )
     served = {axis for each in given for axis in each.axes}
     idle = [axis for axis in AXES if world.layout.degree(axis) > 1 and axis not in served]

@@ -35,7 +35,7 @@ _LATE = "RPC ran for more than set timeout"
 _SCHEME, _PREFIX = "shoal-world", "shoal/rpc"
 
 
-class Calls:
+class RPCAgent:
     """This rank's end of torch RPC in a world; making it is collective."""
 
     def __init__(self, world: World) -> None:

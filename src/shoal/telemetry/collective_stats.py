@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shoal.telemetry import flight_recorder
-from shoal.telemetry.flight_recorder import Call, Progress
+from shoal.telemetry.flight_recorder import CollectiveCall, GroupProgress
 
 _GATHERS = ("all_gather", "gather")
 _SCATTERS = ("reduce_scatter", "scatter")
@@ -34,7 +34,7 @@ _MOST_AT_ONCE = 64
 """Of more operations under way than these, each look counts the oldest, which are those that run."""
 
 
-class Kind(NamedTuple):
+class CollectiveKind(NamedTuple):
     """What is summed: one operation of one group."""
 
     operation: str
@@ -55,14 +55,14 @@ class Sum:
     """Whether every call was there to be counted."""
 
 
-def kind_of(call: Call) -> Kind:
+def kind_of(call: CollectiveCall) -> CollectiveKind:
     """The kind of a call: `_all_gather_base` and `allgather_coalesced` are all-gathers."""
     name = call.operation.lower().split(" ")[0].lstrip("_")
     name = name.removesuffix("_coalesced").removesuffix("_base")
-    return Kind(_NAMES.get(name, name), call.group, call.backend)
+    return CollectiveKind(_NAMES.get(name, name), call.group, call.backend)
 
 
-def size_of(call: Call, operation: str, ranks: int) -> int:
+def size_of(call: CollectiveCall, operation: str, ranks: int) -> int:
     """The bytes of a call as nccl-tests count them: of the whole, where each rank has a part of it."""
     if operation in _GATHERS:
         return call.received or call.sent * ranks
@@ -78,7 +78,7 @@ def bus_factor(operation: str, ranks: int) -> float:
     return (ranks - 1) / ranks if operation in _SHARED else 1.0
 
 
-class Traffic:
+class CollectiveStats:
     """What this rank sends and receives from now on, window by window."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -95,7 +95,7 @@ class Traffic:
         """See what is under way; at times that have nothing to do with those of steps."""
         self.see(flight_recorder.progress())
 
-    def see(self, progress: Mapping[str, Progress]) -> None:
+    def see(self, progress: Mapping[str, GroupProgress]) -> None:
         """What was under way stands for the time since it was looked at before."""
         now = self._clock()
         passed, self._looked = now - self._looked, now
@@ -113,14 +113,14 @@ class Traffic:
         }
         return self.count(flight_recorder.calls(self._after | oldest), sizes)
 
-    def count(self, calls: Iterable[Call], sizes: Mapping[str, int]) -> dict[str, Any]:
+    def count(self, calls: Iterable[CollectiveCall], sizes: Mapping[str, int]) -> dict[str, Any]:
         """The fields for these calls; `sizes` are how many ranks the groups have."""
         now = self._clock()
         passed, self._begun = now - self._begun, now
-        by_recorder: dict[str, list[Call]] = defaultdict(list)
+        by_recorder: dict[str, list[CollectiveCall]] = defaultdict(list)
         for call in calls:
             by_recorder[call.recorder].append(call)
-        sums: dict[Kind, Sum] = {}
+        sums: dict[CollectiveKind, Sum] = {}
         for recorder, found in by_recorder.items():
             for kind, part in self._sum(recorder, found, sizes).items():
                 sums[kind] = part
@@ -130,13 +130,15 @@ class Traffic:
         kinds = [_fields(kind, each, sizes.get(kind.group, 1)) for kind, each in sums.items()]
         return {"seconds": passed, "kinds": sorted(kinds, key=lambda kind: -kind["bytes"])}
 
-    def _sum(self, recorder: str, calls: Sequence[Call], sizes: Mapping[str, int]) -> dict[Kind, Sum]:
+    def _sum(
+        self, recorder: str, calls: Sequence[CollectiveCall], sizes: Mapping[str, int]
+    ) -> dict[CollectiveKind, Sum]:
         after, waiting = self._after.get(recorder, -1), self._waiting.get(recorder, set())
         newest = max(call.record for call in calls)
         fresh = [call for call in calls if call.record > after or call.record in waiting]
         begun = newest - after + len(waiting)
         share = begun / len(fresh) if fresh else 1.0
-        sums: dict[Kind, Sum] = {}
+        sums: dict[CollectiveKind, Sum] = {}
         for call in fresh:
             if not call.done:
                 continue
@@ -156,11 +158,11 @@ class Traffic:
         return sums
 
 
-def _flat(by_recorder: Mapping[str, Sequence[Call]]) -> Iterable[Call]:
+def _flat(by_recorder: Mapping[str, Sequence[CollectiveCall]]) -> Iterable[CollectiveCall]:
     return (call for calls in by_recorder.values() for call in calls)
 
 
-def _fields(kind: Kind, total: Sum, ranks: int) -> dict[str, Any]:
+def _fields(kind: CollectiveKind, total: Sum, ranks: int) -> dict[str, Any]:
     timed = "recorded" if total.recorded else "unknown" if total.seconds is None else "estimated"
     fields: dict[str, Any] = {
         "kind": kind.operation,

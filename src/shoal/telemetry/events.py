@@ -2,7 +2,7 @@
 
 The file format is the interface between a run and its readers. Lines are complete JSON objects with
 `"event"` and `"t"` (seconds since the epoch). Steps come in blocks, a line of columns for some hundred
-of them; `read` gives them one by one. A killed process can cut its last line in two; the next
+of them; `read_events` gives them one by one. A killed process can cut its last line in two; the next
 attempt starts on a fresh line, and readers skip what does not parse.
 
 A disk that takes nothing just now, being full, does not end a run: what is to be recorded is kept in
@@ -32,7 +32,7 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 """What JSON holds."""
 
 FORMAT = 3
-"""`read` and `steps` also take 1, in which each step had a line, and 2, which had no "load"."""
+"""`read_events` and `steps` also take 1, in which each step had a line, and 2, which had no "load"."""
 FLUSH_STEPS = 512
 FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
@@ -145,7 +145,7 @@ class Events:
             self._refused = True
 
 
-def read(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
+def read_events(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
     """The events of one file in order, without the lines that a kill cut in two.
 
     Steps come one by one, as "step", times in seconds, whatever the format. With `last` only those in
@@ -199,7 +199,7 @@ def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, An
         if not number.isdecimal():
             continue
         rank = int(number)
-        for event in read(path):
+        for event in read_events(path):
             if event["event"] == "start":
                 attempt = event.get("began")
             elif event["event"] == "step" and _is_step(event):

@@ -60,7 +60,7 @@ class Collective:
         return f"{self.operation} of {self.tensors}" if self.tensors else self.operation
 
 
-class Entry(NamedTuple):
+class CollectiveEntry(NamedTuple):
     """A collective, when it was begun, in ns since 1970, and by which thread."""
 
     begun: int
@@ -68,7 +68,7 @@ class Entry(NamedTuple):
     collective: Collective
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """One operation, sends and receives included where they are recorded, as traffic counts it.
 
     `record` numbers what one `recorder` has recorded, without gaps; `number` is the count of the group,
@@ -90,7 +90,7 @@ class Call(NamedTuple):
     done: bool
 
 
-class Progress(NamedTuple):
+class GroupProgress(NamedTuple):
     """How many operations a group has begun, and how many of them have ended."""
 
     begun: int
@@ -102,14 +102,14 @@ Check = Callable[[dist.ProcessGroup, str, Sequence[Tensor], bool], None]
 
 
 @runtime_checkable
-class Recording(Protocol):
+class RecordingGroup(Protocol):
     """A process group whose calls pass neither torch's flight recorder nor its dispatcher."""
 
-    def recorded(self) -> list[Entry]:
+    def recorded(self) -> list[CollectiveEntry]:
         """What the recorder would know of it, oldest first."""
         ...
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CollectiveCall]:
         """The same as traffic counts it, oldest first."""
         ...
 
@@ -146,7 +146,7 @@ def groups() -> dict[str, list[int]]:
     return {world.pg_names[group]: list(world.pg_group_ranks[group]) for group in list(world.pg_names)}
 
 
-def calls(after: Mapping[str, int]) -> list[Call]:
+def calls(after: Mapping[str, int]) -> list[CollectiveCall]:
     """What each recorder has, oldest first; of one that `after` names, what it recorded later."""
     found = [
         _call(name, entry) for name, dump in _dumps() for entry in _above(dump(), after.get(name, -1))
@@ -156,7 +156,7 @@ def calls(after: Mapping[str, int]) -> list[Call]:
     return found
 
 
-def progress() -> dict[str, Progress]:
+def progress() -> dict[str, GroupProgress]:
     """How far the groups over Gloo have come, by their keys.
 
     Of NCCL's groups the recorder learns that with a delay longer than most collectives.
@@ -166,7 +166,9 @@ def progress() -> dict[str, Progress]:
         return {}
     found = json.loads(dump(includeCollectives=False))["pg_status"]
     return {
-        key: Progress(int(each["last_enqueued_collective"]), int(each["last_completed_collective"]))
+        key: GroupProgress(
+            int(each["last_enqueued_collective"]), int(each["last_completed_collective"])
+        )
         for key, each in found.items()
     }
 
@@ -185,9 +187,9 @@ def describe(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
     return f"{text} and {len(sizes) - 1} more" if len(sizes) > 1 else text
 
 
-def _entries(after: int) -> list[Entry]:
+def _entries(after: int) -> list[CollectiveEntry]:
     entries = [
-        Entry(entry["time_created_ns"], entry["thread_id"], _read(entry))
+        CollectiveEntry(entry["time_created_ns"], entry["thread_id"], _read(entry))
         for entry in _dumped()
         if entry["record_id"] > after
     ]
@@ -195,10 +197,10 @@ def _entries(after: int) -> list[Entry]:
     return sorted([*entries, *own], key=lambda entry: entry.begun) if own else entries
 
 
-def recording() -> Iterator[Recording]:
+def recording() -> Iterator[RecordingGroup]:
     """The process groups of this process that keep their own records."""
     known: list[object] = list(dist.distributed_c10d._world.pg_names)
-    return (group for group in known if isinstance(group, Recording))
+    return (group for group in known if isinstance(group, RecordingGroup))
 
 
 def _dumps() -> Iterator[tuple[str, Callable[[], bytes]]]:
@@ -223,10 +225,10 @@ def _above(text: bytes, number: int) -> list[Mapping[str, Any]]:
     return [entry for entry in json.loads(text).get("entries", []) if entry["record_id"] > number]
 
 
-def _call(recorder: str, entry: Mapping[str, Any]) -> Call:
+def _call(recorder: str, entry: Mapping[str, Any]) -> CollectiveCall:
     backend, _, operation = entry["profiling_name"].partition(":")
     took = entry.get("duration_ms")
-    return Call(
+    return CollectiveCall(
         recorder=recorder,
         record=entry["record_id"],
         backend=backend,

@@ -222,7 +222,7 @@ def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:
     return found | {PARTS[number]: parts[number] for number in used}
 
 
-class Division:
+class TickTimes:
     """What several steps in one tick are charged with: their own time; the first one with all else."""
 
     def __init__(self, begun: Spent) -> None:

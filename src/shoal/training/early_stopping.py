@@ -13,7 +13,7 @@ from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Validation:
     """On what a training run is evaluated, when, and what follows from it.
 
     `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `best` names
@@ -50,7 +50,7 @@ class Evaluation:
                     fix=f"leave {name} out, or give a positive number",
                 )
 
-    def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Evaluation:
+    def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Validation:
         """This Evaluation, with the `collate_fn` given where it has none of its own."""
         return self if self.collate_fn is not None else replace(self, collate_fn=collate_fn)
 
@@ -71,10 +71,10 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if isinstance(value, float | int | Tensor)}
 
 
-class Verdict:
+class EarlyStoppingState:
     """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
 
-    def __init__(self, evaluation: Evaluation | None) -> None:
+    def __init__(self, evaluation: Validation | None) -> None:
         self.evaluation = evaluation
         self.best: float | None = None
         self.since = 0

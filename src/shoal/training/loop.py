@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler as TorchSampler
 
 from shoal.data import Loader
-from shoal.data.batch import Result
+from shoal.data.batch import StepResult
 from shoal.data.orders import Ordering
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.layout import Layout
@@ -23,7 +23,7 @@ from shoal.distributed.world import World, init
 from shoal.strategies import parallelize
 from shoal.strategies.contracts import Spreading, Strategy
 from shoal.strategies.task import Task
-from shoal.training.early_stopping import Evaluation, Verdict, numbers
+from shoal.training.early_stopping import EarlyStoppingState, Validation, numbers
 from shoal.training.ema import EMA
 from shoal.training.evaluation import evaluate as evaluate_on
 from shoal.training.run import Run
@@ -32,7 +32,7 @@ from shoal.training.step import Step
 from shoal.util.errors import StepError
 
 
-class Moment(NamedTuple):
+class TrainingStatus(NamedTuple):
     """What a callback is told: after each step, each evaluation, and at the end.
 
     `kind` is "step", "evaluation" or "end". `result` is the step's, `metrics` the last evaluation's.
@@ -41,11 +41,11 @@ class Moment(NamedTuple):
     kind: str
     run: Run
     model: nn.Module
-    result: Result | None
+    result: StepResult | None
     metrics: Mapping[str, Any]
 
 
-class Trained(NamedTuple):
+class TrainResult(NamedTuple):
     """How a training run ended: `reason` is "epochs", "steps", "patience", "max_time" or "callback".
 
     `metrics` are those of the last evaluation, `best` is the value of the metric compared, and `ema`
@@ -83,20 +83,20 @@ def train(
     layout: str | Layout = "replicate=-1",
     seed: int = 0,
     world: World | None = None,
-    evaluate: Evaluation | None = None,
+    evaluate: Validation | None = None,
     save: Every | None = None,
     checkpoints: str | Path | None = None,
     keep: int = 3,
     ema: float | None = None,
-    callbacks: Sequence[Callable[[Moment], object]] = (),
+    callbacks: Sequence[Callable[[TrainingStatus], object]] = (),
     max_time: float | None = None,
-) -> Trained:
+) -> TrainResult:
     """Train `model` on `dataset` for `epochs` or `steps`, going on where `directory` ends. Collective.
 
     `model` is a module, or what makes one: it is then called with the random streams of `seed`, the
     same on all ranks. `optimizer` makes the optimizer from the parallelized model. `batch_size` is
     global. `schedule(optimizer, total)` makes a torch scheduler over all optimizer steps: a
-    `shoal.Schedule`. `save` is as for `Run.tick(every=…)`, an epoch unless given; there is always one
+    `shoal.LRSchedule`. `save` is as for `Run.tick(every=…)`, an epoch unless given; there is always one
     at the end; `checkpoints` and `keep` are as for `Run`. `ema` is the decay of averaged parameters,
     then evaluated. `max_time` ends training, with a checkpoint, after so many seconds. Where `epochs`
     and `steps` are given the schedule spans the epochs, the steps end the run: `steps=2` is a dry run.
@@ -124,7 +124,7 @@ def train(
         rates = schedule and schedule(chosen, len(loader) * epochs if epochs else steps or 0)
         step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
         average = None if ema is None else EMA(made, decay=ema)
-        verdict = Verdict(evaluate and evaluate.collating(collate_fn))
+        verdict = EarlyStoppingState(evaluate and evaluate.collating(collate_fn))
         state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
         run = Run(directory, step, loader, state=state, checkpoints=checkpoints, keep=keep)
         stack.enter_context(run)
@@ -155,8 +155,8 @@ class _Loop:
         run: Run,
         step: Step,
         ema: EMA | None,
-        verdict: Verdict,
-        callbacks: Sequence[Callable[[Moment], object]],
+        verdict: EarlyStoppingState,
+        callbacks: Sequence[Callable[[TrainingStatus], object]],
         deadline: Deadline,
     ) -> None:
         self.run = run
@@ -166,14 +166,14 @@ class _Loop:
         self.callbacks = callbacks
         self.deadline = deadline
 
-    def run_to_end(self, epochs: int | None, steps: int | None, *, save: Every | None) -> Trained:
+    def run_to_end(self, epochs: int | None, steps: int | None, *, save: Every | None) -> TrainResult:
         """Restore, train, and save what came of it."""
         self.run.restore()
         reason = self.train(epochs, steps, save=save)
         self.run.save()
         self.tell("end")
         model, best = self.step.model, self.verdict.best
-        return Trained(model, self.step, self.verdict.metrics, best, self.ema, reason)
+        return TrainResult(model, self.step, self.verdict.metrics, best, self.ema, reason)
 
     def train(self, epochs: int | None, steps: int | None, *, save: Every | None) -> str:
         """Run up to the end; which end it was."""
@@ -212,10 +212,10 @@ class _Loop:
 
     def tell(self, kind: str) -> list[object]:
         """Call the callbacks; what they returned."""
-        moment = Moment(kind, self.run, self.step.model, self.step.last, self.verdict.metrics)
+        moment = TrainingStatus(kind, self.run, self.step.model, self.step.last, self.verdict.metrics)
         return [callback(moment) for callback in self.callbacks]
 
-    def _evaluate(self, evaluation: Evaluation) -> str | None:
+    def _evaluate(self, evaluation: Validation) -> str | None:
         with self.ema.applied() if self.ema is not None else nullcontext():
             metrics = self._measure(evaluation)
         self.run.note("evaluation", metrics)
@@ -231,7 +231,7 @@ class _Loop:
             return "callback"
         return "patience" if self.verdict.impatient else None
 
-    def _measure(self, evaluation: Evaluation, batches: int | None = None) -> dict[str, Any]:
+    def _measure(self, evaluation: Validation, batches: int | None = None) -> dict[str, Any]:
         return evaluate_on(
             self.step,
             evaluation.dataset,
@@ -244,7 +244,7 @@ class _Loop:
             batches=batches,
         )
 
-    def _try_out(self, evaluation: Evaluation) -> None:
+    def _try_out(self, evaluation: Validation) -> None:
         kept = random_state()
         evaluation.compared(self._measure(evaluation, batches=1))
         set_random_state(kept)

@@ -85,7 +85,7 @@ class Standing(NamedTuple):
         return f"{duration(max(0, self.goal - self.position) / self.rate)} left"
 
 
-class Progress:
+class ProgressBar:
     """Shows where the run stands to whoever looks: `due` at every step, `show` when it is.
 
     In a terminal it is one line below whatever else is printed; elsewhere, and where it is not to be
@@ -140,7 +140,7 @@ class Progress:
             if self._line is not None:
                 atexit.register(self._end)  # for a Run that nobody closes
         if self._line is not None:
-            self._line.update(_Line(standing), refresh=True)
+            self._line.update(_ProgressLine(standing), refresh=True)
         else:
             text = SEPARATOR.join(standing.parts().values())
             with suppress(OSError):  # a log on a full disk is no reason to stop training
@@ -156,7 +156,7 @@ class Progress:
             self._line = None
 
 
-class _Line:
+class _ProgressLine:
     """A standing as rich draws it: on one line, whatever the width of the terminal then."""
 
     def __init__(self, standing: Standing) -> None:

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.checkpoint import (
     Agreement,
     AnyPath,
+    BackgroundSave,
     Checkpoints,
     Fence,
     FencedFiles,
-    Job,
     how_to_remove,
     is_url,
     lasting,
@@ -35,11 +35,11 @@ from shoal.telemetry.profiler.window import Window, checked, recordable
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.preemption import Reason, Stopped, Stopping
-from shoal.training.progress_bar import Progress
-from shoal.training.run_events import Recording
-from shoal.training.run_monitor import Observer
-from shoal.training.run_state import Contents, Stateful, check_options, settings
-from shoal.training.save_policy import LAST_WAIT, Every, Saves, check_every
+from shoal.training.progress_bar import ProgressBar
+from shoal.training.run_events import RunEvents
+from shoal.training.run_monitor import RunMonitor
+from shoal.training.run_state import RunState, Stateful, check_options, settings
+from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step, train_states
 from shoal.util.errors import CheckpointError, DataError, StepError
 from shoal.util.text import shown
@@ -126,7 +126,7 @@ class Run:
         self.state = dict(state or {})
         loader.compare_ranks()
         self._config = settings(config or {})
-        self.contents = Contents(self.world, self.train_states, loader, self.state, self._config)
+        self.contents = RunState(self.world, self.train_states, loader, self.state, self._config)
         self._place: AnyPath = Agreement(self.world).together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
         )
@@ -143,12 +143,12 @@ class Run:
         self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
-        self._saves = Saves(self.world, self.events, must=must_save)
+        self._saves = SavePolicy(self.world, self.events, must=must_save)
         # Others give rank 0 a terminal whose output may go into a file (mpirun).
         live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
-        self._progress = Progress(sys.stdout, live=live) if self.world.first and sys.stdout else None
+        self._progress = ProgressBar(sys.stdout, live=live) if self.world.first and sys.stdout else None
         chosen = default_trackers() if trackers is None else trackers
-        self._observer = Observer(
+        self._observer = RunMonitor(
             self.world, self.directory, self.train_states, loader, self.events, window
         )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
@@ -158,8 +158,8 @@ class Run:
         self._begun = False
         self._closed = False
         self._free = False
-        self._recording = Recording(self.events, self.train_states, loader)
-        self._saved: tuple[tuple[dict[str, int], int], AnyPath, Job[AnyPath]] | None = None
+        self._recording = RunEvents(self.events, self.train_states, loader)
+        self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
         self._stopping = Stopping(self.world)
         self._stopping.start()

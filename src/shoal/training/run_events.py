@@ -12,16 +12,16 @@ import torch
 
 from shoal.data import Loader
 from shoal.telemetry.events import FORMAT, Events
-from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Division, Spent
+from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE, Spent, TickTimes
 from shoal.training.preemption import Stopped
 from shoal.util.packages import versions
 
 if TYPE_CHECKING:
-    from shoal.data.batch import Result
+    from shoal.data.batch import StepResult
     from shoal.training.train_state import TrainState
 
 
-class Recording:
+class RunEvents:
     """The events of a run's beginning, of its steps and of its end; several Steps have names."""
 
     def __init__(self, events: Events, steps: Mapping[str, TrainState], loader: Loader) -> None:
@@ -37,7 +37,7 @@ class Recording:
         self._recorded = self._numbers()
         begun = self._timeline.pause()
         self._events.begin(begun)
-        self._division = Division(begun)
+        self._division = TickTimes(begun)
 
     def start(self, began: float, config: Mapping[str, Any]) -> None:
         """Record where and as what this rank runs. Collective."""
@@ -114,7 +114,7 @@ class Recording:
         )
 
 
-def _own(result: Result) -> dict[int, int]:
+def _own(result: StepResult) -> dict[int, int]:
     """The nanoseconds of a step itself, by part."""
     seconds = {
         FORWARD: result.forward,

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.data import Loader
 from shoal.distributed.world import CHECKED_STEPS, World
-from shoal.telemetry.collective_stats import Traffic
+from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.events import Events
 from shoal.telemetry.profiler.window import Window
 from shoal.telemetry.usage.device_peaks import peak_here
 from shoal.telemetry.usage.flops import Counting
 from shoal.telemetry.usage.process import Usage
-from shoal.telemetry.usage.sampler import Job, Sampler, noting
+from shoal.telemetry.usage.sampler import PeriodicTask, UsageSampler, noting
 from shoal.training.trace_recorder import Recorder
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _COUNTED_TICK = CHECKED_STEPS + 2
 """At which tick the step after it is prepared to be counted: the first ones do more than others."""
 
 
-class Observer:
+class RunMonitor:
     """Looks at a rank from a thread of its own, from `begin` to `end`; `tick` writes what it noted.
 
     `profile` are steps to be recorded by torch's profiler. Whatever fails in it is told once and ends
@@ -52,35 +52,37 @@ class Observer:
         self._first = next(iter(steps.values()))
         self._loader = loader
         self._events = events
-        self._sampler: Sampler | None = None
+        self._sampler: UsageSampler | None = None
         self._ticks = 0
         self._counted: dict[str, tuple[int, Counting]] = {}
 
     def begin(self) -> None:
         """Begin to look. Records of before do not count."""
         jobs = [
-            Job(
+            PeriodicTask(
                 name="what this process uses",
                 seconds=WINDOW_SECONDS,
                 run=noting("usage", Usage(self._world.device).fields),
                 ends=True,
             ),
-            Job(
+            PeriodicTask(
                 name="the wish for a timeline",
                 seconds=REQUEST_SECONDS,
                 run=self._recorder.requests.look,
             ),
         ]
         if self._world.group is not None:
-            traffic = Traffic()
+            traffic = CollectiveStats()
             jobs += [
-                Job(
+                PeriodicTask(
                     name="what this rank sends",
                     seconds=WINDOW_SECONDS,
                     run=noting("collectives", traffic.window),
                     ends=True,
                 ),
-                Job(name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True),
+                PeriodicTask(
+                    name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True
+                ),
             ]
         # The thread holds neither this nor the model, and ends with a Run that nobody has closed.
         first = weakref.ref(self._first)
@@ -89,7 +91,7 @@ class Observer:
             step = first()
             return 0 if step is None else step.number
 
-        self._sampler = Sampler(jobs, step=number, say=warnings.warn)
+        self._sampler = UsageSampler(jobs, step=number, say=warnings.warn)
         weakref.finalize(self, self._sampler.let_go)
 
     def tick(self) -> None:
@@ -116,7 +118,7 @@ class Observer:
             self._write(self._sampler)
             self._sampler = None
 
-    def _write(self, sampler: Sampler) -> None:
+    def _write(self, sampler: UsageSampler) -> None:
         for kind, fields in sampler.taken():
             self._events.write(kind, fields)
 

@@ -74,7 +74,7 @@ def settings(config: Any) -> Any:
     return str(config) if isinstance(config, Path) else config
 
 
-class Contents:
+class RunState:
     """Steps, user state and the position in the data, by names; `config` is kept for people."""
 
     def __init__(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from shoal.checkpoint import AnyPath, Checkpoints, Job, Tree
+from shoal.checkpoint import AnyPath, BackgroundSave, Checkpoints, Tree
 from shoal.distributed.deadline import Deadline
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events
@@ -75,12 +75,12 @@ def check_every(every: object, call: str) -> Every:
 class Saving:
     """A save under way, of which step, and for how many seconds it kept training waiting."""
 
-    job: Job[AnyPath]
+    job: BackgroundSave[AnyPath]
     step: int
     blocked: float
 
 
-class Saves:
+class SavePolicy:
     """The saves of a run: one is under way at a time, and what became of it is told.
 
     Where `must` is set, one that failed ends the run: at a tick on which all ranks agree, at the next
@@ -113,7 +113,7 @@ class Saves:
         gather: Callable[[], Mapping[str, Any]],
         *,
         join: bool,
-    ) -> Job[AnyPath]:
+    ) -> BackgroundSave[AnyPath]:
         """Begin a save of what `gather` returns: "state", "rank_state" and "info". Collective.
 
         Raises CheckpointError where one before has failed, and had not to.
@@ -162,7 +162,7 @@ class Saves:
             },
         )
 
-    def forget(self, job: Job[AnyPath]) -> None:
+    def forget(self, job: BackgroundSave[AnyPath]) -> None:
         """A save whose outcome its caller has heard is not told again."""
         if self._saving is not None and self._saving.job is job:
             if job.failed:

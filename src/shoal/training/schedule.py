@@ -21,14 +21,14 @@ SHAPES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LRSchedule:
     """A warm-up followed by a decay: the learning rate as a function of the optimizer step.
 
     `warmup` counts the optimizer steps of the warm-up; `warmup_ratio` gives it as a fraction of all
     steps instead, rounded up. The rate of step s, counted from 0, is the optimizer's own times
     (s + 1) / `warmup` during the warm-up; then it falls to `floor` times the optimizer's own along
     `shape`: "cosine" (Loshchilov and Hutter 2017, without restarts), "linear" or "constant". Steps are
-    optimizer steps, never ranks or micro-batches. `Schedule(…)(optimizer, total)` returns a torch
+    optimizer steps, never ranks or micro-batches. `LRSchedule(…)(optimizer, total)` returns a torch
     scheduler for `Step(schedule=…)`.
 
     Raises StepError for an unknown shape, a `warmup` that is not a whole number of steps, a fraction
@@ -98,5 +98,5 @@ def _is_fraction(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
 
 
-def _factor(step: int, *, schedule: Schedule, total: int) -> float:
+def _factor(step: int, *, schedule: LRSchedule, total: int) -> float:
     return schedule.factor(step, total)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.data.batch import Batch, Result
+from shoal.data.batch import Batch, StepResult
 from shoal.data.micro import Micro
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
@@ -107,7 +107,7 @@ class Step(TrainState):
         self._prepared = False
         self._tried = False
 
-    def __call__(self, batch: Batch) -> Result:
+    def __call__(self, batch: Batch) -> StepResult:
         """One optimizer step on the global batch. Collective.
 
         Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
@@ -124,7 +124,7 @@ class Step(TrainState):
             timeline.enter(before)
         f, b, c, u = timeline.spent[FORWARD:CHECKPOINT]
         times = (f - begun[0]) / 1e9, (b - begun[1]) / 1e9, (c - begun[2]) / 1e9, (u - begun[3]) / 1e9
-        return self.count(Result(decided.loss, decided.norm, decided.counted, skipped, *times))
+        return self.count(StepResult(decided.loss, decided.norm, decided.counted, skipped, *times))
 
     def _advance(self, batch: Batch) -> tuple[Correction, bool]:
         """One optimizer step; whether it was skipped."""
@@ -164,7 +164,7 @@ class Step(TrainState):
         if self.engine.alone:
             batch.taken = True
             self._follow_schedule()
-            self.count(Result(math.nan, 0.0, 0.0, skipped=True))
+            self.count(StepResult(math.nan, 0.0, 0.0, skipped=True))
 
     def _follow_schedule(self) -> None:
         if self.schedule is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from shoal.data.batch import Result
+from shoal.data.batch import StepResult
 from shoal.strategies.contracts import Engine, OpenEngine
 from shoal.strategies.dtensor import divided
 from shoal.training.state_names import (
@@ -50,7 +50,7 @@ class TrainState:
         self.optimizer = optimizer
         self.schedule = _check_schedule(schedule, optimizer)
         self.number = 0
-        self.last: Result | None = None
+        self.last: StepResult | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
         """Forward and backward run in it, so that their FLOPs can be counted."""
         self._epoch_ended = False
@@ -58,7 +58,7 @@ class TrainState:
         if isinstance(engine, OpenEngine):
             engine.count_in(self)
 
-    def count(self, result: Result) -> Result:
+    def count(self, result: StepResult) -> StepResult:
         """Count an optimizer step that came to `result`."""
         if self.number == self._number_began:
             self._follow_schedule_from_here()  # the script may have loaded its state until now
@@ -212,7 +212,7 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="shoal.Schedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is "
+        fix="shoal.LRSchedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is "
         "yours to step: plateau.step(shoal.evaluate(step, data)['loss']), "
         "Run(…, state={'plateau': plateau})",
     )

@@ -13,7 +13,7 @@ GIVEN = "given"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice(Generic[T_co]):
+class Decision(Generic[T_co]):
     """What was decided, the value, the reason, and what was rejected with the reason for each.
 
     It is made where the decision is made. A choice of the user's has "given" as its reason, or,

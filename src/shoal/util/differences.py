@@ -9,7 +9,7 @@ from itertools import groupby
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class RankDifference:
     """A fact that is not the same on all ranks: the usual value, and of each other one the ranks.
 
     `usual` is what most have, of equals the one of the first rank.
@@ -21,7 +21,7 @@ class Difference:
     others: Mapping[str, tuple[int, ...]]
 
 
-def differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
+def differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[RankDifference]:
     """What differs between ranks, each given by its facts; one that a rank lacks is "none" there."""
     for name in sorted({name for found in ranks for name in found}):
         values = [found.get(name, "none") for found in ranks]
@@ -31,7 +31,7 @@ def differences(ranks: Sequence[Mapping[str, str]]) -> Iterator[Difference]:
             if value != usual:
                 others[value] = (*others.get(value, ()), rank)
         if others:
-            yield Difference(name=name, usual=usual, times=times, others=others)
+            yield RankDifference(name=name, usual=usual, times=times, others=others)
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -21,15 +21,15 @@ RETURNED, FAILED, REFUSED = b"returned", b"failed", b"refused"
 _LENGTH = 8
 
 
-def write(stream: IO[bytes], data: bytes) -> None:
+def write_framed(stream: IO[bytes], data: bytes) -> None:
     """Write bytes, preceded by how many they are."""
     stream.write(len(data).to_bytes(_LENGTH, "big"))
     stream.write(data)
     stream.flush()
 
 
-def read(stream: IO[bytes]) -> bytes:
-    """Read what `write` wrote; EOFError where the other end is gone before all of it came."""
+def read_framed(stream: IO[bytes]) -> bytes:
+    """Read what `write_framed` wrote; EOFError where the other end is gone before all of it came."""
     return _exactly(stream, int.from_bytes(_exactly(stream, _LENGTH), "big"))
 
 

@@ -16,10 +16,16 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.collectives import display
-from shoal.bench.collectives.machine_file import Links, Machine, Series, to_json, write
+from shoal.bench.collectives.machine_file import (
+    CollectiveSeries,
+    LinkTable,
+    MachineFile,
+    to_json,
+    write_machine_file,
+)
 from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure
 from shoal.bench.csv_file import write_rows
-from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.bench.units import parse_sizes, shown_size
 from shoal.distributed import env_vars, link_speed
 from shoal.distributed.world import World, init
@@ -36,7 +42,7 @@ GRACE = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CollectivesOptions:
     """What is measured and where it goes. No backend means the one that a script would get."""
 
     backends: tuple[str, ...]
@@ -61,14 +67,14 @@ def request(
     out: Path | None,
     csv: Path | None,
     json: bool,
-) -> Request:
+) -> CollectivesOptions:
     """What was asked for on the command line, checked. Raises LaunchError."""
     named = _names(backends, BACKENDS, "--backend")
     _check_numbers(repeats, seconds)
     for path in (out, csv):
         if path is not None:
             _check_folder(path)
-    return Request(
+    return CollectivesOptions(
         backends=tuple(backend for backend in BACKENDS if backend in named),
         operations=_names(operations, OPERATIONS, "--operations") or OPERATIONS,
         sizes=parse_sizes(sizes),
@@ -81,7 +87,7 @@ def request(
     )
 
 
-def comm(asked: Request, processes: int | None) -> int:
+def comm(asked: CollectivesOptions, processes: int | None) -> int:
     """Measure in this job, or in so many processes on this machine; the exit code.
 
     Raises LaunchError where there is nobody to talk to, or a backend can't work here.
@@ -117,7 +123,7 @@ def comm(asked: Request, processes: int | None) -> int:
 class Measuring:
     """What each process runs that is started here."""
 
-    request: Request
+    request: CollectivesOptions
     name: str = "shoal-bench-comm"
     safe_path: bool = False
 
@@ -126,12 +132,12 @@ class Measuring:
         measure_here(self.request)
 
 
-def measure_here(asked: Request) -> int:
+def measure_here(asked: CollectivesOptions) -> int:
     """Join the ranks that a launcher started, and measure. Rank 0 tells; the exit code."""
     first = asked.backends[0] if asked.backends else None
     device = "cpu" if first in ("mpi", "gloo") else None
     with (
-        Interrupts() as interrupts,
+        InterruptFlag() as interrupts,
         init(backend=first, device=device, prepare_timeout=JOIN_SECONDS) as world,
     ):
         began, begun = datetime.now(UTC), perf_counter()
@@ -161,13 +167,13 @@ def _describe(
     world: World,
     began: datetime,
     seconds: float,
-    series: tuple[Series, ...],
+    series: tuple[CollectiveSeries, ...],
     pairs: link_speed.Pairs | None,
     *,
     complete: bool,
-) -> Machine:
+) -> MachineFile:
     interface = [choice.value for choice in world.choices if choice.what == "interface"]
-    return Machine(
+    return MachineFile(
         measured=began.isoformat(timespec="seconds"),
         seconds=seconds,
         complete=complete,
@@ -183,7 +189,7 @@ def _describe(
         series=series,
         links=None
         if pairs is None
-        else Links(
+        else LinkTable(
             backend=_spoken(str(dist.get_backend(world.group))),
             bytes=pairs.bytes,
             bandwidth=pairs.bandwidth,
@@ -193,8 +199,8 @@ def _describe(
 
 
 def _report(
-    asked: Request,
-    machine: Machine,
+    asked: CollectivesOptions,
+    machine: MachineFile,
     left_out: Sequence[tuple[str, str, int]],
     pairs: link_speed.Pairs | None,
 ) -> None:
@@ -204,7 +210,7 @@ def _report(
         print_line(plain_console(stderr=True), "Ended before anything was measured: no file.")
         return
     path = asked.out or Path(_file_name(machine))
-    write(machine, path)
+    write_machine_file(machine, path)
     display.show(console, machine, left_out)
     if pairs is not None:
         display.show_pairs(console, pairs)
@@ -216,7 +222,7 @@ def _report(
         print_path(console, to_json(machine))
 
 
-def _file_name(machine: Machine) -> str:
+def _file_name(machine: MachineFile) -> str:
     stamp = datetime.fromisoformat(machine.measured).strftime("%Y%m%d-%H%M%S")
     return f"machine-{machine.hosts[0]}-{len(machine.hosts)}-{stamp}.json"
 

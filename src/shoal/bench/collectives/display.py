@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from shoal.bench.collectives.machine_file import Machine, Point, Series
+from shoal.bench.collectives.machine_file import CollectiveSeries, MachineFile, Point
 from shoal.bench.units import duration, percent, shown_size, times
 from shoal.distributed.link_speed import Pairs, slow
 from shoal.report import bandwidth
@@ -17,7 +17,7 @@ MOST_RANKS = 8
 """Of more ranks than that a matrix is no table any more."""
 
 
-def show(console: Console, machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> None:
+def show(console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> None:
     """Print what was measured."""
     print_line(console, verdict(machine))
     for sentence in _remarks(machine, left_out):
@@ -40,7 +40,7 @@ def show(console: Console, machine: Machine, left_out: Sequence[tuple[str, str, 
             )
 
 
-def verdict(machine: Machine) -> str:
+def verdict(machine: MachineFile) -> str:
     """The first sentence: what each backend gives, and how they compare."""
     backends = list(dict.fromkeys(series.backend for series in machine.series))
     sentences = [_sentence(_main(machine, backend)) for backend in backends]
@@ -53,13 +53,13 @@ def verdict(machine: Machine) -> str:
     return text
 
 
-def _main(machine: Machine, backend: str) -> Series:
+def _main(machine: MachineFile, backend: str) -> CollectiveSeries:
     """What a backend is judged by: the all_reduce of data parallelism, or whatever was measured."""
     own = [series for series in machine.series if series.backend == backend]
     return min(own, key=lambda each: (each.operation != "all_reduce", each.operation == "barrier"))
 
 
-def _sentence(series: Series) -> str:
+def _sentence(series: CollectiveSeries) -> str:
     first, last = series.points[0], series.points[-1]
     if series.operation == "barrier":
         return f"{series.backend} takes {duration(first.seconds)} for a barrier"
@@ -72,11 +72,11 @@ def _sentence(series: Series) -> str:
     return text
 
 
-def _article(series: Series) -> str:
+def _article(series: CollectiveSeries) -> str:
     return f"{'an' if series.operation.startswith('all') else 'a'} {series.operation}"
 
 
-def comparison(one: Series, other: Series) -> str:
+def comparison(one: CollectiveSeries, other: CollectiveSeries) -> str:
     """How another backend compares with one at the smallest and the largest size of both."""
     known = {point.bytes: point.seconds for point in one.points}
     common = [point for point in other.points if point.bytes in known]
@@ -92,7 +92,7 @@ def comparison(one: Series, other: Series) -> str:
     )
 
 
-def _remarks(machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> Iterator[str]:
+def _remarks(machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> Iterator[str]:
     if not machine.complete:
         yield "It was ended early: these are the samples until then."
     for backend, operation in dict.fromkeys((backend, name) for backend, name, _ in left_out):
@@ -103,7 +103,7 @@ def _remarks(machine: Machine, left_out: Sequence[tuple[str, str, int]]) -> Iter
         )
 
 
-def _show_fits(console: Console, machine: Machine) -> None:
+def _show_fits(console: Console, machine: MachineFile) -> None:
     headers = ("backend", "operation", "latency", "bandwidth", "error", "points", "spread")
     table = make_table(*headers, right=headers[2:])
     for series in machine.series:
@@ -122,7 +122,10 @@ def _show_fits(console: Console, machine: Machine) -> None:
 
 
 def _show_matrix(
-    console: Console, title: str, own: Sequence[Series], cell: Callable[[Series, Point], str]
+    console: Console,
+    title: str,
+    own: Sequence[CollectiveSeries],
+    cell: Callable[[CollectiveSeries, Point], str],
 ) -> None:
     """Sizes in rows and operations in columns."""
     headers = ["size", *(series.operation.replace("_", " ") for series in own)]
@@ -156,7 +159,7 @@ def show_pairs(console: Console, measured: Pairs) -> None:
     print_table(console, f"From rank to rank, {shown_size(measured.bytes)} and an answer", table)
 
 
-def rows(machine: Machine) -> Iterator[Sequence[object]]:
+def rows(machine: MachineFile) -> Iterator[Sequence[object]]:
     """All points, as lines of a CSV file; the first has the names."""
     yield (
         "backend",

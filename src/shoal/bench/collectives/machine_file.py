@@ -56,7 +56,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class CollectiveSeries:
     """One operation through one backend, over sizes, in the memory of the CPU or of GPUs ("cuda").
 
     Bytes are counted as NCCL's tests do: of the whole tensor that is reduced, gathered or scattered;
@@ -83,7 +83,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links:
+class LinkTable:
     """Bytes/s and latencies in seconds from each rank (row) to each other (column)."""
 
     backend: str
@@ -93,7 +93,7 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineFile:
     """What was measured, where, when and with what. `hosts` is where each rank was.
 
     `device` is the kind on which ranks compute, `cores` and `threads` are those of rank 0, `interface`
@@ -113,8 +113,8 @@ class Machine:
     cores: int
     threads: int
     interface: str
-    series: tuple[Series, ...]
-    links: Links | None = None
+    series: tuple[CollectiveSeries, ...]
+    links: LinkTable | None = None
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -150,12 +150,12 @@ def fit(points: Sequence[Point]) -> Fit | None:
     return Fit(latency=latency, bandwidth=1 / slope if slope else None, error=error)
 
 
-def to_json(machine: Machine) -> str:
+def to_json(machine: MachineFile) -> str:
     """The machine as one line of JSON."""
     return json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)})
 
 
-def write(machine: Machine, path: Path) -> None:
+def write_machine_file(machine: MachineFile, path: Path) -> None:
     """Write a machine file, whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)}, indent=1)
@@ -171,7 +171,7 @@ def write(machine: Machine, path: Path) -> None:
         ) from None
 
 
-def read(path: Path) -> Machine:
+def read_machine_file(path: Path) -> MachineFile:
     """The machine that a file describes.
 
     Raises ShoalError where the file can't be read, is no machine file or a newer one, or where
@@ -188,7 +188,7 @@ def read(path: Path) -> Machine:
     if found.get("version") != VERSION:
         raise _wrong(path, f"its version is {found.get('version')!r}, known here is {VERSION}")
     try:
-        machine: Machine = _value(Machine, found, "")
+        machine: MachineFile = _value(MachineFile, found, "")
         _check(machine)
     except _WrongError as mistake:
         raise _wrong(path, str(mistake)) from None
@@ -232,7 +232,7 @@ def _object(kind: Any, value: Any, where: str) -> Any:
     return kind(**{name: _value(hint, value[name], prefix + name) for name, hint in hints.items()})
 
 
-def _check(machine: Machine) -> None:
+def _check(machine: MachineFile) -> None:
     """Raise _WrongError for values that are each right and together can't be."""
     ranks = len(machine.hosts)
     for number, series in enumerate(machine.series):

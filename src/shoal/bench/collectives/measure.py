@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shoal.bench.collectives.machine_file import Point, Series, fit
+from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit
 from shoal.distributed.world import CHECKED_STEPS, World
 
 OPERATIONS = (
@@ -44,15 +44,15 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Measurement:
     """What was measured, which sizes of which series took too long, and whether nobody ended it."""
 
-    series: tuple[Series, ...]
+    series: tuple[CollectiveSeries, ...]
     left_out: tuple[tuple[str, str, int], ...]
     complete: bool
 
 
-class Place:
+class BackendGroup:
     """The ranks as one backend connects them, and the memory that it sends."""
 
     def __init__(self, world: World, backend: str, *, own: bool, largest: int) -> None:
@@ -110,7 +110,7 @@ class Place:
 class Probe:
     """One operation of a backend with messages of one size."""
 
-    def __init__(self, place: Place, operation: str, bytes: int) -> None:
+    def __init__(self, place: BackendGroup, operation: str, bytes: int) -> None:
         self.place, self.operation = place, operation
         self.bytes = place.elements(bytes) * _ELEMENT if bytes else 0
         self._call = place.call(operation, bytes)
@@ -138,7 +138,7 @@ def measure(
     bounds: Bounds,
     asked_to_stop: Callable[[], bool],
     tell: Callable[[str], object],
-) -> Outcome:
+) -> Measurement:
     """Measure all operations of all backends over sizes in bytes; collective.
 
     The first of the backends is the world's own. The time of a call is that of the rank that it took
@@ -150,7 +150,7 @@ def measure(
     for _ in range(CHECKED_STEPS + 1):
         world.stepping()  # in its first steps a world compares each collective, in another collective
     places = [
-        Place(world, backend, own=number == 0, largest=max(sizes))
+        BackendGroup(world, backend, own=number == 0, largest=max(sizes))
         for number, backend in enumerate(backends)
     ]
     clock = _Clock(world, bounds.seconds, asked_to_stop)
@@ -164,7 +164,9 @@ def measure(
         "Ctrl-C ends it with what is there"
     )
     complete = _sample(probes, repeats, clock)
-    return Outcome(series=tuple(_series(world, probes)), left_out=tuple(left_out), complete=complete)
+    return Measurement(
+        series=tuple(_series(world, probes)), left_out=tuple(left_out), complete=complete
+    )
 
 
 class _Clock:
@@ -196,7 +198,7 @@ class _Clock:
 
 def _warm(
     world: World,
-    places: Sequence[Place],
+    places: Sequence[BackendGroup],
     operations: Sequence[str],
     sizes: Sequence[int],
     clock: _Clock,
@@ -204,7 +206,7 @@ def _warm(
     """The probes that fit into the time, warmed up, from small to large; and those that don't."""
     probes: list[Probe] = []
     left_out: list[tuple[str, str, int]] = []
-    largest: dict[tuple[Place, str], Probe] = {}
+    largest: dict[tuple[BackendGroup, str], Probe] = {}
     for size in (0, *sizes):
         for place in places:
             for operation in operations:
@@ -237,7 +239,7 @@ def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
     return True
 
 
-def _series(world: World, probes: Sequence[Probe]) -> Iterable[Series]:
+def _series(world: World, probes: Sequence[Probe]) -> Iterable[CollectiveSeries]:
     """The medians over samples of what the slowest rank took."""
     # Of what was ended before its first sample there is the call that it was warmed up with.
     everyones = world.gather([probe.samples or [probe.expected] for probe in probes])
@@ -252,7 +254,7 @@ def _series(world: World, probes: Sequence[Probe]) -> Iterable[Series]:
     order = sorted(points, key=lambda key: (backends.index(key[0]), OPERATIONS.index(key[1])))
     for backend, operation, memory in order:
         found = points[backend, operation, memory]
-        yield Series(
+        yield CollectiveSeries(
             backend=backend,
             operation=operation,
             memory=memory,

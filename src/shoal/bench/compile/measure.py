@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from shoal.bench.compile.display import PYTHON, Mode, advise, rows
 from shoal.bench.csv_file import write_rows
 from shoal.bench.import_target import raised, require_alone
-from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.bench.scaling.models import make
-from shoal.bench.scaling.subject import Script, parse_subject
+from shoal.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.bench.units import duration, percent
 from shoal.data import Loader
 from shoal.distributed.world import World, init
@@ -43,7 +43,7 @@ Call = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class CompileOptions:
     """What is measured; `model` None for the toy function alone."""
 
     model: str | None
@@ -53,7 +53,7 @@ class Request:
     json: bool
 
 
-def modes(asked: Request) -> int:
+def modes(asked: CompileOptions) -> int:
     """Measure and tell; the exit code. Raises LaunchError for what can't be measured."""
     if asked.batch < 1 or not 0 < asked.seconds <= 86400:
         raise LaunchError(
@@ -69,7 +69,7 @@ def modes(asked: Request) -> int:
         if asked.model is not None:
             subjects[asked.model] = _ways(*_model(asked.model, asked.batch, world), world.device)
         found: list[Mode] = []
-        with Interrupts() as interrupts:
+        with InterruptFlag() as interrupts:
             print_line(
                 screen,
                 f"about {asked.seconds:.0f} s, and what compiling takes, a minute perhaps; Ctrl-C ends "
@@ -125,7 +125,7 @@ def _squared_by_python(values: list[float]) -> list[float]:
 def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """The model, and what computes its loss over one batch."""
     subject = parse_subject(text)
-    if isinstance(subject, Script):
+    if isinstance(subject, ScriptSubject):
         raise LaunchError(
             given=text,
             found="a script, of which no model can be taken",
@@ -182,7 +182,7 @@ def _measure(
     subject: str,
     ways: dict[str, Callable[[], Call]],
     seconds: float,
-    interrupts: Interrupts,
+    interrupts: InterruptFlag,
 ) -> list[Mode]:
     """All ways of one subject: first calls, then samples in turns."""
     runners: list[_Runner] = []
@@ -274,7 +274,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
-def _report(asked: Request, found: Sequence[Mode]) -> None:
+def _report(asked: CompileOptions, found: Sequence[Mode]) -> None:
     console = plain_console()
     sentences = advise(found)
     for sentence in sentences:

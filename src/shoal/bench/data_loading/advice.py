@@ -16,7 +16,7 @@ BUSY = 0.85
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class LoaderTrials:
     """All trials of a batch size with a number of workers."""
 
     batch_size: int
@@ -70,9 +70,9 @@ class Need:
         return self.samples / self.seconds
 
 
-def advise(measured: Sequence[Measured], cores: int, need: Need | None) -> list[str]:
+def advise(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
     """Sentences: of each batch size the best number of workers and why not more; what is needed."""
-    by_size: dict[int, dict[int, Measured]] = {}
+    by_size: dict[int, dict[int, LoaderTrials]] = {}
     for each in measured:
         by_size.setdefault(each.batch_size, {})[each.workers] = each
     said = [_best(size, found, cores, one_of=len(by_size)) for size, found in by_size.items()]
@@ -81,7 +81,7 @@ def advise(measured: Sequence[Measured], cores: int, need: Need | None) -> list[
     return said
 
 
-def _best(size: int, found: Mapping[int, Measured], cores: int, *, one_of: int) -> str:
+def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: int) -> str:
     where = f"Batches of {size}: " if one_of > 1 else ""
     fastest = max(each.rate for each in found.values())
     chosen = min(workers for workers, each in found.items() if each.rate >= ENOUGH * fastest)
@@ -97,7 +97,7 @@ def _best(size: int, found: Mapping[int, Measured], cores: int, *, one_of: int) 
     return f"{text}; {more[0]} give {gives}: {_why(best, following, cores)}."
 
 
-def _why(best: Measured, following: Measured, cores: int) -> str:
+def _why(best: LoaderTrials, following: LoaderTrials, cores: int) -> str:
     """Why more workers were of no use, from what was busy meanwhile."""
     mine, theirs = following.busy
     if mine + theirs >= BUSY * cores:
@@ -113,7 +113,7 @@ def _why(best: Measured, following: Measured, cores: int) -> str:
     )
 
 
-def _enough(found: Mapping[int, Measured], need: Need) -> str:
+def _enough(found: Mapping[int, LoaderTrials], need: Need) -> str:
     pace = f"{need.samples} samples in {duration(need.seconds)}, {need.rate:,.0f} a second"
     asked = f"{need.source} takes {pace}"
     for workers, each in sorted(found.items()):
@@ -129,5 +129,5 @@ def _enough(found: Mapping[int, Measured], need: Need) -> str:
     )
 
 
-def _rate(each: Measured) -> str:
+def _rate(each: LoaderTrials) -> str:
     return f"{each.rate:,.0f} samples/s" if each.rate >= 10 else f"{each.rate:.2g} samples/s"

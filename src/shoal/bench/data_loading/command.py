@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from shoal.bench.csv_file import write_rows
-from shoal.bench.data_loading.advice import Measured, Need, advise
+from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
 from shoal.bench.data_loading.measure import Stages, Trial, stages, trial
 from shoal.bench.import_target import called, named, raised, require_alone
-from shoal.bench.scaling.interrupt import Interrupts
+from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.bench.units import duration, percent
 from shoal.data import Loader
 from shoal.data.iterable_dataset import Flow
@@ -39,7 +39,7 @@ _MOST_WORKERS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DataLoadingOptions:
     """What is measured, and where figures go. Empty lists stand for a choice by the machine."""
 
     target: str
@@ -52,7 +52,7 @@ class Request:
     json: bool
 
 
-def data(asked: Request) -> int:
+def data(asked: DataLoadingOptions) -> int:
     """Measure and tell; the exit code. Raises ShoalError for what can't be measured."""
     _check(asked)
     need = _need(asked)
@@ -63,13 +63,13 @@ def data(asked: Request) -> int:
         world.close()
 
 
-def _measure_and_tell(asked: Request, world: World, need: Need | None) -> int:
+def _measure_and_tell(asked: DataLoadingOptions, world: World, need: Need | None) -> int:
     screen = plain_console(stderr=True)
     loaders = _loaders(asked, world)
     workers = asked.workers or _usual_workers(loaders[0], world.placement.cores)
     count = len(loaders) * len(workers)
     seconds = max(asked.seconds, count * _ROUNDS * _SHORTEST)
-    with Interrupts() as interrupts:
+    with InterruptFlag() as interrupts:
         print_line(
             screen,
             f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it with what "
@@ -90,11 +90,11 @@ def _measure_and_tell(asked: Request, world: World, need: Need | None) -> int:
 
 
 def _measure(
-    asked: Request,
+    asked: DataLoadingOptions,
     loaders: Sequence[Loader],
     workers: Sequence[int],
     asked_to_stop: Callable[[], bool],
-) -> list[Measured]:
+) -> list[LoaderTrials]:
     """The trials of all combinations, which take turns."""
     combinations = [(loader, count) for loader in loaders for count in workers]
     length = (1 - _STAGES_SHARE) * asked.seconds / (_ROUNDS * len(combinations))
@@ -106,12 +106,12 @@ def _measure(
             key = loader.batch_size, count
             trials.setdefault(key, []).append(trial(loader, count, max(_SHORTEST, length)))
     return [
-        Measured(batch_size=batch_size, workers=count, trials=tuple(each))
+        LoaderTrials(batch_size=batch_size, workers=count, trials=tuple(each))
         for (batch_size, count), each in sorted(trials.items())
     ]
 
 
-def _loaders(asked: Request, world: World) -> list[Loader]:
+def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
     """A Loader for each batch size, of what the user's function returns."""
     found = named(asked.target, "dataset")
     if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
@@ -144,7 +144,7 @@ def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
     return 0, *(count for count in powers if count <= min(_MOST_WORKERS, 2 * cores))
 
 
-def _need(asked: Request) -> Need | None:
+def _need(asked: DataLoadingOptions) -> Need | None:
     """What training takes, as it was given or as a run recorded it."""
     if asked.step_time is not None:
         return Need(
@@ -178,7 +178,7 @@ def _need(asked: Request) -> Need | None:
     return Need(samples=samples, seconds=seconds, source=f"A rank of {asked.run}")
 
 
-def _check(asked: Request) -> None:
+def _check(asked: DataLoadingOptions) -> None:
     require_alone("shoal bench data")
     numbers = [*asked.workers, *(batch - 1 for batch in asked.batch_sizes)]
     times = [asked.seconds, *([] if asked.step_time is None else [asked.step_time])]
@@ -197,8 +197,8 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def _report(
-    asked: Request,
-    found: Sequence[Measured],
+    asked: DataLoadingOptions,
+    found: Sequence[LoaderTrials],
     parts: Stages | None,
     cores: int,
     need: Need | None,
@@ -250,7 +250,7 @@ def _named_stages(parts: Stages) -> Iterator[tuple[str, float]]:
         yield "to the GPU", parts.copied
 
 
-def _rows(found: Sequence[Measured]) -> Iterator[Sequence[object]]:
+def _rows(found: Sequence[LoaderTrials]) -> Iterator[Sequence[object]]:
     yield (
         "batch_size",
         "workers",

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.data import Loader
 from shoal.data.batch import Batch
-from shoal.data.feed import Placed
+from shoal.data.feed import PositionedSource
 from shoal.data.map_dataset import Sampled
 from shoal.distributed.to_device import move
 
@@ -102,7 +102,7 @@ def stages(loader: Loader, seconds: float) -> Stages | None:
     what the other has just read.
     """
     feed = loader.feed
-    if not isinstance(feed, Placed):
+    if not isinstance(feed, PositionedSource):
         return None
     source, device = feed.source, loader.world.device
     alone: list[float] = []

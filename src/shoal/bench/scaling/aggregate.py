@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shoal.bench.scaling.configurations import Configuration, Curve, Options, configuration, curves
-from shoal.bench.scaling.measure import PARTS, Blame, Measured, measured_from
+from shoal.bench.scaling.configurations import (
+    Configuration,
+    ScalingCurve,
+    StudyOptions,
+    configuration,
+    curves,
+)
+from shoal.bench.scaling.measure import PARTS, Blame, StepTimes, measured_from
 
 BUSY = 0.5
 """Cores that other programs may use before it is told."""
@@ -30,7 +36,7 @@ class Repeat:
     round: int
     began: float
     seconds: float
-    measured: Measured | None
+    measured: StepTimes | None
     reason: str | None = None
     hosts: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
@@ -78,7 +84,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ScalingPoint:
     """One number of processes of a curve. Rates in samples per second, times in seconds.
 
     `iteration` is the median step and its quartiles, over all repeats. `speedup` is against the
@@ -87,7 +93,7 @@ class Row:
     mean. Where no job succeeded there is a `reason` instead.
     """
 
-    curve: Curve
+    curve: ScalingCurve
     configuration: Configuration
     base: Configuration | None
     repeats: int
@@ -119,7 +125,7 @@ class Row:
         return parts.get("communication", 0.0) + parts.get("waiting", 0.0)
 
 
-def rows(options: Options, repeats: Sequence[Repeat]) -> list[Row]:
+def rows(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
     """The rows of all curves, each from few processes to many; what has not run yet is not there."""
     by_key: dict[str, list[Repeat]] = {}
     for repeat in repeats:
@@ -139,14 +145,14 @@ def rows(options: Options, repeats: Sequence[Repeat]) -> list[Row]:
 
 
 def _row(
-    curve: Curve,
+    curve: ScalingCurve,
     chosen: Configuration,
     repeats: Sequence[Repeat],
     base: tuple[Configuration, list[Repeat]] | None,
-) -> Row:
+) -> ScalingPoint:
     good = {repeat.round: repeat.measured for repeat in repeats if repeat.measured is not None}
     reasons = [repeat.reason for repeat in repeats if repeat.reason is not None]
-    row = Row(
+    row = ScalingPoint(
         curve=curve,
         configuration=chosen,
         base=base and base[0],
@@ -168,7 +174,7 @@ def _row(
     walls = [wall for each in good.values() for wall in each.walls]
     low, middle, high = statistics.quantiles(walls, n=4, method="inclusive")
     blames = [each.blame for each in good.values() if each.blame is not None]
-    return Row(
+    return ScalingPoint(
         curve=curve,
         configuration=chosen,
         base=start,
@@ -216,7 +222,7 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
     return list(found)
 
 
-def all_notes(rows: Sequence[Row], repeats: Sequence[Repeat]) -> list[str]:
+def all_notes(rows: Sequence[ScalingPoint], repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of a study, each once."""
     found = dict.fromkeys(note for row in rows for note in row.notes)
     return [*found, *filter(None, (apart(repeats), disturbed(repeats)))]

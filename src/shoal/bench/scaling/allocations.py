@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Capacity:
     """What nodes take of a study: `tasks` processes each at most, and one job at most `most` nodes.
 
     Each process has a GPU, or else `cpus` cores, None being left to Slurm, which gives it one.
@@ -73,7 +73,7 @@ class Room:
         return {"site": self.where, "a node": f"{self.tasks} processes{cores}"}
 
 
-def room(site: Site, asked: Asked) -> Room:
+def room(site: Site, asked: Asked) -> Capacity:
     """What the site's nodes take. Raises LaunchError where neither it nor the user says how much."""
     partition = site.partition(asked.partition)
     if partition is None:
@@ -98,7 +98,7 @@ def room(site: Site, asked: Asked) -> Room:
     if cpus is None and not gpus and partition.cores:
         cpus = max(1, partition.cores // tasks)
     where = f"{partition.name} of {site.name}" if partition.name else site.name
-    return Room(where=where, tasks=tasks, gpus=bool(gpus), cpus=cpus, most=partition.nodes)
+    return Capacity(where=where, tasks=tasks, gpus=bool(gpus), cpus=cpus, most=partition.nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Allocation:
         return self.sizes[-1] // self.nodes
 
 
-def allocations(missing: Sequence[tuple[int, Configuration]], room: Room) -> list[Allocation]:
+def allocations(missing: Sequence[tuple[int, Configuration]], room: Capacity) -> list[Allocation]:
     """The jobs in which these trainings run, from few nodes to many.
 
     All sizes that fit on the same number of nodes share them, in the order of the plan: so what is

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.bench.scaling.aggregate import Row, Spread, rows
-from shoal.bench.scaling.configurations import Configuration, Curve
+from shoal.bench.scaling.aggregate import ScalingPoint, Spread, rows
+from shoal.bench.scaling.configurations import Configuration, ScalingCurve
 from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.format import number
 from shoal.bench.scaling.measure import SHOWN
@@ -27,10 +27,10 @@ class Pair:
     of a step by part, what the second has more.
     """
 
-    curve: Curve
+    curve: ScalingCurve
     configuration: Configuration
-    first: Row
-    second: Row
+    first: ScalingPoint
+    second: ScalingPoint
     ratio: Spread
     changes: dict[str, float]
 
@@ -85,7 +85,7 @@ def pairs(first: Study, second: Study) -> list[Pair]:
     return found
 
 
-def pair_rows(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
+def pair_rows(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
     """Rows of one curve and one number of processes, where both ran."""
     known = {(row.curve, row.processes): row for row in before if row.rate is not None}
     found = []
@@ -115,7 +115,7 @@ def pair_rows(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
 
 def largest(pairs: Sequence[Pair]) -> list[Pair]:
     """Of each curve the pair with most processes."""
-    found: dict[Curve, Pair] = {}
+    found: dict[ScalingCurve, Pair] = {}
     for pair in pairs:
         known = found.get(pair.curve)
         if known is None or pair.configuration.processes > known.configuration.processes:
@@ -152,5 +152,5 @@ def _scatter(pair: Pair, part: str) -> float:
     return found
 
 
-def _told(rows: Sequence[Row]) -> str:
+def _told(rows: Sequence[ScalingPoint]) -> str:
     return " and ".join(dict.fromkeys(f"{row.curve} on {row.processes}" for row in rows)) or "nothing"

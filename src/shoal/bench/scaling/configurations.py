@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.scaling.subject import SIZES, Script, Subject, parse_subject
+from shoal.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
 from shoal.util.errors import LaunchError
 
 SCALINGS = ("strong", "weak")
@@ -20,7 +20,7 @@ NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Curve:
+class ScalingCurve:
     """What stays the same while the number of processes grows."""
 
     scaling: str
@@ -58,7 +58,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class StudyOptions:
     """What was asked for. `batch` is the global batch, of weak scaling that of each process.
 
     A job takes `warmup` steps and then `steps` that count; each configuration has `rounds` jobs. A job
@@ -94,15 +94,15 @@ class Options:
         }
 
 
-def options_from(plain: dict[str, Any]) -> Options:
-    """What `Options.plain` was made of."""
+def options_from(plain: dict[str, Any]) -> StudyOptions:
+    """What `StudyOptions.plain` was made of."""
     read: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
     }
-    return Options(**read)
+    return StudyOptions(**read)
 
 
-def check(options: Options) -> None:
+def check_options(options: StudyOptions) -> None:
     """Raises LaunchError for what can't be studied."""
     _check_script(options)
     for option, given, known in (
@@ -140,10 +140,10 @@ def check(options: Options) -> None:
 PLACES = ("batch", "processes", "backend", "strategy", "precision", "way", "steps", "run")
 
 
-def _check_script(options: Options) -> None:
+def _check_script(options: StudyOptions) -> None:
     """A script is told by its arguments what a configuration is."""
     text = " ".join(options.args)
-    if not isinstance(options.subject, Script):
+    if not isinstance(options.subject, ScriptSubject):
         if options.args:
             raise LaunchError(
                 given=f"{options.model} -- {text}",
@@ -174,7 +174,7 @@ def _check_script(options: Options) -> None:
             )
 
 
-def arguments(options: Options, configuration: Configuration, run: str) -> list[str]:
+def arguments(options: StudyOptions, configuration: Configuration, run: str) -> list[str]:
     """The arguments of a script in this configuration: `{batch}` and others in their places."""
     values = {
         **{name: str(value) for name, value in asdict(configuration).items()},
@@ -189,10 +189,10 @@ def arguments(options: Options, configuration: Configuration, run: str) -> list[
     return found
 
 
-def curves(options: Options) -> list[Curve]:
+def curves(options: StudyOptions) -> list[ScalingCurve]:
     """All that a study compares, in the order of the options."""
     return [
-        Curve(scaling=scaling, backend=backend, strategy=strategy, precision=precision, way=way)
+        ScalingCurve(scaling=scaling, backend=backend, strategy=strategy, precision=precision, way=way)
         for scaling in options.scalings
         for strategy in options.strategies
         for precision in options.precisions
@@ -201,9 +201,9 @@ def curves(options: Options) -> list[Curve]:
     ]
 
 
-def configuration(options: Options, curve: Curve, processes: int) -> Configuration:
+def configuration(options: StudyOptions, curve: ScalingCurve, processes: int) -> Configuration:
     """The job of a curve at so many processes. One process of ours is the same for all backends."""
-    alone = processes == 1 and not isinstance(options.subject, Script)
+    alone = processes == 1 and not isinstance(options.subject, ScriptSubject)
     return Configuration(
         processes=processes,
         batch=options.batch * (processes if curve.scaling == "weak" else 1),
@@ -214,7 +214,7 @@ def configuration(options: Options, curve: Curve, processes: int) -> Configurati
     )
 
 
-def configurations(options: Options) -> list[Configuration]:
+def configurations(options: StudyOptions) -> list[Configuration]:
     """The jobs of a round, each once."""
     found = {
         configuration(options, curve, processes): None

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shoal.bench.scaling import format
-from shoal.bench.scaling.aggregate import Row, Spread
-from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.aggregate import ScalingPoint, Spread
+from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.report.html import Block, Figure, Table
 from shoal.report.html.plots import Series, lines
 
 WIDE = 8
 """More processes than these are drawn on logarithmic axes."""
 
-Names = Mapping[Curve, str]
+Names = Mapping[ScalingCurve, str]
 
 
-def scaled(rows: Sequence[Row], names: Names, word: str, each: int) -> list[Block]:
+def scaled(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
     """For each kind of scaling: what each curve gives for each number of processes, then its plots."""
     blocks: list[Block] = []
     for scaling in dict.fromkeys(row.curve.scaling for row in rows):
@@ -31,7 +31,7 @@ def scaled(rows: Sequence[Row], names: Names, word: str, each: int) -> list[Bloc
     return blocks
 
 
-def series(label: str, rows: Sequence[Row], each: int) -> Series:
+def series(label: str, rows: Sequence[ScalingPoint], each: int) -> Series:
     """The throughput of a curve, with the slowest and the fastest round."""
     return _line(label, [(row.processes, row.rate) for row in rows if row.rate is not None], each)
 
@@ -47,12 +47,14 @@ def _line(label: str, known: Sequence[tuple[int, Spread]], scale: float) -> Seri
     )
 
 
-def _of_curves(rows: Sequence[Row]) -> list[tuple[Curve, list[Row]]]:
+def _of_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, list[ScalingPoint]]]:
     curves = dict.fromkeys(row.curve for row in rows)
     return [(curve, [row for row in rows if row.curve == curve]) for curve in curves]
 
 
-def _throughput(scaling: str, rows: Sequence[Row], names: Names, word: str, each: int) -> Figure:
+def _throughput(
+    scaling: str, rows: Sequence[ScalingPoint], names: Names, word: str, each: int
+) -> Figure:
     sizes = sorted({row.processes for row in rows})
     start = max((row for row in rows if row.processes == sizes[0]), key=_rate)
     ideal = [_rate(start) * each * size / start.processes for size in sizes]
@@ -70,7 +72,7 @@ def _throughput(scaling: str, rows: Sequence[Row], names: Names, word: str, each
     )
 
 
-def _iteration(scaling: str, rows: Sequence[Row], names: Names) -> Figure:
+def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure:
     sizes = sorted({row.processes for row in rows})
     drawn = []
     for curve, own in _of_curves(rows):
@@ -114,7 +116,7 @@ def _iteration(scaling: str, rows: Sequence[Row], names: Names) -> Figure:
     )
 
 
-def _speedup(scaling: str, rows: Sequence[Row], names: Names) -> Figure:
+def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure:
     sizes = sorted({row.processes for row in rows})
     least = min(row.base.processes for row in rows if row.base is not None)
     drawn = [Series(label="ideal", x=sizes, y=[size / least for size in sizes], faint=True)]
@@ -134,7 +136,7 @@ def _speedup(scaling: str, rows: Sequence[Row], names: Names) -> Figure:
     )
 
 
-def _numbers(rows: Sequence[Row], names: Names, what: str, name: str, scale: int) -> Table:
+def _numbers(rows: Sequence[ScalingPoint], names: Names, what: str, name: str, scale: int) -> Table:
     head = ("curve", "processes", what, "lowest", "highest")
     cells = []
     for row in rows:
@@ -146,5 +148,5 @@ def _numbers(rows: Sequence[Row], names: Names, what: str, name: str, scale: int
     return Table(caption=f"{what}, as drawn.", head=head, rows=cells, right=head[1:])
 
 
-def _rate(row: Row) -> float:
+def _rate(row: ScalingPoint) -> float:
     return row.rate.median if row.rate is not None else 0.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.bench.scaling.aggregate import Row
-from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.aggregate import ScalingPoint
+from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.measure import SHOWN
 
 LEAST = 0.01
@@ -33,7 +33,7 @@ class Cause:
         return abs(self.share) >= max(LEAST, self.spread)
 
 
-def causes(row: Row, base: Row) -> list[Cause]:
+def causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
     """Where the time of a step went beyond that of perfect scaling, greatest first.
 
     With perfect scaling each part would take what it took at the base, times how much of the batch a
@@ -66,7 +66,7 @@ def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) 
     return excess
 
 
-def sentence(row: Row, base: Row) -> str:
+def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
     """Such as `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
     many = "1 process" if row.processes == 1 else f"{row.processes} processes"
     if row.speedup is None or row.efficiency is None:
@@ -84,9 +84,9 @@ def sentence(row: Row, base: Row) -> str:
     return f"{what}: " + (", ".join(parts) or f"nothing {above} is lost")
 
 
-def diagnoses(rows: Sequence[Row]) -> list[tuple[Curve, str]]:
+def diagnoses(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
     """A sentence for each curve, of its largest number of processes that ran, or that failed."""
-    by_curve: dict[Curve, list[Row]] = {}
+    by_curve: dict[ScalingCurve, list[ScalingPoint]] = {}
     for row in rows:
         by_curve.setdefault(row.curve, []).append(row)
     found = []
@@ -103,7 +103,7 @@ def diagnoses(rows: Sequence[Row]) -> list[tuple[Curve, str]]:
     return found
 
 
-def labels(curves: Sequence[Curve]) -> Mapping[Curve, str]:
+def labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
     """What tells these curves apart: `strong, gloo`; what they have in common is left out."""
     fields = ("scaling", "backend", "strategy", "precision", "way")
     differ = [name for name in fields if len({getattr(curve, name) for curve in curves}) > 1]
@@ -112,7 +112,7 @@ def labels(curves: Sequence[Curve]) -> Mapping[Curve, str]:
     }
 
 
-def _alone(base: Row) -> str:
+def _alone(base: ScalingPoint) -> str:
     """Of one size there is nothing to compare; what takes its time can be told."""
     parts = base.parts or {}
     total = sum(parts.values())
@@ -122,7 +122,7 @@ def _alone(base: Row) -> str:
     return f"{many}, and nothing to compare with: {told}"
 
 
-def _text(part: str, share: float, row: Row, work: float) -> str:
+def _text(part: str, share: float, row: ScalingPoint, work: float) -> str:
     if share < 0:  # what was won needs no excuse
         return "forward and backward" if part == "compute" else SHOWN[part]
     crowded = [note for note in row.notes if note.startswith("more processes")]

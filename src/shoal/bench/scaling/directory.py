@@ -24,7 +24,7 @@ from typing import Any
 from shoal.bench.scaling.aggregate import Repeat, repeat_from
 from shoal.bench.scaling.configurations import (
     Configuration,
-    Options,
+    StudyOptions,
     configurations,
     options_from,
     order,
@@ -42,7 +42,7 @@ class Study:
     """A study on disk. `machine` has what it ran on and with, as texts by name."""
 
     path: Path
-    options: Options
+    options: StudyOptions
     machine: Mapping[str, str]
     began: float
 
@@ -83,7 +83,7 @@ class Study:
         write_json(self.job(configuration, repeat.round) / RESULT, repeat.plain())
 
 
-def begin(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:
+def begin(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
     """A new study, or the one there if it is of the same options, to go on with.
 
     `machine` is what it runs on, by default this one. Raises CheckpointError where it is another study
@@ -116,7 +116,7 @@ def forget(study: Study) -> None:
         study.path.rmdir()
 
 
-def plan(path: Path, options: Options, machine: Mapping[str, str] | None = None) -> Study:
+def plan(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
     """The study that `begin` would begin or go on with; nothing is written."""
     machine = this_machine() if machine is None else {**machine, **versions()}
     if not (path / FILE).exists():
@@ -214,7 +214,7 @@ def _repeat(path: Path) -> Repeat:
         ) from None
 
 
-def _check_same(study: Study, options: Options, machine: Mapping[str, str]) -> None:
+def _check_same(study: Study, options: StudyOptions, machine: Mapping[str, str]) -> None:
     before, now = study.options.plain(), options.plain()
     differ = [
         f"{name} {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shoal.bench.scaling.aggregate import Row, Spread
-from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.aggregate import ScalingPoint, Spread
+from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.measure import PARTS
 from shoal.report.html import Table
 
@@ -17,7 +17,7 @@ def head(unit: str) -> tuple[str, ...]:
     return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
 
 
-def cells(row: Row, each: int, way: Way) -> tuple[str, ...]:
+def cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
     """A row of a curve's table; `each` is how many units a sample is, `way` how spread is shown."""
     begin = (str(row.processes), f"{row.configuration.batch:,}")
     if not (row.rate and row.iteration and row.speedup and row.efficiency):
@@ -56,7 +56,9 @@ def number(value: float) -> str:
     return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
-def across(rows: Sequence[Row], names: Mapping[Curve, str], unit: str, each: int) -> list[Table]:
+def across(
+    rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str], unit: str, each: int
+) -> list[Table]:
     """Numbers of processes by curves, such as backends: throughput, then the time of a step.
 
     None where there is one curve, whose own table says the same.
@@ -80,13 +82,13 @@ def across(rows: Sequence[Row], names: Mapping[Curve, str], unit: str, each: int
     return found
 
 
-def _rated(row: Row, each: int) -> str:
+def _rated(row: ScalingPoint, each: int) -> str:
     if row.rate is None or row.speedup is None:
         return ""
     return f"{number(row.rate.median * each)} ({row.speedup.median:.2f}x)"
 
 
-def _timed(row: Row) -> str:
+def _timed(row: ScalingPoint) -> str:
     return f"{number(row.mean * 1e3)} ({number(row.synchronisation * 1e3)})"
 
 
@@ -94,7 +96,7 @@ FIELDS = ("scaling", "backend", "strategy", "precision", "way")
 SPREADS = ("rate", "iteration", "speedup", "efficiency")
 
 
-def table(rows: Sequence[Row], unit: str, each: int) -> Table:
+def table(rows: Sequence[ScalingPoint], unit: str, each: int) -> Table:
     """All rows: medians with low and high, rates in `unit` per second, times in seconds."""
     spreads = [name if name != "rate" else f"{unit}_per_second" for name in SPREADS]
     ranges = [f"{name}{end}" for name in spreads for end in ("", "_low", "_high")]
@@ -103,7 +105,7 @@ def table(rows: Sequence[Row], unit: str, each: int) -> Table:
     return Table(caption="", head=head, rows=[_values(row, each) for row in rows])
 
 
-def _values(row: Row, each: int) -> list[str]:
+def _values(row: ScalingPoint, each: int) -> list[str]:
     values = [getattr(row.curve, name) for name in FIELDS]
     values += [str(row.processes), str(row.configuration.batch)]
     for name in SPREADS:

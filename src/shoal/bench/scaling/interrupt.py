@@ -6,7 +6,7 @@ import signal
 from types import FrameType, TracebackType
 
 
-class Interrupts:
+class InterruptFlag:
     """Inside of this context the first SIGINT or SIGTERM sets `asked`, and nothing else happens.
 
     Where `at_once` is set, it raises KeyboardInterrupt too. In the main thread only, as Python has it
@@ -17,7 +17,7 @@ class Interrupts:
         self.asked = 0
         self.at_once = False
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> InterruptFlag:
         numbers = (signal.SIGINT, signal.SIGTERM)
         self._before = {number: signal.getsignal(number) for number in numbers}
         for number, before in self._before.items():

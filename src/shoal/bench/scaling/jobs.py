@@ -21,10 +21,10 @@ import numpy as np
 import psutil
 
 from shoal.bench.scaling.aggregate import Repeat
-from shoal.bench.scaling.configurations import Configuration, Options, arguments
+from shoal.bench.scaling.configurations import Configuration, StudyOptions, arguments
 from shoal.bench.scaling.directory import Study, write_json
-from shoal.bench.scaling.measure import FEWEST, Measured, summarize
-from shoal.bench.scaling.subject import Script
+from shoal.bench.scaling.measure import FEWEST, StepTimes, summarize
+from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS, set_variables
 from shoal.report import PARTS, Attempt, Reader
 from shoal.util.errors import LaunchError, ShoalError
@@ -65,7 +65,7 @@ def run(study: Study, configuration: Configuration, number: int, mpirun: str) ->
     threads = str(study.options.threads) if study.options.threads else None
     with set_variables({THREADS: threads} if threads else {}):
         done = _execute(command, folder, study.options.limit)
-    return read(study, configuration, number, done)
+    return read_job_result(study, configuration, number, done)
 
 
 def prepare(study: Study, configuration: Configuration, number: int) -> Path:
@@ -83,14 +83,14 @@ def prepare(study: Study, configuration: Configuration, number: int) -> Path:
     return folder
 
 
-def script_of(options: Options) -> str:
+def script_of(options: StudyOptions) -> str:
     """The script that each process of a job runs."""
-    return options.subject.path if isinstance(options.subject, Script) else str(WORKER)
+    return options.subject.path if isinstance(options.subject, ScriptSubject) else str(WORKER)
 
 
-def arguments_of(options: Options, configuration: Configuration, folder: Path) -> list[str]:
+def arguments_of(options: StudyOptions, configuration: Configuration, folder: Path) -> list[str]:
     """The arguments of that script, for a job whose files are in `folder`."""
-    if isinstance(options.subject, Script):
+    if isinstance(options.subject, ScriptSubject):
         return arguments(options, configuration, str((folder / RUN).absolute()))
     return [str((folder / ORDER).absolute())]
 
@@ -185,7 +185,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def read(study: Study, configuration: Configuration, number: int, done: Done) -> Repeat:
+def read_job_result(study: Study, configuration: Configuration, number: int, done: Done) -> Repeat:
     """The result of a job that has ended, from its run directory and what it printed."""
     folder = study.job(configuration, number)
     common: dict[str, Any] = {
@@ -220,7 +220,7 @@ def _attempt(directory: Path) -> Attempt:
     return reader.history.latest
 
 
-def measure(attempt: Attempt, warmup: int, steps: int) -> Measured:
+def measure(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
     """The steps after the first `warmup`, at most so many.
 
     Raises LaunchError where there are fewer than two, or not of all ranks.

@@ -59,7 +59,7 @@ class Blame:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class StepTimes:
     """The steps of a job that count. Times in seconds; `walls` are those of each step on rank 0.
 
     `parts` are the seconds per step on a typical rank, of which the sum is its time per step. `ranks`
@@ -84,12 +84,12 @@ class Measured:
         return {**asdict(self), "walls": list(self.walls), "ranks": [dict(each) for each in self.ranks]}
 
 
-def measured_from(plain: Mapping[str, Any]) -> Measured:
-    """What `Measured.plain` was made of. Raises ValueError where it took no time, or few steps."""
+def measured_from(plain: Mapping[str, Any]) -> StepTimes:
+    """What `StepTimes.plain` was made of. Raises ValueError where it took no time, or few steps."""
     if not plain["seconds"] > 0 or len(plain["walls"]) < FEWEST:
         raise ValueError(f"{len(plain['walls'])} steps in {plain['seconds']} s")
     blame = plain["blame"]
-    return Measured(
+    return StepTimes(
         samples=plain["samples"],
         seconds=plain["seconds"],
         walls=tuple(plain["walls"]),
@@ -106,7 +106,7 @@ def summarize(
     samples: Sequence[int],
     hosts: Sequence[str],
     loss: float | None,
-) -> Measured:
+) -> StepTimes:
     """The steps of all ranks in figures; `own` has the recorded parts, `samples` those of each step."""
     communication = own.get("communication", np.zeros_like(walls))
     least = communication.min(axis=0, keepdims=True)
@@ -124,7 +124,7 @@ def summarize(
         for rank in range(len(walls))
     )
     patience = sorted(range(len(walls)), key=lambda rank: -means["waiting"][rank])
-    return Measured(
+    return StepTimes(
         samples=int(sum(samples)),
         seconds=float(walls[0].sum()),
         walls=tuple(map(float, walls[0])),

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from shoal.bench.scaling import compare, format
-from shoal.bench.scaling.aggregate import Row
+from shoal.bench.scaling.aggregate import ScalingPoint
 from shoal.bench.scaling.compare import Pair
-from shoal.bench.scaling.configurations import Curve
+from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.curves import WIDE, scaled, series
 from shoal.bench.scaling.diagnosis import causes, diagnoses, labels
 from shoal.bench.scaling.directory import Study
@@ -27,7 +27,7 @@ FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways
 COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
 
-def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
+def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str]) -> Page:
     """The page of a study: of the rows that have been measured, and what has to be said of them."""
     word, each = unit(study.options.subject)
     told = diagnoses(rows)
@@ -49,9 +49,9 @@ def study_page(study: Study, rows: Sequence[Row], notes: Sequence[str]) -> Page:
 
 
 def _diagnosis(
-    rows: Sequence[Row],
-    told: Sequence[tuple[Curve, str]],
-    names: Mapping[Curve, str],
+    rows: Sequence[ScalingPoint],
+    told: Sequence[tuple[ScalingCurve, str]],
+    names: Mapping[ScalingCurve, str],
     notes: Sequence[str],
 ) -> list[Block]:
     blocks: list[Block] = [Text(text=f"{names[curve]}: {text}.") for curve, text in told]
@@ -80,12 +80,12 @@ def _diagnosis(
     return blocks
 
 
-def _base(rows: Sequence[Row], row: Row) -> Row | None:
+def _base(rows: Sequence[ScalingPoint], row: ScalingPoint) -> ScalingPoint | None:
     return next((r for r in rows if r.curve == row.curve and r.configuration == row.base), None)
 
 
-def _time(rows: Sequence[Row], names: Mapping[Curve, str]) -> list[Block]:
-    labelled: dict[str, Row] = {}
+def _time(rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str]) -> list[Block]:
+    labelled: dict[str, ScalingPoint] = {}
     for row in rows:
         if row.parts is not None:
             many = f"{row.processes}" if row.base == row.configuration else None
@@ -96,7 +96,7 @@ def _time(rows: Sequence[Row], names: Mapping[Curve, str]) -> list[Block]:
     return [parts_figure("parts", labelled, "Milliseconds of a step by part, on a typical process.")]
 
 
-def parts_figure(name: str, labelled: Mapping[str, Row], caption: str) -> Figure:
+def parts_figure(name: str, labelled: Mapping[str, ScalingPoint], caption: str) -> Figure:
     """Bars of the parts of a step, one for each row, with its label."""
     given = [row.parts or {} for row in labelled.values()]
     used = [
@@ -118,7 +118,7 @@ def parts_figure(name: str, labelled: Mapping[str, Row], caption: str) -> Figure
     )
 
 
-def _tables(rows: Sequence[Row], word: str, each: int) -> list[Block]:
+def _tables(rows: Sequence[ScalingPoint], word: str, each: int) -> list[Block]:
     head = format.head(word)
     blocks: list[Block] = [
         Table(
@@ -191,7 +191,7 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
 
 def _overlaid(
     pairs: Sequence[Pair],
-    names: Mapping[Curve, str],
+    names: Mapping[ScalingCurve, str],
     word: str,
     each: int,
     called: tuple[str, str],
@@ -233,7 +233,9 @@ def _overlaid(
     return blocks
 
 
-def _beside(pairs: Sequence[Pair], names: Mapping[Curve, str], called: tuple[str, str]) -> Figure:
+def _beside(
+    pairs: Sequence[Pair], names: Mapping[ScalingCurve, str], called: tuple[str, str]
+) -> Figure:
     labelled = {
         f"{pair.configuration.processes} {names[pair.curve]}: {name}": row
         for pair in pairs

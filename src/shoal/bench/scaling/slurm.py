@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.bench.scaling import jobs
-from shoal.bench.scaling.allocations import Allocation, Asked, Room, allocations, room
-from shoal.bench.scaling.configurations import Configuration, Options, check
+from shoal.bench.scaling.allocations import Allocation, Asked, Capacity, allocations, room
+from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_options
 from shoal.bench.scaling.directory import FILE, Study, alone, begin, forget, plan
-from shoal.bench.scaling.subject import Script
+from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
-from shoal.launcher.submit.job import Request, Turn
+from shoal.launcher.submit.job import JobRequest, Turn
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.slurm.commands import require
-from shoal.launcher.submit.submit import Options as How
 from shoal.launcher.submit.submit import Submission
+from shoal.launcher.submit.submit import SubmitOptions as How
 from shoal.launcher.submit.submit import submit as hand_in
 from shoal.util.errors import LaunchError, ShoalError
 
@@ -57,13 +57,13 @@ Tell = Callable[[Allocation, Submission], None]
 
 
 def rehearse(
-    path: Path, options: Options, asked: Asked, site: Site, tell: Tell, *, force: bool
+    path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
 ) -> None:
     """Tell what `submit` would submit; nothing is made.
 
     Raises LaunchError for what can't be studied or does not fit the site.
     """
-    check(options)
+    check_options(options)
     fits = room(site, asked)
     fits.check(options.processes)
     study = plan(path, options, fits.told())
@@ -72,7 +72,9 @@ def rehearse(
         tell(each, hand_in(_request(study, each, fits, asked), site, how))
 
 
-def submit(path: Path, options: Options, asked: Asked, site: Site, tell: Tell, *, force: bool) -> Study:
+def submit(
+    path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
+) -> Study:
     """Submit what has no result and is in no job that waits or runs; each job is told.
 
     Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job.
@@ -105,7 +107,7 @@ def gather(study: Study) -> None:
     for number, configuration in study.missing():
         done = _end(study.job(configuration, number))
         if done is not None:
-            study.keep(configuration, jobs.read(study, configuration, number, done))
+            study.keep(configuration, jobs.read_job_result(study, configuration, number, done))
 
 
 def waiting(study: Study) -> list[Waiting]:
@@ -130,11 +132,11 @@ def _state(study: Study, name: str, trainings: int) -> Waiting:
     return Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state=state)
 
 
-def _request(study: Study, allocation: Allocation, fits: Room, asked: Asked) -> Request:
+def _request(study: Study, allocation: Allocation, fits: Capacity, asked: Asked) -> JobRequest:
     options = study.options
     limit = math.ceil(options.limit)
     turns = [_turn(study, *training) for training in allocation.trainings]
-    return Request(
+    return JobRequest(
         script=jobs.script_of(options),
         time=asked.time or 60 * math.ceil(len(turns) * (limit + SPARE) / 60),
         nodes=allocation.nodes,
@@ -164,7 +166,7 @@ def _turn(study: Study, number: int, configuration: Configuration) -> Turn:
 
 def _how(study: Study, allocation: Allocation, *, dry: bool, force: bool) -> How:
     # Of Shoal's own worker there is nothing to copy; a function is found in the working directory.
-    copy = isinstance(study.options.subject, Script)
+    copy = isinstance(study.options.subject, ScriptSubject)
     return How(run=_folder(study, allocation.name), dry=dry, copy=copy, force=force)
 
 

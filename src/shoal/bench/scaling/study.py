@@ -12,7 +12,7 @@ from shoal.bench.scaling import compare as comparing
 from shoal.bench.scaling import format, jobs, slurm
 from shoal.bench.scaling.aggregate import Repeat, all_notes, rows
 from shoal.bench.scaling.allocations import Allocation, Asked
-from shoal.bench.scaling.configurations import Options, check, configurations
+from shoal.bench.scaling.configurations import StudyOptions, check_options, configurations
 from shoal.bench.scaling.diagnosis import diagnoses, labels
 from shoal.bench.scaling.directory import Study, alone, begin
 from shoal.bench.scaling.page import compare_page, study_page
@@ -28,9 +28,9 @@ from shoal.util.tables import add_row, make_table, plain_console, print_line, pr
 CSV, PAGE = "results.csv", "index.html"
 
 
-def run(path: Path, options: Options, mpirun: str | None, tell: Callable[[str], None]) -> Study:
+def run(path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[str], None]) -> Study:
     """Run what is missing of a study; each job that ends is told."""
-    check(options)
+    check_options(options)
     study = begin(path, options)
     with alone(study), jobs.orderly():
         missing = study.missing(failed=True)
@@ -94,7 +94,7 @@ def show(study: Study, console: Console) -> None:
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 
 
-def rehearse(path: Path, options: Options, asked: Asked, site: Site, *, force: bool) -> None:
+def rehearse(path: Path, options: StudyOptions, asked: Asked, site: Site, *, force: bool) -> None:
     """Print the batch scripts that `submit` would submit, and on stderr what they are."""
     console, notes = plain_console(stderr=True), dict[str, None]()
 
@@ -108,7 +108,7 @@ def rehearse(path: Path, options: Options, asked: Asked, site: Site, *, force: b
 
 
 def submit(
-    path: Path, options: Options, asked: Asked, site: Site, console: Console, *, force: bool
+    path: Path, options: StudyOptions, asked: Asked, site: Site, console: Console, *, force: bool
 ) -> bool:
     """Submit what is missing of a study and show the rest; whether anything was, or nothing missing."""
     notes = dict[str, None]()

@@ -49,7 +49,7 @@ class Factory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class ScriptSubject:
     """A script of the user's."""
 
     path: str
@@ -58,13 +58,13 @@ class Script:
         return self.path
 
 
-Subject: TypeAlias = BuiltIn | Factory | Script
+Subject: TypeAlias = BuiltIn | Factory | ScriptSubject
 
 
 def parse_subject(text: str) -> Subject:
     """What `text` names, be it there or not. Raises LaunchError for what is none of these."""
     if text.endswith(".py"):
-        return Script(path=text)
+        return ScriptSubject(path=text)
     name, colon, rest = text.partition(":")
     if name in SIZES:
         return BuiltIn(name=name, sizes={**SIZES[name], **_sizes(name, rest if colon else "")})

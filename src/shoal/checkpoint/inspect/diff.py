@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.inspect.manifest import Contents, Reference, leaves
+from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference, leaves
 from shoal.checkpoint.inspect.tensor_reader import Values, blocks
-from shoal.checkpoint.tensor_index import Row
+from shoal.checkpoint.tensor_index import TensorEntry
 
 BLOCK = 1 << 25
 """Bytes of a tensor that are compared at a time; the comparison takes about ten times as many."""
@@ -43,7 +43,7 @@ class Comparison:
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
-    reformed: tuple[tuple[str, Row, Row], ...]
+    reformed: tuple[tuple[str, TensorEntry, TensorEntry], ...]
     changed: tuple[Changed, ...]
     plain: tuple[tuple[str, str | None, str | None], ...]
     info: tuple[tuple[str, str | None, str | None], ...]
@@ -56,7 +56,7 @@ class Comparison:
         return not any(parts)
 
 
-def compare(first: Contents, second: Contents) -> Comparison:
+def compare(first: CheckpointManifest, second: CheckpointManifest) -> Comparison:
     """Compare all that is in two checkpoints, block by block, so that memory stays small."""
     a, b = first.tensors, second.tensors
     common = [name for name in a if name in b]
@@ -85,7 +85,7 @@ def _differing(
     return tuple((path, here.get(path), there.get(path)) for path in differ)
 
 
-def _plain(contents: Contents) -> dict[str, Any]:
+def _plain(contents: CheckpointManifest) -> dict[str, Any]:
     return {
         "step": contents.manifest.step,
         "ranks": contents.manifest.world_size,
@@ -101,7 +101,7 @@ def _texts(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "/".join(at), repr(value)
 
 
-def _changed(name: str, row: Row, left: Values, right: Values) -> Changed | None:
+def _changed(name: str, row: TensorEntry, left: Values, right: Values) -> Changed | None:
     differ, most = 0, 0.0
     for spans in blocks(row, BLOCK):
         count, by = _difference(left.part(name, spans), right.part(name, spans))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from shoal.checkpoint.inspect.listing import Entry, Leftover, moment
-from shoal.checkpoint.inspect.manifest import Contents, Reference, leaves
+from shoal.checkpoint.inspect.listing import CheckpointEntry, Leftover, moment
+from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference, leaves
 from shoal.checkpoint.paths import AnyPath
-from shoal.checkpoint.tensor_index import Row
+from shoal.checkpoint.tensor_index import TensorEntry
 from shoal.util.tables import (
     add_row,
     make_table,
@@ -34,7 +34,7 @@ _LONGEST = 200
 def listing(
     console: Console,
     folder: AnyPath,
-    found: Sequence[Entry],
+    found: Sequence[CheckpointEntry],
     left: Sequence[Leftover],
     *,
     verified: bool,
@@ -54,7 +54,7 @@ def listing(
         console.print()
 
 
-def _columns(found: Sequence[Entry], *, width: int, verified: bool) -> dict[str, Any]:
+def _columns(found: Sequence[CheckpointEntry], *, width: int, verified: bool) -> dict[str, Any]:
     """Of each column its text for an entry. On a narrow screen only what most people look for."""
     now, wide = time.time(), width >= _WIDE
     said = {name for entry in found for name in entry.info} if width >= _USUAL else set()
@@ -74,7 +74,7 @@ def _columns(found: Sequence[Entry], *, width: int, verified: bool) -> dict[str,
     return {name: cell for name, (shown, cell) in columns.items() if shown}
 
 
-def contents(console: Console, found: Contents) -> None:
+def contents(console: Console, found: CheckpointManifest) -> None:
     """One checkpoint: where it comes from, and all that it holds."""
     saved = moment(found.path, found.info)
     records = found.manifest.files
@@ -118,7 +118,7 @@ def _flat(tree: Any) -> dict[Any, Any]:
     return {name: item for name, item in items if not isinstance(item, dict)}
 
 
-def _tree(console: Console, title: str, tree: Any, tensors: Mapping[str, Row]) -> None:
+def _tree(console: Console, title: str, tree: Any, tensors: Mapping[str, TensorEntry]) -> None:
     """Tensors as a table, and all else below it."""
     found = list(leaves(tree))
     named = [(_joined(at), tensors[item.name]) for at, item in found if isinstance(item, Reference)]
@@ -130,7 +130,7 @@ def _tree(console: Console, title: str, tree: Any, tensors: Mapping[str, Row]) -
         print_pairs(console, title, plain)
 
 
-def _tensors(console: Console, title: str, named: Iterable[tuple[str, Row]]) -> None:
+def _tensors(console: Console, title: str, named: Iterable[tuple[str, TensorEntry]]) -> None:
     named = list(named)
     divided = any(len(row.chunks) > 1 for _, row in named)
     headers = ("tensor", "dtype", "shape", "size", *(["pieces"] if divided else []))
@@ -142,10 +142,10 @@ def _tensors(console: Console, title: str, named: Iterable[tuple[str, Row]]) -> 
 
 
 def _optimizer(
-    console: Console, title: str, tree: Mapping[str, Any], tensors: Mapping[str, Row]
+    console: Console, title: str, tree: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 ) -> None:
     """Of an optimizer the kinds of its tensors, summed up, and its groups."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
+    kinds: dict[tuple[str, str], list[TensorEntry]] = {}
     for _, item in _parts(tree, "state"):
         for at, leaf in leaves(item):
             if isinstance(leaf, Reference):
@@ -162,7 +162,7 @@ def _optimizer(
         print_pairs(console, f"{title}, group {number}", pairs)
 
 
-def _ranks(console: Console, found: Contents) -> None:
+def _ranks(console: Console, found: CheckpointManifest) -> None:
     names: dict[str, None] = {}
     total = 0
     for at, item in (leaf for rank in found.rank_state for leaf in leaves(rank)):
@@ -257,5 +257,5 @@ def _when(moment: float | None) -> str:
     return "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
-def _shape(row: Row) -> str:
+def _shape(row: TensorEntry) -> str:
     return " x ".join(map(str, row.shape)) or "scalar"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.inspect.manifest import Contents, Reference
+from shoal.checkpoint.inspect.manifest import CheckpointManifest, Reference
 from shoal.checkpoint.inspect.tensor_reader import Values, blocks
 from shoal.checkpoint.model_file import appearing, save_pickled
 from shoal.checkpoint.state_tree import DTYPES
@@ -38,7 +38,9 @@ class Extracted:
     left: tuple[str, ...]
 
 
-def extract(contents: Contents, path: Path, *, step: str | None, ema: str | None) -> Extracted:
+def extract(
+    contents: CheckpointManifest, path: Path, *, step: str | None, ema: str | None
+) -> Extracted:
     """Write the tensors of a model under the user's names, as `shoal.export` does.
 
     The ending of `path` says how: `.safetensors` is written block by block, `.pt` needs as much memory
@@ -88,14 +90,14 @@ def _tensors(tree: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _choose(contents: Contents, what: str, name: str | None, there: Mapping[str, Any]) -> str:
+def _choose(contents: CheckpointManifest, what: str, name: str | None, there: Mapping[str, Any]) -> str:
     if name is not None and name in there:
         return name
     names = ", ".join(there) or "none"
     raise _without(contents, f"no {what} named {name}; there is: {names}" if name else f"no {what}")
 
 
-def _without(contents: Contents, found: str) -> CheckpointError:
+def _without(contents: CheckpointManifest, found: str) -> CheckpointError:
     return CheckpointError(
         given=f"the checkpoint {contents.path}",
         found=found,
@@ -103,7 +105,7 @@ def _without(contents: Contents, found: str) -> CheckpointError:
     )
 
 
-def _write(model: Mapping[str, str], contents: Contents, values: Values, path: Path) -> None:
+def _write(model: Mapping[str, str], contents: CheckpointManifest, values: Values, path: Path) -> None:
     """A safetensors file (https://huggingface.co/docs/safetensors), widest dtypes first."""
     rows = {name: contents.tensors[of] for name, of in model.items()}
     dtypes = {name: getattr(torch, row.dtype) for name, row in rows.items()}

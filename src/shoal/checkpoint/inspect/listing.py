@@ -20,7 +20,7 @@ _LAST = 2.0**36  # in the year 4147; beyond it not every clock can say what time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """A checkpoint; `saved` is in seconds since the epoch, the rest of a damaged one may be unknown."""
 
     path: AnyPath
@@ -41,7 +41,7 @@ class Leftover:
     what: str
 
 
-def entries(folder: AnyPath, *, verify: bool) -> Iterator[Entry]:
+def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
     """The checkpoints in a directory, oldest first; `verify` reads all of their files."""
     newest_first: Sequence[AnyPath] = store_in(folder, Files()).candidates()
     for path in reversed(newest_first):
@@ -67,17 +67,17 @@ def leftovers(folder: AnyPath) -> list[Leftover]:
     ]
 
 
-def entry(path: AnyPath, *, verify: bool) -> Entry:
+def entry(path: AnyPath, *, verify: bool) -> CheckpointEntry:
     """One checkpoint; `verify` reads all of its files."""
     return _entry(path, problems(path, read=verify))
 
 
-def _entry(path: AnyPath, found: Sequence[str]) -> Entry:
+def _entry(path: AnyPath, found: Sequence[str]) -> CheckpointEntry:
     try:
         said = manifest(path)
     except DamageError:
         files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
-        return Entry(
+        return CheckpointEntry(
             path=path,
             info={},
             saved=None,
@@ -87,7 +87,7 @@ def _entry(path: AnyPath, found: Sequence[str]) -> Entry:
             problems=tuple(found),
         )
     info = _info(said.info)
-    return Entry(
+    return CheckpointEntry(
         path=path,
         info=info,
         saved=moment(path, info),

@@ -8,7 +8,7 @@ from typing import TypeVar
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import Name, is_named
 from shoal.checkpoint.filesystem import Files
-from shoal.checkpoint.inspect.manifest import Contents, look
+from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
 from shoal.checkpoint.inspect.verify import problems
 from shoal.checkpoint.paths import AnyPath
 from shoal.checkpoint.store import MANIFEST
@@ -99,7 +99,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
     return (final, problems(final, read=read)) if final.exists() else (None, [])
 
 
-def read(given: Sequence[AnyPath], action: Callable[[list[Contents]], R]) -> R:
+def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
     """What `action` makes of the contents of the newest checkpoint of each of `given`.
 
     It is called again where a live run has renamed or removed one of them meanwhile.
@@ -109,7 +109,7 @@ def read(given: Sequence[AnyPath], action: Callable[[list[Contents]], R]) -> R:
         tries -= 1
         paths = [newest(each) for each in given]
         try:
-            return action([look(path) for path in paths])
+            return action([inspect_checkpoint(path) for path in paths])
         except CheckpointError:
             if not tries or all(path.exists() for path in paths):
                 raise

@@ -13,7 +13,7 @@ from shoal.checkpoint import tensor_index
 from shoal.checkpoint.object_store import RemoteError
 from shoal.checkpoint.paths import AnyPath, open_file
 from shoal.checkpoint.store import DamageError, Manifest, NewerError, read_manifest
-from shoal.checkpoint.tensor_index import Row
+from shoal.checkpoint.tensor_index import TensorEntry
 from shoal.util.errors import CheckpointError
 
 _DEEPEST = 200
@@ -32,7 +32,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointManifest:
     """A checkpoint, but for the values of its tensors."""
 
     path: AnyPath
@@ -40,7 +40,7 @@ class Contents:
     info: dict[str, Any]
     state: Any
     rank_state: list[Any]
-    tensors: dict[str, Row]
+    tensors: dict[str, TensorEntry]
 
     @property
     def bytes(self) -> int:
@@ -48,7 +48,7 @@ class Contents:
         return sum(record.bytes for record in self.manifest.files.values())
 
 
-def look(path: AnyPath) -> Contents:
+def inspect_checkpoint(path: AnyPath) -> CheckpointManifest:
     """Read a checkpoint's JSON; its files have to be there in their sizes, whatever they hold.
 
     Raises CheckpointError for what is damaged, or is no checkpoint; RemoteError where that can't be
@@ -60,7 +60,7 @@ def look(path: AnyPath) -> Contents:
             if reason := record.difference(path / name, read=False):
                 raise DamageError(f"{name} {reason}")
         with open_file(path / tensor_index.STATE) as file:
-            content = tensor_index.read(file.read(), manifest)
+            content = tensor_index.read_tensor_index(file.read(), manifest)
         info, state = simplify(manifest.info), simplify(content["state"])
         ranks = [simplify(each) for each in content["rank_state"]]
         rows = tensor_index.rows(content, manifest.files)
@@ -71,7 +71,7 @@ def look(path: AnyPath) -> Contents:
                 raise DamageError(
                     f"{'/'.join(at)} is a tensor that {tensor_index.STATE} does not describe"
                 )
-        return Contents(path, manifest, info, state, ranks, rows)
+        return CheckpointManifest(path, manifest, info, state, ranks, rows)
     except RemoteError:
         raise
     except (DamageError, OSError, ValueError, TypeError, RecursionError) as error:

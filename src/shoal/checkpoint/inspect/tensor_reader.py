@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shoal.checkpoint.inspect.manifest import Contents
+from shoal.checkpoint.inspect.manifest import CheckpointManifest
 from shoal.checkpoint.paths import local_file
 from shoal.checkpoint.store import DamageError
-from shoal.checkpoint.tensor_index import Chunk, Row
+from shoal.checkpoint.tensor_index import Chunk, TensorEntry
 from shoal.checkpoint.tensors import check_piece
 from shoal.util.errors import CheckpointError
 
@@ -28,7 +28,7 @@ class Values:
     Of one on another file system they are copies, removed in the end.
     """
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: CheckpointManifest) -> None:
         self._contents = contents
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
@@ -69,7 +69,9 @@ class Values:
             joined[where] = piece
         return joined
 
-    def _pieces(self, row: Row, spans: Sequence[Span]) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    def _pieces(
+        self, row: TensorEntry, spans: Sequence[Span]
+    ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         """What each chunk has of a part, and where in the part it belongs."""
         for chunk in row.chunks:
             ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
@@ -85,7 +87,7 @@ class Values:
             )
             yield where, self._read(row, chunk, common)
 
-    def _read(self, row: Row, chunk: Chunk, spans: Sequence[Span]) -> Tensor:
+    def _read(self, row: TensorEntry, chunk: Chunk, spans: Sequence[Span]) -> Tensor:
         file = self._file(chunk.file)
         sizes = [stop - start for start, stop in spans]
         if sizes == list(chunk.sizes):
@@ -104,7 +106,7 @@ class Values:
         return self._open[name]
 
 
-def blocks(row: Row, most: int) -> Iterator[list[Span]]:
+def blocks(row: TensorEntry, most: int) -> Iterator[list[Span]]:
     """The parts of a tensor, of at most `most` bytes or of one row of its first axis."""
     rest = [(0, size) for size in row.shape[1:]]
     if not row.shape or not row.bytes:

@@ -44,7 +44,7 @@ def problems(path: AnyPath, *, read: bool) -> list[str]:
         return listed
     try:
         with open_file(path / tensor_index.STATE) as file:
-            tensor_index.read(file.read(), said)
+            tensor_index.read_tensor_index(file.read(), said)
     except RemoteError:
         raise
     except (DamageError, OSError) as error:

@@ -21,7 +21,7 @@ from shoal.distributed.placement import (
     slurm_job,
     spell,
 )
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 
 REQUEUE = 75
 """The exit code of a rank that was told to stop, has saved and wants to be started again: EX_TEMPFAIL
@@ -45,7 +45,7 @@ __all__ = [
     "REQUEUE",
     "RUN_ID",
     "Commands",
-    "Launcher",
+    "ClusterEnvironment",
     "Meeting",
     "Placement",
     "detect",
@@ -57,7 +57,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launcher:
+class ClusterEnvironment:
     """A launcher: the variables that give it away, why it is asked where it is, and whence known.
 
     Any one of `marks` is enough to know it; what it then lacks is an error and not another
@@ -90,56 +90,56 @@ class Launcher:
 _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID")
 
 LAUNCHERS = (
-    Launcher(
+    ClusterEnvironment(
         name="torchrun, shoal run",
         marks=("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         why_here="first: others start its agents, and their variables stay visible to its workers",
         source="torch.distributed.run; torch 2.13, recorded",
         read=lambda env, cpus, _: torchrun(env, cpus),
     ),
-    Launcher(
+    ClusterEnvironment(
         name="jsrun (LSF)",
         marks=("JSM_NAMESPACE_RANK",),
         why_here="before Open MPI: Spectrum MPI under jsrun sets OMPI_COMM_WORLD_* too",
         source="IBM Spectrum LSF and JSM, documentation",
         read=lambda env, cpus, _: jsrun(env, cpus),
     ),
-    Launcher(
+    ClusterEnvironment(
         name="Open MPI, PRRTE",
         marks=("OMPI_COMM_WORLD_RANK",),
         why_here="before srun: inside an allocation mpirun starts its daemons as tasks of a step",
         source="Open MPI 4.1 and 5.0, recorded",
         read=lambda env, cpus, _: open_mpi(env, cpus),
     ),
-    Launcher(
+    ClusterEnvironment(
         name="Hydra (MPICH, Intel MPI)",
         marks=("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         why_here="before srun, as Open MPI; srun --mpi=pmi2 sets PMI_RANK, but not these two",
         source="MPICH 4.0 and 5.0, Intel MPI 2021, recorded",
         read=hydra,
     ),
-    Launcher(
+    ClusterEnvironment(
         name="PALS (PBS)",
         marks=("PALS_RANKID",),
         why_here="after Hydra, which can run under PBS too and sets nothing of PALS",
         source="mpiexec(1) of HPE PALS",
         read=lambda env, cpus, _: pals(env, cpus),
     ),
-    Launcher(
+    ClusterEnvironment(
         name="Flux",
         marks=("FLUX_TASK_RANK",),
         why_here="before srun: an instance of Flux may itself be a step of a Slurm job",
         source="flux-environment(7)",
         read=lambda env, cpus, _: flux(env, cpus),
     ),
-    Launcher(
+    ClusterEnvironment(
         name="srun",
         marks=_SLURM,
         why_here="after these: srun starts most of them, with --mpi=pmi2 and pmix its tasks itself",
         source="Slurm 22.05, recorded",
         read=lambda env, cpus, _: srun(env, cpus),
     ),
-    Launcher(
+    ClusterEnvironment(
         name="env://",
         marks=("RANK", "LOCAL_RANK"),
         why_here="last: scripts set these from what a launcher above says, which says more",
@@ -167,7 +167,7 @@ def detect(env: Mapping[str, str], cpus: int, commands: Commands) -> Placement:
             check_agreement(env, placement)
         reason = f"{spell(env, chosen.marks)}; asked {chosen.why_here}"
     earlier = LAUNCHERS if chosen is None else LAUNCHERS[: LAUNCHERS.index(chosen)]
-    launcher = Choice(
+    launcher = Decision(
         what="launcher",
         value=placement.launcher,
         reason=reason or placement.reason,
@@ -220,7 +220,7 @@ def _alone(env: Mapping[str, str], cpus: int) -> Placement:
         if batch
         else "no launcher's variables are set",
         choices=(
-            Choice(what="cores", value=cpus, reason=f"{cpus} core(s) in its affinity, all its own"),
-            Choice(what="address", value=("127.0.0.1",), reason="one process has nobody to meet"),
+            Decision(what="cores", value=cpus, reason=f"{cpus} core(s) in its affinity, all its own"),
+            Decision(what="address", value=("127.0.0.1",), reason="one process has nobody to meet"),
         ),
     )

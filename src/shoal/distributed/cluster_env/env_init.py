@@ -14,7 +14,7 @@ from shoal.distributed.placement import (
     slurm_job,
     spell,
 )
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -65,8 +65,8 @@ def by_hand(env: Mapping[str, str], cpus: int) -> Placement:
         + (f"; one process for each pod: {pod}" if pod else ""),
         choices=(
             cores,
-            Choice(what="address", value=(address,), reason=f"env://: MASTER_ADDR={address}"),
-            Choice(what="port", value=(port,), reason=f"env://: MASTER_PORT={port}"),
+            Decision(what="address", value=(address,), reason=f"env://: MASTER_ADDR={address}"),
+            Decision(what="port", value=(port,), reason=f"env://: MASTER_PORT={port}"),
         ),
     )
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 
 _LISTS = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS")
 
@@ -46,7 +46,7 @@ def expand_tasks(text: str) -> list[int]:
     return tasks
 
 
-def allocated(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
+def allocated(env: Mapping[str, str]) -> Decision[tuple[str, ...]]:
     """The machines that a scheduler gave to this job, in its order; empty where none says.
 
     Slurm: SLURM_JOB_NODELIST. PBS: PBS_NODEFILE (qsub(1B)), which not every machine of a job can
@@ -57,8 +57,8 @@ def allocated(env: Mapping[str, str]) -> Choice[tuple[str, ...]]:
         hosts = tuple(dict.fromkeys(_listed(name, env[name]))) if env.get(name) else ()
         if hosts:
             reason = f"rank 0 is on one of the scheduler's machines: {name}={env[name]}"
-            return Choice(what="address", value=hosts, reason=reason)
-    return Choice(what="address", value=(), reason=f"no list of machines in {', '.join(_LISTS)}")
+            return Decision(what="address", value=hosts, reason=reason)
+    return Decision(what="address", value=(), reason=f"no list of machines in {', '.join(_LISTS)}")
 
 
 def _listed(name: str, text: str) -> list[str]:

@@ -19,7 +19,7 @@ from shoal.distributed.placement import (
     slurm_job,
     spell,
 )
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
 Commands = Callable[[], Iterable[str]]
@@ -125,7 +125,7 @@ def _place(
 
 
 def _meeting(
-    env: Mapping[str, str], job: str, hints: tuple[str, ...], here: Choice[tuple[str, ...]] | None
+    env: Mapping[str, str], job: str, hints: tuple[str, ...], here: Decision[tuple[str, ...]] | None
 ) -> Meeting:
     if here is not None:
         return meet(env, job=job, hosts=here)
@@ -134,7 +134,7 @@ def _meeting(
         return meet(env, job=job, hosts=hosts)
     # Rank 0 is mostly where mpirun is; that is no certainty, so it also says where it is.
     guess = "; mpirun was started here" if hints else ""
-    hosts = Choice(what="address", value=hints, reason=f"{hosts.reason}{guess}")
+    hosts = Decision(what="address", value=hints, reason=f"{hosts.reason}{guess}")
     return meet(env, job=job, hosts=hosts, shared=True)
 
 

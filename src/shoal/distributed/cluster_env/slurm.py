@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shoal.distributed.cluster_env.host_lists import expand_hosts, expand_tasks
 from shoal.distributed.placement import Placement, integer, meet, parse, require, slurm_job, spell
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
 # Slurm numbers its own steps (batch script, interactive shell, extern) from here up: not tasks.
@@ -133,7 +133,7 @@ def _ranks_here(env: Mapping[str, str], rank: int, local_size: int) -> list[int]
 
 def _first_rank(
     env: Mapping[str, str], hosts: list[str], here: list[int], node: int
-) -> Choice[tuple[str, ...]]:
+) -> Decision[tuple[str, ...]]:
     """The hosts that may have rank 0: the first, but for one's own list (`-m arbitrary`)."""
     listed = spell(env, _LISTS[:1])
     if 0 in here:
@@ -147,11 +147,11 @@ def _first_rank(
     return _at((hosts[0],), f"rank 0 is on the first machine of the step: {listed}")
 
 
-def _at(hosts: tuple[str, ...], reason: str) -> Choice[tuple[str, ...]]:
-    return Choice(what="address", value=hosts, reason=reason)
+def _at(hosts: tuple[str, ...], reason: str) -> Decision[tuple[str, ...]]:
+    return Decision(what="address", value=hosts, reason=reason)
 
 
-def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> Choice[int]:
+def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> Decision[int]:
     """How many cores one task may use, where `cpus` are in its affinity."""
     if env.get("SLURM_CPUS_PER_TASK"):
         # Since 22.05 srun inherits the job's variable without its binding: the affinity decides.
@@ -164,4 +164,4 @@ def _cores(env: Mapping[str, str], cpus: int, local_size: int) -> Choice[int]:
         value = cpus if bound else on_node // max(1, local_size)
         how = f"the {cpus} that it is bound to" if bound else f"divided by {local_size} task(s)"
         why = f"SLURM_CPUS_ON_NODE={on_node}, {how}; SLURM_CPUS_PER_TASK is not set"
-    return Choice(what="cores", value=max(1, value), reason=why)
+    return Decision(what="cores", value=max(1, value), reason=why)

@@ -13,7 +13,7 @@ from shoal.distributed.placement import (
     require,
     spell,
 )
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 from shoal.util.errors import LaunchError
 
 RUN_ID = "shoal-run"
@@ -63,8 +63,8 @@ def torchrun(env: Mapping[str, str], cpus: int) -> Placement:
         reason=spell(env, _NAMES),
         choices=(
             cores,
-            Choice(what="address", value=(address,), reason=f"{launcher}: MASTER_ADDR={address}"),
-            Choice(what="port", value=(port,), reason=f"{launcher}: MASTER_PORT={port}"),
+            Decision(what="address", value=(address,), reason=f"{launcher}: MASTER_ADDR={address}"),
+            Decision(what="port", value=(port,), reason=f"{launcher}: MASTER_PORT={port}"),
         ),
     )
 

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from shoal.distributed.mpi import buffers
-from shoal.distributed.mpi.work import Mover, Operation, Record
-from shoal.telemetry.flight_recorder import Call, Check, Collective, Entry, describe
+from shoal.distributed.mpi.work import Mover, Operation, OperationRecord
+from shoal.telemetry.flight_recorder import Check, Collective, CollectiveCall, CollectiveEntry, describe
 
 _REMEMBERED = 2000
 """As many as torch's flight recorder keeps."""
@@ -35,7 +35,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 """Untyped, since torch calls each method in one of the two ways that it declares them."""
 
 
-class Members(_ProcessGroup):  # type: ignore[misc]
+class GroupMembers(_ProcessGroup):  # type: ignore[misc]
     """The ranks of two communicators: one for collectives, one for messages with tags of the user's.
 
     `limit` is after how many seconds an operation is given up. Communicators are not freed: that is
@@ -58,7 +58,7 @@ class Members(_ProcessGroup):  # type: ignore[misc]
         self._rank, self._size = collectives.rank, collectives.size
         self._number = self._begun = 0
         self._name = ""
-        self._records: deque[Record] = deque(maxlen=_REMEMBERED)
+        self._records: deque[OperationRecord] = deque(maxlen=_REMEMBERED)
         shared.groups += 1
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
@@ -87,21 +87,21 @@ class Members(_ProcessGroup):  # type: ignore[misc]
     def _get_sequence_number_for_group(self) -> int:
         return self._begun
 
-    def recorded(self) -> list[Entry]:
+    def recorded(self) -> list[CollectiveEntry]:
         """The newest collectives, and the sends and receives that somebody waits for; oldest first."""
         return [
-            Entry(each.begun, each.thread, self._described(each))
+            CollectiveEntry(each.begun, each.thread, self._described(each))
             for each in list(self._records)
             if each.number or (each.awaited and not each.done)
         ]
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[CollectiveCall]:
         """What traffic counts: collectives, sends and receives, oldest first."""
         return [self._counted(each) for each in list(self._records)]
 
-    def _counted(self, record: Record) -> Call:
+    def _counted(self, record: OperationRecord) -> CollectiveCall:
         size, scatters = record.size, record.operation.endswith("scatter")
-        return Call(
+        return CollectiveCall(
             recorder=f"mpi {self.group_name}",
             record=record.index,
             backend="mpi",
@@ -115,7 +115,7 @@ class Members(_ProcessGroup):  # type: ignore[misc]
             done=record.done,
         )
 
-    def _described(self, record: Record) -> Collective:
+    def _described(self, record: OperationRecord) -> Collective:
         return Collective(
             group=self.group_name if record.number else "",
             number=record.number,
@@ -188,7 +188,7 @@ class Members(_ProcessGroup):  # type: ignore[misc]
         aside: bool,
     ) -> Operation:
         self._begun += 1
-        record = Record(
+        record = OperationRecord(
             index=self._begun,
             number=number,
             operation=operation,

@@ -16,12 +16,12 @@ from mpi4py import MPI
 from torch import Tensor
 
 from shoal.distributed.mpi import buffers
-from shoal.distributed.mpi.base_group import Finish, Members, Statuses
+from shoal.distributed.mpi.base_group import Finish, GroupMembers, Statuses
 from shoal.distributed.mpi.work import Operation
 from shoal.util.errors import ShoalError
 
 
-class Group(Members):
+class Group(GroupMembers):
     """What torch asks of a process group. Some of it has two names: that of torch 2.11 and a newer."""
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Operation:

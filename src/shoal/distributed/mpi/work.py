@@ -27,7 +27,7 @@ _ASIDE_SECONDS = 5e-5
 
 
 @dataclass(eq=False, kw_only=True)
-class Record:
+class OperationRecord:
     """What is remembered of an operation for longer than its tensors live.
 
     `index` counts all operations of a group, `number` its collectives. Times are in ns since 1970.
@@ -64,7 +64,7 @@ class Operation(dist.Work):
         self,
         requests: Sequence[MPI.Request],
         *,
-        record: Record,
+        record: OperationRecord,
         mover: Mover,
         aside: bool,
         limit: float,

@@ -28,7 +28,7 @@ _FLUSH_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class HangReport:
     """What is to be shown: `text`, about `rank` at `where` (host and place), of `size` ranks.
 
     `when` is in seconds of `time.monotonic` on the machine of whoever wrote it.
@@ -49,7 +49,7 @@ def launched() -> bool:
     return env_vars.reports() is not None
 
 
-def tell_launcher(report: Report) -> bool:
+def tell_launcher(report: HangReport) -> bool:
     """Hand a report to the `shoal run` that started this process; False if none did."""
     failure = {
         "rank": report.rank,
@@ -100,7 +100,7 @@ def _tell(message: bytes) -> bool:
     return True
 
 
-def tell_people(report: Report) -> None:
+def tell_people(report: HangReport) -> None:
     """Write a report to stderr."""
     say(str(report))
 

@@ -22,7 +22,7 @@ _ALIKE = {"all_reduce", "broadcast", "reduce", "all_gather", "gather", "reduce_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WaitLimits:
     """How many seconds a wait may last: in a step, and where one rank may take its time."""
 
     step: float
@@ -30,7 +30,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RankReport:
     """What one rank says of itself.
 
     `place` is the user's line that its main thread is at, `function` the function of that line.
@@ -74,7 +74,7 @@ class Absent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class HangDiagnosis:
     """The outcome: `line` says it all, `rank` is whom it names, at `where` (host and place).
 
     It is to be believed when the wait has lasted `patience` seconds longer than it may, and it may
@@ -87,7 +87,7 @@ class Verdict:
     patience: float = 0.0
     limit: float = 0.0
 
-    def due(self, limits: Limits, limit: float) -> float:
+    def due(self, limits: WaitLimits, limit: float) -> float:
         """After how many seconds of waiting it is to be believed, by a rank whose limit is `limit`."""
         longest = max(limit, self.limit)
         if self.patience == math.inf:
@@ -95,42 +95,42 @@ class Verdict:
         return longest + self.patience
 
 
-def to_plain(seen: Seen) -> dict[str, Any]:
+def to_plain(seen: RankReport) -> dict[str, Any]:
     """What crosses between ranks, as JSON."""
     return asdict(seen)
 
 
-def from_plain(plain: Mapping[str, Any]) -> Seen:
+def from_plain(plain: Mapping[str, Any]) -> RankReport:
     """Read what `to_plain` made, after it has been through JSON."""
     waits = plain["waits"]
     recent = tuple(Collective(**each) for each in plain["recent"])
-    return Seen(**{**plain, "waits": waits and Collective(**waits), "recent": recent})
+    return RankReport(**{**plain, "waits": waits and Collective(**waits), "recent": recent})
 
 
-def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
+def decide(found: Sequence[RankReport | Absent], *, seconds: float) -> HangDiagnosis | None:
     """Name the rank that the others have been waiting for, for `seconds`; None if nobody waits.
 
     A rank that does something else than the others comes first, then those whose process is gone,
     those that are elsewhere, those that do not answer. If all of them wait, they wait for each other.
     """
-    waiting = [one for one in found if isinstance(one, Seen) and one.waits is not None]
+    waiting = [one for one in found if isinstance(one, RankReport) and one.waits is not None]
     if not waiting:
         return None
     size = len(found)
-    mismatch = _mismatch([one for one in found if isinstance(one, Seen)], waiting, size)
+    mismatch = _mismatch([one for one in found if isinstance(one, RankReport)], waiting, size)
     if mismatch is not None:
         return mismatch
     awaited = [one for one in found if _is_awaited(one, waiting)]
     ended = [one for one in awaited if isinstance(one, Absent) and one.ended]
     silent = [one for one in awaited if isinstance(one, Absent) and not one.ended]
-    elsewhere = [one for one in awaited if isinstance(one, Seen)]
+    elsewhere = [one for one in awaited if isinstance(one, RankReport)]
     tail = _waits(waiting, seconds)
     if ended:
         line = f"{_who(ended[0], size)} has ended or left its world (its connection closed)"
         line += f"{_more(ended)}; {tail}"
         known = all(one.partners is not None for one in waiting)
         patience = -math.inf if known else 0.0
-        return Verdict(rank=ended[0].rank, where=ended[0].host, line=line, patience=patience)
+        return HangDiagnosis(rank=ended[0].rank, where=ended[0].host, line=line, patience=patience)
     if elsewhere:
         return _did_not_arrive(elsewhere, size, tail)
     cut = [one for one in silent if one.cut]
@@ -140,7 +140,7 @@ def decide(found: Sequence[Seen | Absent], *, seconds: float) -> Verdict | None:
         line = f"{_who(silent[0], size)} does not answer{_more(silent)}: process {silent[0].pid} is "
         line += f"stopped, out of memory, or in a call that keeps Python's lock; {tail}"
         where = f"{silent[0].host}, pid {silent[0].pid}"
-        return Verdict(rank=silent[0].rank, where=where, line=line)
+        return HangDiagnosis(rank=silent[0].rank, where=where, line=line)
     return _each_other(waiting, size, seconds)
 
 
@@ -150,7 +150,7 @@ def told_to_have_left(ranks: Sequence[Absent], size: int, mine: int, waited: str
     return f"{line}while rank {mine} was in {waited}: see its own error; without one, {SAME_STEPS}"
 
 
-def table(found: Sequence[Seen | Absent]) -> str:
+def table(found: Sequence[RankReport | Absent]) -> str:
     """Where each rank is, a line for each; of many ranks that wait in one place only the first."""
     rows = []
     met: Counter[tuple[str, str]] = Counter()
@@ -172,12 +172,12 @@ def table(found: Sequence[Seen | Absent]) -> str:
 _ROWS = 4
 
 
-def details(found: Sequence[Seen | Absent]) -> str:
+def details(found: Sequence[RankReport | Absent]) -> str:
     """All that the ranks said: stacks and last collectives."""
     parts = []
     for one in found:
         parts.append(f"rank {one.rank} on {one.host}\n")
-        if isinstance(one, Seen):
+        if isinstance(one, RankReport):
             parts.append(one.stacks)
             for each in one.recent:
                 state = "done" if each.done else "not done"
@@ -185,20 +185,20 @@ def details(found: Sequence[Seen | Absent]) -> str:
     return "".join(parts)
 
 
-def _is_awaited(one: Seen | Absent, waiting: Sequence[Seen]) -> bool:
+def _is_awaited(one: RankReport | Absent, waiting: Sequence[RankReport]) -> bool:
     """Whether it is no waiting rank, and a partner of one, as far as that is known."""
-    if isinstance(one, Seen) and one.waits is not None:
+    if isinstance(one, RankReport) and one.waits is not None:
         return False
     return any(each.partners is None or one.rank in each.partners for each in waiting)
 
 
-def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
+def _did_not_arrive(elsewhere: Sequence[RankReport], size: int, tail: str) -> HangDiagnosis:
     # Only if all of them have a reason to take long: else one that has none is to blame.
     one = min(elsewhere, key=lambda one: (bool(one.busy), one.limit))
     others = [each for each in elsewhere if each is not one]
     doing = f", {one.busy}" if one.busy else ""
     line = f"{_who(one, size)} did not arrive: it is at {one.place} in {one.function}{doing}"
-    return Verdict(
+    return HangDiagnosis(
         rank=one.rank,
         where=f"{one.host}, {one.place}",
         line=f"{line}{_more([one, *others])}; {tail}",
@@ -207,7 +207,7 @@ def _did_not_arrive(elsewhere: Sequence[Seen], size: int, tail: str) -> Verdict:
     )
 
 
-def _cut_off(cut: Sequence[Absent], found: Sequence[Seen | Absent], tail: str) -> Verdict:
+def _cut_off(cut: Sequence[Absent], found: Sequence[RankReport | Absent], tail: str) -> HangDiagnosis:
     """The verdict where machines can't be reached from those whose ranks have answered."""
     away = list(dict.fromkeys(one.host for one in cut))
     here = list(dict.fromkeys(one.host for one in found if one.host not in away))
@@ -216,10 +216,10 @@ def _cut_off(cut: Sequence[Absent], found: Sequence[Seen | Absent], tail: str) -
     line += "a link is cut, or the machine is down"
     if len(here) == 1 and len(away) > 1:
         line = f"{here[0]} reaches no other machine: its own link is cut, or those of all others"
-    return Verdict(rank=cut[0].rank, where=cut[0].host, line=f"{line}; {tail}")
+    return HangDiagnosis(rank=cut[0].rank, where=cut[0].host, line=f"{line}; {tail}")
 
 
-def _each_other(waiting: Sequence[Seen], size: int, seconds: float) -> Verdict:
+def _each_other(waiting: Sequence[RankReport], size: int, seconds: float) -> HangDiagnosis:
     places = Counter((one.waits, one.place) for one in waiting)
     one = min(waiting, key=lambda one: (places[one.waits, one.place], one.rank))
     where = f"{one.host}, {one.place}"
@@ -230,10 +230,12 @@ def _each_other(waiting: Sequence[Seen], size: int, seconds: float) -> Verdict:
     else:
         line = f"{_who(one, size)} waits in {one.waits} at {one.place}; {_waits(rest, seconds)}: "
         line += "they wait for each other"
-    return Verdict(rank=one.rank, where=where, line=line, patience=CONFIRM)
+    return HangDiagnosis(rank=one.rank, where=where, line=line, patience=CONFIRM)
 
 
-def _mismatch(seen: Sequence[Seen], waiting: Sequence[Seen], size: int) -> Verdict | None:
+def _mismatch(
+    seen: Sequence[RankReport], waiting: Sequence[RankReport], size: int
+) -> HangDiagnosis | None:
     """The verdict where ranks called different collectives in the place of one and the same."""
     for one in waiting:
         if one.waits is None or one.waits.group not in one.groups:
@@ -248,11 +250,11 @@ def _mismatch(seen: Sequence[Seen], waiting: Sequence[Seen], size: int) -> Verdi
         other, called = next(pair for pair in theirs.values() if _kind(pair[1]) == usual)
         line = f"{_who(odd, size)} called {_at(odd, did)}, where rank {other.rank} called "
         line += f"{_at(other, called)}: all ranks must call the same"
-        return Verdict(rank=odd.rank, where=f"{odd.host}, {odd.place}", line=line)
+        return HangDiagnosis(rank=odd.rank, where=f"{odd.host}, {odd.place}", line=line)
     return None
 
 
-def _call(one: Seen, group: str, number: int) -> Collective | None:
+def _call(one: RankReport, group: str, number: int) -> Collective | None:
     mine = [one.waits] if one.waits is not None else []
     calls = [each for each in (*mine, *one.recent) if (each.group, each.number) == (group, number)]
     return calls[0] if calls else None
@@ -262,22 +264,22 @@ def _kind(call: Collective) -> tuple[str, str]:
     return call.operation, call.tensors if call.operation in _ALIKE else ""
 
 
-def _at(one: Seen, call: Collective) -> str:
+def _at(one: RankReport, call: Collective) -> str:
     """A call, and where it was made if the rank still waits in it."""
     waits = one.waits
     here = waits is not None and (waits.group, waits.number) == (call.group, call.number)
     return f"{call} at {one.place}" if here else f"{call}"
 
 
-def _who(one: Seen | Absent, size: int) -> str:
+def _who(one: RankReport | Absent, size: int) -> str:
     return f"rank {one.rank} of {size} on {one.host}"
 
 
-def _more(ranks: Sequence[Seen | Absent]) -> str:
+def _more(ranks: Sequence[RankReport | Absent]) -> str:
     return f" (and {_names([one.rank for one in ranks[1:]])})" if len(ranks) > 1 else ""
 
 
-def _waits(waiting: Sequence[Seen], seconds: float) -> str:
+def _waits(waiting: Sequence[RankReport], seconds: float) -> str:
     """ "ranks 0 and 2 have waited 5 s in all_reduce of float32[4] at train.py:7"."""
     first = min(waiting, key=lambda one: one.rank)
     same = [one.rank for one in waiting if (one.waits, one.place) == (first.waits, first.place)]

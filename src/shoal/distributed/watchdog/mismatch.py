@@ -26,7 +26,7 @@ from shoal.telemetry.flight_recorder import Collective, describe
 from shoal.util.errors import AgreementError
 
 
-class _Call(NamedTuple):
+class _ComparedCollective(NamedTuple):
     """A collective: its name, the argument whose tensors are compared, and whether in size too."""
 
     operation: str
@@ -35,22 +35,22 @@ class _Call(NamedTuple):
 
 
 _CALLS = {
-    "allreduce_": _Call("all_reduce", 0),
-    "allreduce_coalesced_": _Call("all_reduce", 0),
-    "broadcast_": _Call("broadcast", 0),
-    "reduce_": _Call("reduce", 0),
-    "allgather_": _Call("all_gather", 1),
-    "_allgather_base_": _Call("all_gather", 1),
-    "allgather_coalesced_": _Call("all_gather", 1),
-    "allgather_into_tensor_coalesced_": _Call("all_gather", 1),
-    "reduce_scatter_": _Call("reduce_scatter", 0),
-    "_reduce_scatter_base_": _Call("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced_": _Call("reduce_scatter", 0),
-    "gather_": _Call("gather", 1),
-    "scatter_": _Call("scatter", 0),
-    "alltoall_": _Call("all_to_all", 1, sized=False),
-    "alltoall_base_": _Call("all_to_all", 1, sized=False),
-    "barrier": _Call("barrier", None),
+    "allreduce_": _ComparedCollective("all_reduce", 0),
+    "allreduce_coalesced_": _ComparedCollective("all_reduce", 0),
+    "broadcast_": _ComparedCollective("broadcast", 0),
+    "reduce_": _ComparedCollective("reduce", 0),
+    "allgather_": _ComparedCollective("all_gather", 1),
+    "_allgather_base_": _ComparedCollective("all_gather", 1),
+    "allgather_coalesced_": _ComparedCollective("all_gather", 1),
+    "allgather_into_tensor_coalesced_": _ComparedCollective("all_gather", 1),
+    "reduce_scatter_": _ComparedCollective("reduce_scatter", 0),
+    "_reduce_scatter_base_": _ComparedCollective("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced_": _ComparedCollective("reduce_scatter", 0),
+    "gather_": _ComparedCollective("gather", 1),
+    "scatter_": _ComparedCollective("scatter", 0),
+    "alltoall_": _ComparedCollective("all_to_all", 1, sized=False),
+    "alltoall_base_": _ComparedCollective("all_to_all", 1, sized=False),
+    "barrier": _ComparedCollective("barrier", None),
 }
 ASIDE = "shoal aside"
 """The name of threads that call collectives beside the main one. torch frees what holds calls up, when
@@ -102,7 +102,7 @@ class Matching:
         main = threading.current_thread() is threading.main_thread()
         return self._comparing and self.current is None and main
 
-    def _checked(self, call: _Call, kernel: Any, keys: Any, *arguments: Any) -> Any:
+    def _checked(self, call: _ComparedCollective, kernel: Any, keys: Any, *arguments: Any) -> Any:
         if self._compares() and all(tensor.device.type == "cpu" for tensor in _flat(arguments)):
             script = next(each for each in arguments if isinstance(each, torch.ScriptObject))
             tensors = [] if call.argument is None else _flat(arguments[call.argument])

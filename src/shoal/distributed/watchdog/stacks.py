@@ -25,7 +25,7 @@ _INBOX = "shoal/strategies/rpc_pipeline/messages.py"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class StackLine:
     """A line of code and the function that it is in."""
 
     file: str
@@ -36,37 +36,39 @@ class Line:
         return f"{self.file}:{self.number}"
 
 
-def main_stack() -> list[Line]:
+def main_stack() -> list[StackLine]:
     """Where the main thread is, innermost last."""
     return stack(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
-def stack(frame: FrameType | None) -> list[Line]:
+def stack(frame: FrameType | None) -> list[StackLine]:
     """The calls that led to a frame, innermost last."""
     lines = []
     while frame is not None:
         code = frame.f_code
-        lines.append(Line(file=code.co_filename, number=frame.f_lineno or 0, function=code.co_name))
+        lines.append(
+            StackLine(file=code.co_filename, number=frame.f_lineno or 0, function=code.co_name)
+        )
         frame = frame.f_back
     return lines[::-1]
 
 
-def traced(error: BaseException) -> list[Line]:
+def traced(error: BaseException) -> list[StackLine]:
     """The calls between the place where an error was raised and that of its handler, innermost last."""
     calls = traceback.walk_tb(error.__traceback__)
     return [
-        Line(file=frame.f_code.co_filename, number=number or 0, function=frame.f_code.co_name)
+        StackLine(file=frame.f_code.co_filename, number=number or 0, function=frame.f_code.co_name)
         for frame, number in calls
     ]
 
 
-def own_line(lines: Sequence[Line]) -> Line:
+def own_line(lines: Sequence[StackLine]) -> StackLine:
     """The innermost line of the user's own code; of any code where none is."""
     own = [line for line in lines if not is_library(line.file)]
-    return (own or list(lines) or [Line(file="?", number=0, function="?")])[-1]
+    return (own or list(lines) or [StackLine(file="?", number=0, function="?")])[-1]
 
 
-def busy(lines: Sequence[Line]) -> str:
+def busy(lines: Sequence[StackLine]) -> str:
     """What a thread does that may take long: "compiles", "is in a debugger", "imports modules".
 
     Empty for anything else. While a module of the user's own is imported, its lines are the user's,
@@ -83,7 +85,7 @@ def busy(lines: Sequence[Line]) -> str:
     return ""
 
 
-def communication(lines: Sequence[Line]) -> str:
+def communication(lines: Sequence[StackLine]) -> str:
     """The function of torch.distributed that a thread has called into C from; empty if none.
 
     What comes from there is sending, receiving or waiting; files of checkpoints aside. So is what

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from shoal.distributed import objects
 from shoal.distributed.rendezvous import listen
 from shoal.distributed.watchdog import abort, diagnosis, side_channel, stacks
-from shoal.distributed.watchdog.abort import Report
-from shoal.distributed.watchdog.diagnosis import Absent, Limits, Seen, Verdict
+from shoal.distributed.watchdog.abort import HangReport
+from shoal.distributed.watchdog.diagnosis import Absent, HangDiagnosis, RankReport, WaitLimits
 from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
 from shoal.distributed.watchdog.side_channel import Peer, UnreachableError
 from shoal.telemetry import flight_recorder
@@ -72,7 +72,7 @@ class Watch:
         self,
         group: dist.ProcessGroup,
         *,
-        limits: Limits,
+        limits: WaitLimits,
         address: str,
         directory: Callable[[], Path | None],
         checked: Callable[[], Collective | None],
@@ -228,7 +228,7 @@ class Watch:
             return
         report = self._put_into_words(decided, found)
         self._decided = True
-        there = [one.rank for one in found if isinstance(one, Seen) and one.rank != self._rank]
+        there = [one.rank for one in found if isinstance(one, RankReport) and one.rank != self._rank]
         silent = [one.rank for one in found if isinstance(one, Absent) and not one.ended]
         ends = await self._ask(there, {"judge": self._rank, "end": asdict(report), "silent": silent})
         if self._ending is not None or {"refused": True} in ends:
@@ -254,7 +254,7 @@ class Watch:
 
         return await asyncio.gather(*map(ask, ranks))
 
-    def _understand(self, rank: int, answer: dict[str, Any] | OSError) -> Seen | Absent:
+    def _understand(self, rank: int, answer: dict[str, Any] | OSError) -> RankReport | Absent:
         if isinstance(answer, dict):
             return diagnosis.from_plain(answer)
         peer = self._peers[rank]
@@ -274,7 +274,7 @@ class Watch:
             return diagnosis.to_plain(self._see())
         if self._decided and not lower:
             return {"refused": True}
-        abort.tell_launcher(Report(**question["end"]))
+        abort.tell_launcher(HangReport(**question["end"]))
         self._ending = asyncio.create_task(self._end(question["silent"]))
         return {}
 
@@ -285,10 +285,10 @@ class Watch:
         # `shoal run` ends what is left by itself, and would take one that is killed for the cause.
         abort.exit_process([] if abort.launched() else [(peer.pid, peer.born) for peer in here])
 
-    def _see(self) -> Seen:
+    def _see(self) -> RankReport:
         lines = stacks.main_stack()
         own = stacks.own_line(lines)
-        return Seen(
+        return RankReport(
             rank=self._rank,
             host=self._peers[self._rank].host,
             place=str(own),
@@ -301,7 +301,7 @@ class Watch:
             stacks=stacks.all_stacks()[:_LONGEST_STACKS],
         )
 
-    def _waits(self, lines: Sequence[stacks.Line]) -> Collective | None:
+    def _waits(self, lines: Sequence[stacks.StackLine]) -> Collective | None:
         """What this rank waits in. Threads beside the main one wait for themselves."""
         main = threading.main_thread()
         aside = {str(thread.ident) for thread in threading.enumerate() if thread is not main}
@@ -311,7 +311,9 @@ class Watch:
             return recorded
         return Collective(group="", number=0, operation=called, tensors="", done=False)
 
-    def _put_into_words(self, decided: Verdict, found: Sequence[Seen | Absent]) -> Report:
+    def _put_into_words(
+        self, decided: HangDiagnosis, found: Sequence[RankReport | Absent]
+    ) -> HangReport:
         kept = self._keep(f"{decided.line}\n\n{diagnosis.details(found)}")
         name = "timeout" if self.limit == self._limits.step else "prepare_timeout"
         longer = f"shoal.init({name}=…)"
@@ -325,7 +327,7 @@ class Watch:
         error = ShoalError(
             given=given, found=decided.line, fix=f"see {kept}, the stacks of all ranks; {fix}"
         )
-        return Report(
+        return HangReport(
             rank=decided.rank,
             size=self._size,
             where=decided.where,

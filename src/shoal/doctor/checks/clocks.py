@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypedDict
 
-from shoal.doctor.findings import Finding, Seen, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ class Clock(TypedDict):
     error: float
 
 
-def look(store: Store, *, rank: int, asking: Sequence[int], limit: float) -> Clock:
+def measure_clock_offsets(store: Store, *, rank: int, asking: Sequence[int], limit: float) -> Clock:
     """Rank 0 answers the ranks `asking`, one after the other, with its time."""
     span = timedelta(seconds=limit)
     if rank == 0:
@@ -54,7 +54,7 @@ def estimate(trips: Sequence[tuple[float, float, float]]) -> Clock:
     return Clock(offset=sent + taken / 2 - told, error=taken / 2)
 
 
-def judge(ranks: Sequence[Seen[Clock]]) -> Iterator[Finding]:
+def check_clocks(ranks: Sequence[RankFacts[Clock]]) -> Iterator[CheckResult]:
     """Clocks that are apart for certain: files, timelines and certificates go by them."""
     apart = [one for one in ranks if _certain(one.facts) > _APART]
     for one in apart:

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 import torch
 
-from shoal.doctor.findings import Finding, Seen, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, grouped, ok, warning, where
 from shoal.doctor.outliers import HALF, slow
 
 WINDOW = 0.3
@@ -28,7 +28,7 @@ class Compute(TypedDict):
     rates: dict[str, float]
 
 
-def look(devices: Sequence[torch.device], *, compared: bool = True) -> Compute:
+def measure_compute(devices: Sequence[torch.device], *, compared: bool = True) -> Compute:
     """The best of some windows of each device, one after the other.
 
     A window is long against the periods in which a cgroup stops a process, so that this shows, and
@@ -78,7 +78,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def judge(ranks: Sequence[Seen[Compute]]) -> Iterator[Finding]:
+def check_compute(ranks: Sequence[RankFacts[Compute]]) -> Iterator[CheckResult]:
     """Devices that are slower than others of their kind."""
     crowded = [one for one in ranks if not one.facts["compared"]]
     if crowded:
@@ -94,7 +94,7 @@ def judge(ranks: Sequence[Seen[Compute]]) -> Iterator[Finding]:
         yield from _judge_kind(kind, rates)
 
 
-def _judge_kind(kind: str, rates: Mapping[tuple[int, str, str], float]) -> Iterator[Finding]:
+def _judge_kind(kind: str, rates: Mapping[tuple[int, str, str], float]) -> Iterator[CheckResult]:
     found = slow(rates)
     for (rank, host, device), share in found.items():
         text = f"rank {rank} ({host}), {device}: {_flops(rates[rank, host, device])}, "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from shoal.doctor.findings import Finding, Seen, failure, ok, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, where
 from shoal.util.differences import differences
 from shoal.util.tables import size
 
@@ -29,7 +29,7 @@ class Dataset(TypedDict):
     content: str
 
 
-def look(path: Path) -> Dataset:
+def describe_dataset(path: Path) -> Dataset:
     """Look at a file, or a folder and all below it; times of files don't count."""
     files = sorted(_files(path)) if path.is_dir() else [("", os.stat(path).st_size)]
     listing, content = hashlib.sha256(), hashlib.sha256()
@@ -63,7 +63,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
                     yield name, entry.stat().st_size
 
 
-def judge(ranks: Sequence[Seen[Dataset]]) -> Iterator[Finding]:
+def check_dataset(ranks: Sequence[RankFacts[Dataset]]) -> Iterator[CheckResult]:
     """One line for the dataset."""
     found = ranks[0].facts
     fix = f"compare {found['path']} there (du -sb, find | wc -l); copy it again where it differs"

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 import psutil
 
-from shoal.doctor.findings import Finding, Seen, by_rank, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, by_rank, failure, ok, warning, where
 from shoal.util.tables import size
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def existing(directory: Path) -> Path:
     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
 
 
-def look(directory: Path) -> Directory:
+def try_directory(directory: Path) -> Directory:
     """Try in a folder of its own, which is removed, what a Run does."""
     folder = existing(directory)
     found = os.statvfs(folder)
@@ -138,7 +138,7 @@ def _over_quota() -> str:
     return ""
 
 
-def judge(ranks: Sequence[Seen[Directory]]) -> Iterator[Finding]:
+def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckResult]:
     """What each rank may do there, how fast, and how much."""
     yield from by_rank(ranks, _judge_rights)
     able = [one for one in ranks if one.facts["sync"] >= 0]
@@ -157,7 +157,7 @@ def judge(ranks: Sequence[Seen[Directory]]) -> Iterator[Finding]:
         yield from by_rank([min(sized, key=lambda one: one.facts["free"])], _judge_room)
 
 
-def _judge_rights(one: Seen[Directory]) -> Iterator[Finding]:
+def _judge_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     troubles, folder = found["troubles"], f"{found['folder']} ({found['kind']})"
     if "write" in troubles:
@@ -183,7 +183,7 @@ def _judge_rights(one: Seen[Directory]) -> Iterator[Finding]:
         yield ok("run directory", f"{folder}: written, renamed and locked")
 
 
-def _judge_room(one: Seen[Directory]) -> Iterator[Finding]:
+def _judge_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     text = f"{size(found['free'])} free of {size(found['total'])} for {found['folder']}"
     fix = f"df -h {found['folder']}; quota -s; remove old runs, or another --run"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from shoal.distributed import env_vars
-from shoal.doctor.findings import Finding, Seen, by_host, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, by_host, failure, grouped, ok, warning, where
 from shoal.util.tables import size
 
 DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
@@ -55,7 +55,7 @@ def present() -> bool:
     return (DEVICE.exists() or AMD.exists()) and "" not in env_vars.visible_devices().values()
 
 
-def look() -> Gpus:
+def describe_gpus() -> Gpus:
     """Ask NVML, which comes with NVIDIA's driver, through nvidia-ml-py."""
     found = Gpus(driver="", lacking="", gpus=[], visible=env_vars.visible_devices())
     try:
@@ -112,7 +112,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     )
 
 
-def judge(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
+def check_gpus(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
     """Drivers that differ, GPUs that are broken, hot, slowed down or in use."""
     lacking = [one for one in ranks if one.facts["lacking"]]
     if lacking:
@@ -128,7 +128,7 @@ def judge(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
     yield from by_host([one for one in ranks if one.facts["gpus"]], _judge_host)
 
 
-def _judge_host(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
+def _judge_host(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
     gpus = ranks[0].facts["gpus"]
     problems = [problem for gpu in gpus for problem in _problems(gpu)]
     yield from problems
@@ -141,7 +141,7 @@ def _judge_host(ranks: Sequence[Seen[Gpus]]) -> Iterator[Finding]:
         yield ok("GPU health", f"{names}: no ECC error, no slowdown, free")
 
 
-def _problems(gpu: Gpu) -> Iterator[Finding]:
+def _problems(gpu: Gpu) -> Iterator[CheckResult]:
     name = f"GPU {gpu['index']}"
     report = "exclude the host (sbatch --exclude=HOST) and report it to the administrators"
     if gpu["uncorrected"] or gpu["unrepaired"]:

@@ -12,7 +12,7 @@ import psutil
 
 from shoal.distributed import env_vars
 from shoal.doctor.cgroups import own_limits
-from shoal.doctor.findings import Finding, Seen, by_host, by_rank, failure, ok, warning
+from shoal.doctor.findings import CheckResult, RankFacts, by_host, by_rank, failure, ok, warning
 from shoal.util.differences import spans
 from shoal.util.tables import size
 
@@ -33,7 +33,7 @@ class Cores(TypedDict):
     threads: str
 
 
-class Memory(TypedDict):
+class HostMemory(TypedDict):
     """Of the host, in bytes; `ceiling` is the cgroup's."""
 
     total: int
@@ -41,7 +41,7 @@ class Memory(TypedDict):
     ceiling: int | None
 
 
-class Limits(TypedDict):
+class ProcessLimits(TypedDict):
     """Those of the process: -1 is unlimited. The size of /dev/shm in bytes, None without one."""
 
     files: int
@@ -64,19 +64,19 @@ def look_at_cores() -> Cores:
     )
 
 
-def look_at_memory() -> Memory:
+def look_at_memory() -> HostMemory:
     """The memory of this host."""
     found = psutil.virtual_memory()
     _, ceiling = own_limits()
-    return Memory(total=found.total, available=found.available, ceiling=ceiling)
+    return HostMemory(total=found.total, available=found.available, ceiling=ceiling)
 
 
-def look_at_limits(ranks: int) -> Limits:
+def look_at_limits(ranks: int) -> ProcessLimits:
     """The limits of this process, which is one of `ranks`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shared = os.statvfs(SHARED) if SHARED.is_dir() else None
-    return Limits(
+    return ProcessLimits(
         files=soft,
         most_files=hard,
         locked=locked,
@@ -87,12 +87,12 @@ def look_at_limits(ranks: int) -> Limits:
     )
 
 
-def judge_cores(ranks: Sequence[Seen[Cores]]) -> Iterator[Finding]:
+def judge_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
     """Ranks that share cores, more threads than cores, limits of CPU time."""
     return by_host(ranks, _judge_cores)
 
 
-def _judge_cores(ranks: Sequence[Seen[Cores]]) -> Iterator[Finding]:
+def _judge_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
     usable = sorted({cpu for one in ranks for cpu in one.facts["affinity"]})
     total, count = ranks[0].facts["total"], len(ranks)
     cores = f"{len(usable)} core{'s' * (len(usable) > 1)}"
@@ -120,13 +120,13 @@ def _judge_cores(ranks: Sequence[Seen[Cores]]) -> Iterator[Finding]:
     yield from _judge_time(ranks, usable)
 
 
-def _own(one: Seen[Cores], ranks: Sequence[Seen[Cores]]) -> float:
+def _own(one: RankFacts[Cores], ranks: Sequence[RankFacts[Cores]]) -> float:
     """How many cores are a rank's own, of those that it may use with others."""
     mine = set(one.facts["affinity"])
     return sum(1 / sum(cpu in other.facts["affinity"] for other in ranks) for cpu in mine)
 
 
-def _judge_time(ranks: Sequence[Seen[Cores]], usable: Sequence[int]) -> Iterator[Finding]:
+def _judge_time(ranks: Sequence[RankFacts[Cores]], usable: Sequence[int]) -> Iterator[CheckResult]:
     quota = min((one.facts["quota"] for one in ranks if one.facts["quota"] is not None), default=None)
     if quota is not None and quota < len(usable):
         yield warning(
@@ -145,12 +145,12 @@ def _judge_time(ranks: Sequence[Seen[Cores]], usable: Sequence[int]) -> Iterator
         )
 
 
-def judge_memory(ranks: Sequence[Seen[Memory]]) -> Iterator[Finding]:
+def judge_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
     """Memory that is short before training has begun."""
     return by_host(ranks, _judge_memory)
 
 
-def _judge_memory(ranks: Sequence[Seen[Memory]]) -> Iterator[Finding]:
+def _judge_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
     found = ranks[0].facts
     free = min(one.facts["available"] for one in ranks)
     text = f"{_rounded(free)} free of {_rounded(found['total'])}"
@@ -173,14 +173,14 @@ def _rounded(count: int) -> str:
     return f"{count / GIB:.0f} GiB" if count >= 4 * GIB else f"{count / GIB:.1f} GiB"
 
 
-def judge_limits(ranks: Sequence[Seen[Limits]]) -> Iterator[Finding]:
+def judge_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
     """Open files, locked memory and shared memory."""
     yield from by_rank(ranks, _judge_files)
     yield from by_rank(ranks, _judge_locked)
     yield from by_rank(ranks, _judge_shared)
 
 
-def _judge_files(one: Seen[Limits]) -> Iterator[Finding]:
+def _judge_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     files, most = one.facts["files"], one.facts["most_files"]
     # The first rank has connections with all others, for its store and in each group.
     wanted = max(_FILES, _FILES_OF_A_RANK * one.facts["size"])
@@ -197,7 +197,7 @@ def _judge_files(one: Seen[Limits]) -> Iterator[Finding]:
         )
 
 
-def _judge_locked(one: Seen[Limits]) -> Iterator[Finding]:
+def _judge_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     locked = one.facts["locked"]
     if one.facts["infiniband"] and locked != UNLIMITED:
         yield warning(
@@ -209,7 +209,7 @@ def _judge_locked(one: Seen[Limits]) -> Iterator[Finding]:
         yield ok("locked memory", f"{size(locked)} allowed" if locked != UNLIMITED else "unlimited")
 
 
-def _judge_shared(one: Seen[Limits]) -> Iterator[Finding]:
+def _judge_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     shared, free = one.facts["shared"], one.facts["shared_free"]
     if shared is None or shared < GIB or free < GIB // 4:
         text = "there is none" if shared is None else f"{size(free)} free of {size(shared)}"

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.distributed.link_speed import Matrix, Pairs, pairs, slow
-from shoal.doctor.findings import Finding, Seen, failure, ok, warning
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning
 
 if TYPE_CHECKING:
     from shoal.distributed.world import World
@@ -31,7 +31,7 @@ def chosen(hosts: Sequence[str], crowded: Sequence[str]) -> list[int]:
     return alone or ranks[:MOST_RANKS]
 
 
-def look(world: World, among: Sequence[int]) -> dict[str, Any] | None:
+def measure_links(world: World, among: Sequence[int]) -> dict[str, Any] | None:
     """The links between these ranks of a world; rank 0 has them, if there are any. Collective."""
     if len(among) < 2:
         return None
@@ -57,7 +57,7 @@ def _each(best: Callable[[float, float], float], one: Matrix, other: Matrix) -> 
     )
 
 
-def judge(ranks: Sequence[Seen[dict[str, Any] | None]]) -> Iterator[Finding]:
+def check_links(ranks: Sequence[RankFacts[dict[str, Any] | None]]) -> Iterator[CheckResult]:
     """A line for each slow machine, rank or link; one for all where none is."""
     if ranks[0].rank:  # rank 0 alone has them; its own trouble is told
         return

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.distributed.interfaces import interfaces
-from shoal.distributed.outages import Calls, Outage
+from shoal.distributed.outages import Outage, Probes
 from shoal.distributed.rendezvous import answering, listen
-from shoal.doctor.findings import Finding, Seen, failure, ok
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok
 
 if TYPE_CHECKING:
     from shoal.distributed.world import World
@@ -21,7 +21,7 @@ MOST_MACHINES = 64
 WHAT = "connection"
 
 
-class Links:
+class LinkProbes:
     """The calls of this rank to the other machines of a world while a block lasts; collective.
 
     The first rank of each machine makes them. Each rank answers those that come to it.
@@ -29,10 +29,10 @@ class Links:
 
     def __init__(self, world: World, hosts: Sequence[str]) -> None:
         self._world, self._hosts = world, hosts
-        self._calls: Calls | None = None
+        self._calls: Probes | None = None
         self._stack = ExitStack()
 
-    def __enter__(self) -> Links:
+    def __enter__(self) -> LinkProbes:
         if len(set(self._hosts)) == 1:
             return self
         address = _address(self._world)
@@ -41,7 +41,7 @@ class Links:
         # Rank 0 may leave a world that hangs: the others' calls end with their processes.
         everyone = self._world.gather((address, server.getsockname()[1]))
         calls = called(self._hosts, everyone, self._world.rank)
-        self._calls = self._stack.enter_context(Calls(calls))
+        self._calls = self._stack.enter_context(Probes(calls))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,7 @@ def _address(world: World) -> str:
     return next(iter(own.get(chosen.get("interface", ""), ())), "127.0.0.1")
 
 
-def judge(ranks: Sequence[Seen[list[dict[str, Any]]]]) -> Iterator[Finding]:
+def check_outages(ranks: Sequence[RankFacts[list[dict[str, Any]]]]) -> Iterator[CheckResult]:
     """A line for each pair of machines between which packets were lost, with the longest outage."""
     worst: dict[frozenset[str], tuple[str, Outage]] = {}
     for one in ranks:

@@ -10,10 +10,10 @@ import torch
 from shoal.distributed.interfaces import Interface, interfaces
 from shoal.distributed.world import World
 from shoal.doctor.checks import gpus
-from shoal.doctor.findings import Finding, Seen, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, grouped, ok, warning, where
 
 
-class Place(TypedDict):
+class RankPlacement(TypedDict):
     """A rank in its world. `gpu` identifies its GPU among all; empty on the CPU. Speeds in Mbit/s.
 
     `unused` is why it computes on the CPU of a machine that has GPUs.
@@ -30,10 +30,10 @@ class Place(TypedDict):
     passed_over: list[str]
 
 
-def look(world: World) -> Place:
+def describe_placement(world: World) -> RankPlacement:
     """What `shoal.init` has chosen here."""
     chosen = {choice.what: choice for choice in world.choices}
-    place = Place(
+    place = RankPlacement(
         device=str(world.device),
         gpu="",
         unused="",
@@ -67,14 +67,14 @@ def _better(one: Interface, other: Interface) -> bool:
     return (one.infiniband, one.speed) > (other.infiniband, other.speed)
 
 
-def judge(ranks: Sequence[Seen[Place]]) -> Iterator[Finding]:
+def check_placement(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckResult]:
     """GPUs that are shared or missing, links that are slower than those of other hosts."""
     yield from _judge_devices(ranks)
     if all(one.facts["interface"] for one in ranks):
         yield from _judge_interfaces(ranks)
 
 
-def _judge_devices(ranks: Sequence[Seen[Place]]) -> Iterator[Finding]:
+def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckResult]:
     on_gpus = [one for one in ranks if one.facts["gpu"]]
     without = [one for one in ranks if not one.facts["gpu"]]
     shared = [
@@ -113,7 +113,7 @@ def _judge_devices(ranks: Sequence[Seen[Place]]) -> Iterator[Finding]:
         yield ok("GPU", "none: every rank computes on the CPU")
 
 
-def _judge_interfaces(ranks: Sequence[Seen[Place]]) -> Iterator[Finding]:
+def _judge_interfaces(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckResult]:
     first = ranks[0].facts
     fastest = max(one.facts["speed"] for one in ranks)
     slower = [one for one in ranks if 0 < one.facts["speed"] < fastest]

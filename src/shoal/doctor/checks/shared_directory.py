@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from shoal.doctor.checks.filesystem import existing
-from shoal.doctor.findings import Finding, Seen, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ class View(TypedDict):
     locked: bool
 
 
-def look(directory: Path, store: Store, *, rank: int, size: int, limit: float) -> View:
+def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int, limit: float) -> View:
     """All ranks look for a file before rank 0 writes it, and until they see it; collective.
 
     What was asked for in vain is what file systems of several machines remember: so it goes with a
@@ -99,7 +99,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def judge(ranks: Sequence[Seen[View]]) -> Iterator[Finding]:
+def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckResult]:
     """Ranks that don't see what rank 0 writes, or see it late, or past its lock."""
     blind = [one for one in ranks if one.facts["seconds"] < 0]
     late = [one for one in ranks if one.facts["seconds"] > _LATE]

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from shoal.doctor.findings import Finding, Seen, failure, ok, where
-from shoal.util.differences import Difference, differences
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, where
+from shoal.util.differences import RankDifference, differences
 from shoal.util.packages import packages
 
 CORE = ("torch", "numpy", "shoal")
@@ -34,7 +34,7 @@ class Sources(TypedDict):
     files: dict[str, str]
 
 
-def look() -> Software:
+def describe_software() -> Software:
     """What is installed for the Python that runs here."""
     return Software(python=platform.python_version(), packages=packages())
 
@@ -66,7 +66,7 @@ def _digest(path: Path) -> str:
         return str(error)
 
 
-def judge(ranks: Sequence[Seen[Software]]) -> Iterator[Finding]:
+def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult]:
     """A line for Python, one for each package that trains, one for all others."""
     found = ranks[0].facts
     by_name = [{"Python": one.facts["python"], **_core(one.facts["packages"])} for one in ranks]
@@ -93,7 +93,7 @@ def _core(found: Mapping[str, str]) -> dict[str, str]:
     return {name: found[name] for name in CORE if name in found}
 
 
-def judge_sources(ranks: Sequence[Seen[Sources]]) -> Iterator[Finding]:
+def judge_sources(ranks: Sequence[RankFacts[Sources]]) -> Iterator[CheckResult]:
     """One line for the user's own source."""
     folder, files = ranks[0].facts["folder"], ranks[0].facts["files"]
     others = list(differences([one.facts["files"] for one in ranks]))
@@ -107,7 +107,9 @@ def judge_sources(ranks: Sequence[Seen[Sources]]) -> Iterator[Finding]:
         yield ok("source", f"{len(files):,} Python files{most} in {folder}" + _on_all(ranks))
 
 
-def _odd(one: Difference, ranks: Sequence[Seen[Software]] | Sequence[Seen[Sources]]) -> str:
+def _odd(
+    one: RankDifference, ranks: Sequence[RankFacts[Software]] | Sequence[RankFacts[Sources]]
+) -> str:
     others = (
         f"{value} on {where([ranks[index] for index in indices])}"
         for value, indices in one.others.items()

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from shoal.doctor.info.machine import Machine
-from shoal.doctor.info.ranks import Rank, differences, rows
-from shoal.util.decision import Choice
+from shoal.doctor.info.machine import MachineInfo
+from shoal.doctor.info.ranks import RankInfo, differences, rows
+from shoal.util.decision import Decision
 from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
 
 _NARROW = 14
 
 
-def machine(console: Console, found: Machine) -> None:
+def machine(console: Console, found: MachineInfo) -> None:
     """What this machine has."""
     print_pairs(console, "Versions", found.versions)
     print_pairs(console, "Hardware, as this process may use it", found.hardware)
@@ -33,7 +33,7 @@ def launchers(console: Console, variables: Mapping[str, str]) -> None:
     )
 
 
-def choices(console: Console, made: Sequence[Choice[object]]) -> None:
+def choices(console: Console, made: Sequence[Decision[object]]) -> None:
     """What was chosen, why, and what was not."""
     table = make_table("what", "chosen", "why, and why not")
     table.columns[1].max_width = max(_NARROW, console.width // 4)
@@ -45,7 +45,7 @@ def choices(console: Console, made: Sequence[Choice[object]]) -> None:
     print_table(console, "What was chosen, and why (on rank 0)", table)
 
 
-def ranks(console: Console, found: Sequence[Rank]) -> None:
+def ranks(console: Console, found: Sequence[RankInfo]) -> None:
     """All ranks, and where they differ."""
     table = make_table("rank", "host", "local", "cores", "threads", "device")
     for row in rows(found):

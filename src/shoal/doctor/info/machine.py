@@ -32,7 +32,7 @@ Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineInfo:
     """What was found, as lines for people."""
 
     versions: Rows
@@ -41,9 +41,9 @@ class Machine:
     programs: Rows
 
 
-def describe() -> Machine:
+def describe() -> MachineInfo:
     """Look at this machine; a fraction of a second."""
-    return Machine(
+    return MachineInfo(
         versions=[*versions().items(), ("system", platform.platform()), ("host", socket.gethostname())],
         hardware=_hardware(),
         packages=list(packages()),

@@ -19,7 +19,7 @@ MOST_ROWS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class RankInfo:
     """One rank as it sees itself."""
 
     rank: int
@@ -31,12 +31,12 @@ class Rank:
     versions: Mapping[str, str]
 
 
-def gather(world: World) -> list[Rank]:
+def gather(world: World) -> list[RankInfo]:
     """All ranks, in their order, on every rank."""
     device = str(world.device)
     if world.device.type == "cuda":
         device += f" ({gpu(world.device.index)})"
-    mine = Rank(
+    mine = RankInfo(
         rank=world.rank,
         host=socket.gethostname(),
         local_rank=world.placement.local_rank,
@@ -48,7 +48,7 @@ def gather(world: World) -> list[Rank]:
     return list(world.gather(mine))
 
 
-def rows(ranks: Sequence[Rank]) -> list[tuple[str, str, str, str, str, str]]:
+def rows(ranks: Sequence[RankInfo]) -> list[tuple[str, str, str, str, str, str]]:
     """Rank, host, local rank, cores, threads and device: of each rank, or of each machine if many."""
     if len(ranks) <= MOST_ROWS:
         groups = [[one] for one in ranks]
@@ -76,7 +76,7 @@ def _each(values: Sequence[str]) -> str:
     return ", ".join(f"{value} x{times}" if times > 1 else value for value, times in counts.items())
 
 
-def differences(ranks: Sequence[Rank]) -> Iterator[str]:
+def differences(ranks: Sequence[RankInfo]) -> Iterator[str]:
     """A line for each version that is not the same on all ranks, with the odd ones named."""
     for name in ranks[0].versions:
         found = Counter(one.versions[name] for one in ranks)

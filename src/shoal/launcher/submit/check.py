@@ -13,7 +13,7 @@ from importlib import metadata
 from math import ceil
 
 from shoal.launcher.submit.decide import fits, partition_of, processes_of
-from shoal.launcher.submit.job import Job, Request
+from shoal.launcher.submit.job import Job, JobRequest
 from shoal.launcher.submit.site import Partition, Site
 from shoal.launcher.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError
@@ -32,7 +32,7 @@ class Objection:
     fix: str
 
 
-def check(request: Request, site: Site, job: Job) -> None:
+def check_job(request: JobRequest, site: Site, job: Job) -> None:
     """Raise LaunchError with all objections to a job."""
     found = list(objections(request, site, job))
     if found:
@@ -43,7 +43,7 @@ def check(request: Request, site: Site, job: Job) -> None:
         )
 
 
-def check_interpreter(request: Request, source: str) -> None:
+def check_interpreter(request: JobRequest, source: str) -> None:
     """Raise LaunchError if --python does not exist, or lacks the Shoal that a script needs.
 
     An interpreter in a container is not checked. The version is not checked if the interpreter can't
@@ -79,7 +79,7 @@ def check_interpreter(request: Request, source: str) -> None:
         )
 
 
-def objections(request: Request, site: Site, job: Job) -> Iterator[Objection]:
+def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]:
     """What speaks against a job, each with the GPU-hours that it is about."""
     partition = partition_of(request, site)
     if request.restarts and not job.requeue and job.chain == 1:
@@ -106,7 +106,7 @@ def objections(request: Request, site: Site, job: Job) -> Iterator[Objection]:
         )
 
 
-def _against_partition(request: Request, site: Site, partition: Partition) -> Iterator[Objection]:
+def _against_partition(request: JobRequest, site: Site, partition: Partition) -> Iterator[Objection]:
     name = partition.name
     if site.partitions and name not in site.partitions:
         yield Objection(
@@ -134,7 +134,7 @@ def _against_partition(request: Request, site: Site, partition: Partition) -> It
         )
 
 
-def _against_time(request: Request, partition: Partition, job: Job) -> Iterator[Objection]:
+def _against_time(request: JobRequest, partition: Partition, job: Job) -> Iterator[Objection]:
     gpus = request.nodes * request.gpus
     allowed = [qos for qos in partition.qos if request.qos in (None, qos.name)]
     given = f"--time {spell_time(request.time)}"
@@ -172,7 +172,7 @@ def _afterwards(job: Job, parts: int) -> str:
     return ", after which it goes on by itself" if job.requeue else f" --chain {parts}"
 
 
-def _against_processes(request: Request, partition: Partition, job: Job) -> Iterator[Objection]:
+def _against_processes(request: JobRequest, partition: Partition, job: Job) -> Iterator[Objection]:
     processes, gpus = processes_of(request), request.nodes * request.gpus
     if processes < request.nodes:
         yield Objection(
@@ -210,7 +210,7 @@ def _against_processes(request: Request, partition: Partition, job: Job) -> Iter
         )
 
 
-def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
+def notes(request: JobRequest, site: Site, job: Job) -> Iterator[str]:
     """What somebody wants to know of a job before it waits in a queue."""
     if not site.tried:
         yield f"nobody has tried the file of the site {site.name} yet"
@@ -232,7 +232,7 @@ def notes(request: Request, site: Site, job: Job) -> Iterator[str]:
         yield f"{secret} and its value stand in the job's files; give secrets by variables"
 
 
-def _charged(request: Request, site: Site, partition: Partition, job: Job) -> int:
+def _charged(request: JobRequest, site: Site, partition: Partition, job: Job) -> int:
     """How many GPUs of each node are accounted for: whoever takes the cores takes the GPUs."""
     if not request.gpus or partition.gpus is None:
         return request.gpus
@@ -244,11 +244,11 @@ def _charged(request: Request, site: Site, partition: Partition, job: Job) -> in
     return max(request.gpus, min(partition.gpus, ceil(job.cpus * job.per_node / share)))
 
 
-def _kind(request: Request, partition: Partition) -> str:
+def _kind(request: JobRequest, partition: Partition) -> str:
     return " ".join(filter(None, (partition.name, request.qos)))
 
 
-def _cost(request: Request) -> str:
+def _cost(request: JobRequest) -> str:
     if request.gpus:
         return gpu_hours(request.nodes * request.gpus, request.time)
     return f"{request.nodes * request.time / 3600:.3g} node-hours"

@@ -6,14 +6,14 @@ import re
 from math import ceil
 from pathlib import PurePath
 
-from shoal.launcher.submit.job import Job, Request
+from shoal.launcher.submit.job import Job, JobRequest
 from shoal.launcher.submit.site import Partition, Qos, Site
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 
 _SIGNAL_STEP = 5
 
 
-def partition_of(request: Request, site: Site) -> Partition:
+def partition_of(request: JobRequest, site: Site) -> Partition:
     """The partition asked for; one without known limits where the site lists none of that name."""
     known = site.partition(request.partition)
     if known is not None:
@@ -21,14 +21,14 @@ def partition_of(request: Request, site: Site) -> Partition:
     return Partition(name=request.partition or "", option=request.partition)
 
 
-def processes_of(request: Request) -> int:
+def processes_of(request: JobRequest) -> int:
     """How many processes all nodes together run: one for each GPU, or one for each node without."""
     if request.processes is not None:
         return request.processes
     return request.nodes * max(1, request.gpus)
 
 
-def decide(request: Request, site: Site, *, save: float | None) -> Job:
+def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
     """The job that is submitted. `save` is how long a save and a step take together, if measured."""
     partition = partition_of(request, site)
     processes = processes_of(request)
@@ -66,18 +66,20 @@ def decide(request: Request, site: Site, *, save: float | None) -> Job:
     )
 
 
-def _qos(request: Request, partition: Partition) -> Choice[str | None]:
+def _qos(request: JobRequest, partition: Partition) -> Decision[str | None]:
     """The first QoS whose limits fit the job; none is named where it is the one Slurm takes itself."""
     if request.qos is not None:
-        return Choice(what="qos", value=request.qos, reason=GIVEN)
+        return Decision(what="qos", value=request.qos, reason=GIVEN)
     gpus = request.nodes * request.gpus
     for qos in partition.qos:
         if fits(qos, request.time, gpus):
             if qos is partition.qos[0]:
-                return Choice(what="qos", value=None, reason=f"{qos.name}, which a job gets by itself")
+                return Decision(
+                    what="qos", value=None, reason=f"{qos.name}, which a job gets by itself"
+                )
             reason = f"the first that gives {gpus} GPUs for so long"
-            return Choice(what="qos", value=qos.name, reason=reason)
-    return Choice(what="qos", value=None, reason="the site's file lists none that fits")
+            return Decision(what="qos", value=qos.name, reason=reason)
+    return Decision(what="qos", value=None, reason="the site's file lists none that fits")
 
 
 def fits(qos: Qos, time: int, gpus: int) -> bool:
@@ -85,28 +87,28 @@ def fits(qos: Qos, time: int, gpus: int) -> bool:
     return (qos.time is None or time <= qos.time) and (qos.gpus is None or gpus <= qos.gpus)
 
 
-def _cpus(request: Request, partition: Partition) -> Choice[int | None]:
+def _cpus(request: JobRequest, partition: Partition) -> Decision[int | None]:
     if request.cpus is not None:
-        return Choice(what="cpus", value=request.cpus, reason=GIVEN)
+        return Decision(what="cpus", value=request.cpus, reason=GIVEN)
     if partition.cpus_per_gpu is None or not request.gpus:
-        return Choice(what="cpus", value=None, reason="left to Slurm: the site's file has no number")
+        return Decision(what="cpus", value=None, reason="left to Slurm: the site's file has no number")
     each = ceil(processes_of(request) / request.nodes)
     # Fewer processes than GPUs share the cores of all GPUs.
     value = max(1, partition.cpus_per_gpu * request.gpus // each)
-    return Choice(
+    return Decision(
         what="cpus",
         value=value,
         reason=f"{partition.cpus_per_gpu} for each GPU of {partition.name}",
     )
 
 
-def _lead(request: Request, site: Site, save: float | None) -> Choice[int]:
+def _lead(request: JobRequest, site: Site, save: float | None) -> Decision[int]:
     if save is not None:
         # Slurm's clock for this was seen 14 s late; a minute is what it promises.
         value = _rounded(2 * save + 60)
-        return Choice(what="lead", value=value, reason=f"a step and a save took {save:.0f} s before")
+        return Decision(what="lead", value=value, reason=f"a step and a save took {save:.0f} s before")
     value = min(site.lead, _rounded(request.time / 4))
-    return Choice(what="lead", value=value, reason="no save of this run has been measured yet")
+    return Decision(what="lead", value=value, reason="no save of this run has been measured yet")
 
 
 def _rounded(seconds: float) -> int:

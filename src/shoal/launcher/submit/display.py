@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.launcher.submit.job import Job
-from shoal.launcher.submit.job_directory import End
-from shoal.launcher.submit.site_catalog import Entry, load
+from shoal.launcher.submit.job_directory import JobEnd
+from shoal.launcher.submit.site_catalog import SiteEntry, load
 from shoal.launcher.submit.status import Status, outcome
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.times import gpu_hours, spell_time
@@ -115,7 +115,7 @@ def _progress(found: Status) -> Iterator[str]:
         yield f"saved step {found.saved.get('step')}, {_ago(found.saved.get('t'))}"
 
 
-def sites(console: Console, entries: Iterable[Entry]) -> None:
+def sites(console: Console, entries: Iterable[SiteEntry]) -> None:
     """All sites, with their partitions; where there is room, which words need, with their files."""
     files = ["file"] if console.width >= _ROOM_FOR_FILES else []
     table = make_table("site", "what it is", "partitions", "tried on", *files)
@@ -127,7 +127,7 @@ def sites(console: Console, entries: Iterable[Entry]) -> None:
     console.print(table)
 
 
-def text(console: Console, entry: Entry) -> None:
+def text(console: Console, entry: SiteEntry) -> None:
     """A site's file as it stands, to be read or to be copied."""
     console.out(entry.text, end="", highlight=False)
 
@@ -142,7 +142,7 @@ def _size(job: Job) -> str:
     return f"{nodes}{each}, {job.processes} process(es), {spell_time(job.time)}{times}{cost}"
 
 
-def _ended(end: End) -> str:
+def _ended(end: JobEnd) -> str:
     again = f", after {end.restarts} requeue(s)" if end.restarts else ""
     return f"{_ago(end.when)}{again}"
 

@@ -27,7 +27,7 @@ def add(run: Path) -> None:
         os.close(descriptor)
 
 
-def read() -> list[Path]:
+def submitted_runs() -> list[Path]:
     """The runs, the one that was submitted last first, each once."""
     try:
         lines = os.fsdecode(path().read_bytes()).split("\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 
 LauncherName = Literal["srun", "torchrun", "mpirun"]
 LAUNCHERS: tuple[str, ...] = get_args(LauncherName)
@@ -30,7 +30,7 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """A job as it was asked for: what is None is left to the site. `gpus` are those of each node.
 
     `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element
@@ -102,7 +102,7 @@ class Job:
     options: tuple[str, ...]
     turns: tuple[Turn, ...]
     limit: int
-    choices: Mapping[str, Choice[Any]]
+    choices: Mapping[str, Decision[Any]]
 
     @property
     def signal(self) -> str:

@@ -18,7 +18,7 @@ _LINES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class SubmittedJob:
     """What was submitted: the numbers of the jobs, one for each of a chain, and what they were told."""
 
     jobs: tuple[str, ...]
@@ -35,7 +35,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class JobEnd:
     """One end of a job: which start of it that was, and its exit code."""
 
     job: str
@@ -92,17 +92,17 @@ def newest_folder(run: Path) -> Path:
     )
 
 
-def write_record(folder: Path, record: Record) -> None:
+def write_record(folder: Path, record: SubmittedJob) -> None:
     """Write it, with the numbers of the jobs in a file of their own for the batch script."""
     (folder / IDS).write_text("".join(f"{job}\n" for job in record.jobs))
     (folder / RECORD).write_text(json.dumps(asdict(record), indent=2) + "\n")
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path) -> SubmittedJob:
     """What was written there; LaunchError where it can't be read."""
     try:
         values = json.loads((folder / RECORD).read_text())
-        return Record(**{**values, "jobs": tuple(str(job) for job in values["jobs"])})
+        return SubmittedJob(**{**values, "jobs": tuple(str(job) for job in values["jobs"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise LaunchError(
             given=str(folder / RECORD),
@@ -111,14 +111,14 @@ def read_record(folder: Path) -> Record:
         ) from None
 
 
-def read_ends(folder: Path) -> list[End]:
+def read_ends(folder: Path) -> list[JobEnd]:
     """How the jobs of a folder have ended so far, in order."""
     found = []
     with suppress(OSError):
         for line in (folder / ENDS).read_text(errors="replace").splitlines():
             with suppress(ValueError):
                 job, restarts, code, when = line.split()
-                found.append(End(job=job, restarts=int(restarts), code=int(code), when=float(when)))
+                found.append(JobEnd(job=job, restarts=int(restarts), code=int(code), when=float(when)))
     return found
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from shoal.distributed import env_vars
 from shoal.launcher.submit.site import Site, read_site
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
 PLAIN = "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class SiteEntry:
     """A site's name, its file for people, and its text."""
 
     name: str
@@ -30,16 +30,16 @@ def folder() -> Path:
     return env_vars.config_folder() / "sites"
 
 
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, SiteEntry]:
     """All sites by name; the user's own stand in the place of those of the same name."""
     shipped = resources.files(__package__).joinpath("sites")
     found = {}
     files = (file for file in shipped.iterdir() if file.name.endswith(".toml"))
     for file in sorted(files, key=lambda file: file.name):
         name = file.name.removesuffix(".toml")
-        found[name] = Entry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
+        found[name] = SiteEntry(name=name, file=f"shoal's own {file.name}", text=file.read_text())
     for path in sorted(folder().glob("*.toml")):
-        found[path.stem] = Entry(name=path.stem, file=str(path), text=_read(path))
+        found[path.stem] = SiteEntry(name=path.stem, file=str(path), text=_read(path))
     return found
 
 
@@ -54,7 +54,7 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def find_entry(name: str) -> Entry:
+def find_entry(name: str) -> SiteEntry:
     """The site of that name; LaunchError where there is none."""
     found = entries()
     if name not in found:
@@ -66,26 +66,28 @@ def find_entry(name: str) -> Entry:
     return found[name]
 
 
-def load(entry: Entry) -> Site:
+def load(entry: SiteEntry) -> Site:
     """The site that an entry describes."""
     return read_site(entry.name, entry.text, entry.file)
 
 
-def choose(name: str | None, host: str | None = None) -> Choice[Site]:
+def choose(name: str | None, host: str | None = None) -> Decision[Site]:
     """The site that is named, else by SHOAL_SITE, else the one whose login node this is, else plain.
 
     `host` is this machine's name by default.
     """
     if name is not None:
-        return Choice(what="site", value=load(find_entry(name)), reason=GIVEN)
+        return Decision(what="site", value=load(find_entry(name)), reason=GIVEN)
     if env_vars.site():
         reason = f"{GIVEN}: {env_vars.SITE}={env_vars.site()}"
-        return Choice(what="site", value=load(find_entry(env_vars.site())), reason=reason)
+        return Decision(what="site", value=load(find_entry(env_vars.site())), reason=reason)
     host = socket.gethostname() if host is None else host
     for entry in entries().values():
         site = load(entry)
         for pattern in site.hosts:
             if fnmatch.fnmatchcase(host, pattern):
-                return Choice(what="site", value=site, reason=f"{host} is one of its hosts, {pattern}")
+                return Decision(
+                    what="site", value=site, reason=f"{host} is one of its hosts, {pattern}"
+                )
     reason = f"no site has {host} among its hosts"
-    return Choice(what="site", value=load(find_entry(PLAIN)), reason=reason)
+    return Decision(what="site", value=load(find_entry(PLAIN)), reason=reason)

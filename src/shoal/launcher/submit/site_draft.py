@@ -18,7 +18,7 @@ _LONGEST_KILL = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class NodeKind:
     """Nodes of one kind in a partition. `cores` are whole cores, `gres` what `--gres` calls GPUs."""
 
     partition: str
@@ -30,7 +30,7 @@ class Kind:
     nodes: int
 
 
-def read_kinds(text: str) -> list[Kind]:
+def read_kinds(text: str) -> list[NodeKind]:
     """What `SINFO` printed; lines of another form are passed over."""
     found = []
     for line in text.splitlines():
@@ -42,7 +42,7 @@ def read_kinds(text: str) -> list[Kind]:
         form = [int(part) for part in re.findall(r"\d+", shape)]
         count = int(re.sub(r"\D", "", cpus) or 1)
         found.append(
-            Kind(
+            NodeKind(
                 partition=name,
                 time=_limit(limit),
                 cpus=count,
@@ -67,7 +67,7 @@ def draft(name: str, sinfo: str, config: str) -> str:
     return "\n".join(_lines(name, kinds, config)) + "\n"
 
 
-def _lines(name: str, kinds: list[Kind], config: str) -> Iterator[str]:
+def _lines(name: str, kinds: list[NodeKind], config: str) -> Iterator[str]:
     said = dict(re.findall(r"^(\w+)\s*= (.*?)\s*$", config, re.MULTILINE))
     cluster = said.get("ClusterName", name)
     yield f"# Drafted by `shoal sites new {_comment(name)}` from sinfo and scontrol. Look it over: your"
@@ -91,7 +91,7 @@ def _lines(name: str, kinds: list[Kind], config: str) -> Iterator[str]:
         yield from _partition(partition, [kind for kind in kinds if kind.partition == partition])
 
 
-def _partition(name: str, kinds: list[Kind]) -> Iterator[str]:
+def _partition(name: str, kinds: list[NodeKind]) -> Iterator[str]:
     # What each of its nodes has, so that a job is sure to fit.
     largest = max(kinds, key=lambda kind: (kind.gpus, kind.cores))
     alike = len({(kind.gpus, kind.cores) for kind in kinds}) == 1

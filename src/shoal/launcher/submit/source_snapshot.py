@@ -34,7 +34,7 @@ _PASSED_OVER = ("__pycache__", ".git", ".venv", "node_modules")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SourceFiles:
     """The files that belong to a script, relative to their root.
 
     `copied` are copied; `linked`, files or directories, are linked to: data, what git ignores, and
@@ -49,7 +49,7 @@ class Source:
     diff: bytes = b""
 
 
-def find_source(script: Path, *, without: Path) -> Source:
+def find_source(script: Path, *, without: Path) -> SourceFiles:
     """What belongs to a script: its git checkout, or its directory; but not `without`, the run's.
 
     Raises LaunchError where that are too many files.
@@ -67,7 +67,7 @@ def find_source(script: Path, *, without: Path) -> Source:
     return source
 
 
-def copy_source(source: Source, folder: Path) -> Path:
+def copy_source(source: SourceFiles, folder: Path) -> Path:
     """Write the copy into `folder`/source, and beside it what tells of it; where the script is then.
 
     Beside it are `git.json`, `changes.diff` and `packages.txt`.
@@ -105,7 +105,7 @@ def import_paths(root: Path, copy: Path, given: Sequence[str]) -> tuple[str, ...
     return tuple(dict.fromkeys(found))
 
 
-def _from_git(root: Path, script: Path, without: Path) -> Source:
+def _from_git(root: Path, script: Path, without: Path) -> SourceFiles:
     def listed(*options: str) -> list[PurePath]:
         names = _git(root, "ls-files", "-z", *options).split(b"\0")
         return [PurePath(os.fsdecode(name)) for name in names if name]
@@ -123,7 +123,7 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
     known = _git(root, "rev-parse", "--verify", "--quiet", "HEAD", needed=False)
     commit = known.decode().strip()
     diff = _git(root, "diff", "HEAD", "--binary", "--", ".", *names) if commit else b""
-    return Source(
+    return SourceFiles(
         root=root,
         script=script,
         copied=tuple(kept),
@@ -141,7 +141,7 @@ def _from_git(root: Path, script: Path, without: Path) -> Source:
     )
 
 
-def _from_folder(script: Path, without: Path) -> Source:
+def _from_folder(script: Path, without: Path) -> SourceFiles:
     root = script.parent
     files: list[PurePath] = [script.relative_to(root)]
     data: list[PurePath] = []
@@ -152,7 +152,7 @@ def _from_folder(script: Path, without: Path) -> Source:
             break
     kept, linked = _sorted(root, files, without)
     linked += [path for path in data if _may_link(root / path, without)]
-    return Source(root=root, script=script, copied=tuple(kept), linked=tuple(linked))
+    return SourceFiles(root=root, script=script, copied=tuple(kept), linked=tuple(linked))
 
 
 def _around(root: Path, path: PurePath, own: PurePath, without: Path) -> Iterator[PurePath]:

@@ -11,8 +11,8 @@ from shoal.distributed.cluster_env import REQUEUE
 from shoal.launcher.submit import index
 from shoal.launcher.submit.job_directory import (
     RECORD,
-    End,
-    Record,
+    JobEnd,
+    SubmittedJob,
     logs,
     mark_cancelled,
     newest_folder,
@@ -36,9 +36,9 @@ class Status:
     """
 
     folder: Path
-    record: Record
+    record: SubmittedJob
     queued: tuple[Queued, ...]
-    ends: tuple[End, ...]
+    ends: tuple[JobEnd, ...]
     step: dict[str, Any] | None
     saved: dict[str, Any] | None
     failure: tuple[str, ...]
@@ -51,7 +51,7 @@ def runs(folder: Path) -> list[Path]:
     there is none.
     """
     here = sorted({path.parents[2].resolve() for path in folder.glob(f"*/jobs/*/{RECORD}")})
-    submitted = [run for run in index.read() if any(run.glob(f"jobs/*/{RECORD}"))]
+    submitted = [run for run in index.submitted_runs() if any(run.glob(f"jobs/*/{RECORD}"))]
     found = list(dict.fromkeys([*submitted, *here]))[: index.MOST]
     if not found:
         raise LaunchError(
@@ -106,7 +106,7 @@ def log_files(run: Path, element: int | None) -> list[Path]:
     return logs(folder, range(count) if element is None else [element])
 
 
-def cancel(run: Path, *, now: bool) -> tuple[Record, bool]:
+def cancel(run: Path, *, now: bool) -> tuple[SubmittedJob, bool]:
     """End the newest submission of a run: what waits at once, what runs after it has saved.
 
     With `now` all at once, as scancel does it. Returns what was cancelled, and whether any of it still

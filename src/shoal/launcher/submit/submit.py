@@ -12,12 +12,12 @@ from pathlib import Path
 
 from shoal.distributed import env_vars
 from shoal.launcher.submit import index
-from shoal.launcher.submit.check import check, check_interpreter, notes, without_secrets, workers_of
+from shoal.launcher.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.launcher.submit.decide import decide
-from shoal.launcher.submit.job import Job, Request
+from shoal.launcher.submit.job import Job, JobRequest
 from shoal.launcher.submit.job_directory import (
     SCRIPT,
-    Record,
+    SubmittedJob,
     make_folder,
     missing_folders,
     next_folder,
@@ -27,8 +27,8 @@ from shoal.launcher.submit.job_directory import (
 from shoal.launcher.submit.save_time import stopping_seconds
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.slurm import commands
-from shoal.launcher.submit.slurm.batch_script import MARK, Place, render
-from shoal.launcher.submit.source_snapshot import Source, copy_source, find_source, import_paths
+from shoal.launcher.submit.slurm.batch_script import MARK, JobContext, render
+from shoal.launcher.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.launcher.submit.status import living
 from shoal.util.errors import LaunchError
 
@@ -52,7 +52,7 @@ class Submission:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SubmitOptions:
     """How to submit. `run` is the run directory, None being runs/NAME of NAME.py.
 
     A dry run makes nothing. With `out` the script is written there and not submitted. `copy` is
@@ -66,7 +66,7 @@ class Options:
     force: bool = False
 
 
-def submit(request: Request, site: Site, options: Options) -> Submission:
+def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:
     """Submit a job, or what `options` say instead.
 
     Raises LaunchError where the script is not there, where something speaks against the job, or where
@@ -92,7 +92,7 @@ def submit(request: Request, site: Site, options: Options) -> Submission:
     request = replace(request, workers=workers_of(text, request.args))
     job = decide(request, site, save=stopping_seconds(run))
     if not options.force:
-        check(request, site, job)
+        check_job(request, site, job)
         if not options.dry and options.out is None:
             _check_alone(run)
     source = find_source(script, without=run) if options.copy else None
@@ -214,7 +214,9 @@ def _hand_over(script: Path, job: Job) -> tuple[str, ...]:
     return tuple(jobs)
 
 
-def _place(request: Request, site: Site, run: Path, folder: Path, source: Source | None) -> Place:
+def _place(
+    request: JobRequest, site: Site, run: Path, folder: Path, source: SourceFiles | None
+) -> JobContext:
     script = Path(request.script).resolve()
     paths: tuple[str, ...] = ()
     if source is not None:
@@ -223,7 +225,7 @@ def _place(request: Request, site: Site, run: Path, folder: Path, source: Source
         paths = import_paths(source.root, copy, env_vars.python_path())
     # An image has a Python of its own.
     python = sys.executable if request.container is None else "python"
-    return Place(
+    return JobContext(
         folder=str(folder),
         directory=os.getcwd(),
         run=str(run),
@@ -261,8 +263,8 @@ def staged(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _record(jobs: tuple[str, ...], request: Request, site: Site, job: Job) -> Record:
-    return Record(
+def _record(jobs: tuple[str, ...], request: JobRequest, site: Site, job: Job) -> SubmittedJob:
+    return SubmittedJob(
         jobs=jobs,
         submitted=time.time(),
         site=site.name,

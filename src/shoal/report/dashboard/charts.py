@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from shoal.report.dashboard.theme import PARTS, Look, Part, compact
+from shoal.report.dashboard.theme import PARTS, Look, StepPart, compact
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LEVELS = " _.-=+*%#"
@@ -203,7 +203,7 @@ def bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text
     return line
 
 
-def _cells(part: Part, cells: int, look: Look) -> str:
+def _cells(part: StepPart, cells: int, look: Look) -> str:
     if not look.colour:
         return part.letter * cells
     return part.letter.ljust(cells)[:cells]

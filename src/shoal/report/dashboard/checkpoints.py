@@ -6,10 +6,12 @@ from itertools import pairwise
 
 from shoal.report import Attempt, Event, History
 from shoal.report.dashboard.outcome import number, text, whole
-from shoal.report.dashboard.snapshot import Saves
+from shoal.report.dashboard.snapshot import CheckpointStatus
 
 
-def saves(history: History, attempt: Attempt, *, step: int, seconds: float, now: float) -> Saves:
+def saves(
+    history: History, attempt: Attempt, *, step: int, seconds: float, now: float
+) -> CheckpointStatus:
     """The last save of all attempts; the next by how far apart this attempt's were.
 
     `step` is the present one and `seconds` what one takes. Where saves were equally many steps apart,
@@ -18,7 +20,7 @@ def saves(history: History, attempt: Attempt, *, step: int, seconds: float, now:
     told = [found for each in history.attempts for found in _saves(each)]
     last_step, last_time, took, blocked = told[-1] if told else (None, now, 0.0, 0.0)
     next_step, due = _next(attempt, step, seconds, now)
-    return Saves(
+    return CheckpointStatus(
         step=last_step,
         ago=max(0.0, now - last_time),
         seconds=took,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.report.dashboard.snapshot import Curve
+from shoal.report.dashboard.snapshot import MetricCurve
 
 POINTS = 1024
 """How many points a curve has at most: half of them are more than a terminal has columns."""
@@ -53,21 +53,23 @@ class Tracks:
             sums[row] += np.bincount(places, weights=values, minlength=count)
         self._sums = sums
 
-    def loss(self) -> Curve | None:
+    def loss(self) -> MetricCurve | None:
         """The mean loss of each stretch; None before there is one."""
         return self._curve(LOSS, KNOWN)
 
-    def throughput(self) -> Curve | None:
+    def throughput(self) -> MetricCurve | None:
         """Samples per second of each stretch; None before there is one."""
         return self._curve(SAMPLES, SECONDS)
 
-    def _curve(self, above: int, below: int) -> Curve | None:
+    def _curve(self, above: int, below: int) -> MetricCurve | None:
         if not self._sums[below].any():
             return None
         values = np.full(self._sums.shape[1], math.nan)
         np.divide(self._sums[above], self._sums[below], out=values, where=self._sums[below] > 0)
         weights = tuple(self._sums[below].tolist())
-        return Curve(first=self._first, last=self._last, values=tuple(values.tolist()), weights=weights)
+        return MetricCurve(
+            first=self._first, last=self._last, values=tuple(values.tolist()), weights=weights
+        )
 
     def _double(self) -> None:
         even = self._sums.shape[1] % 2

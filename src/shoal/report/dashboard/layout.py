@@ -8,7 +8,7 @@ from rich.text import Text
 
 from shoal.report.dashboard.charts import curve, spark
 from shoal.report.dashboard.rank_table import leaves, legend, table
-from shoal.report.dashboard.snapshot import OVER, Curve, Kind, Progress, Slowest, Snapshot
+from shoal.report.dashboard.snapshot import OVER, Kind, MetricCurve, RunProgress, Slowest, Snapshot
 from shoal.report.dashboard.theme import WORDS, Look, brief, exact
 from shoal.util.tables import span
 from shoal.util.text import duration
@@ -184,14 +184,14 @@ def _elapsed(seconds: float, *, over: bool) -> str:
     return f"in {text}" if over else f"{text} so far"
 
 
-def _percent(now: Progress) -> str:
+def _percent(now: RunProgress) -> str:
     if not now.goal:
         return ""
     permille = min(1000, 1000 * now.position // now.goal)
     return "100 %" if permille == 1000 else f"{permille / 10:.1f} %"  # 100 % is for the end alone
 
 
-def _epoch(now: Progress) -> str:
+def _epoch(now: RunProgress) -> str:
     if not now.epoch_size:
         return ""
     goal = f"/{round(now.goal / now.epoch_size, 2):g}" if now.goal else ""
@@ -232,7 +232,7 @@ def _curves(snapshot: Snapshot, width: int, height: int, look: Look) -> list[Tex
 
 
 def _chart(
-    title: str, unit: str, drawn: Curve, zero: bool, width: int, height: int, look: Look
+    title: str, unit: str, drawn: MetricCurve, zero: bool, width: int, height: int, look: Look
 ) -> list[Text]:
     line = Text.assemble((title, "bold"), f" {_value(drawn)}", f" {unit}" if unit else "")
     steps = f"steps {drawn.first:,} to {drawn.last:,}"
@@ -243,13 +243,13 @@ def _chart(
     return [line, *rows]
 
 
-def _spark(title: str, drawn: Curve, width: int, look: Look, *, zero: bool) -> Text:
+def _spark(title: str, drawn: MetricCurve, width: int, look: Look, *, zero: bool) -> Text:
     line = Text.assemble((title, "bold"), f" {_value(drawn)} ")
     room = width - line.cell_len
     return line.append(spark(drawn.values, room, look, zero=zero, weights=drawn.weights), "cyan")
 
 
-def _value(drawn: Curve) -> str:
+def _value(drawn: MetricCurve) -> str:
     return "-" if drawn.now is None else exact(drawn.now)
 
 

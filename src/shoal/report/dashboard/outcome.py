@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.report import Attempt, Event, History
-from shoal.report.dashboard.snapshot import Kind, Restarts, State
+from shoal.report.dashboard.snapshot import Kind, Restarts, RunStatus
 
 ASKED: dict[str, Kind] = {
     "preempted": "preempted",
@@ -33,21 +33,21 @@ def text(event: Event, name: str) -> str:
     return value[:500] if isinstance(value, str) else ""
 
 
-def fate(attempt: Attempt, *, now: float) -> State | None:
+def fate(attempt: Attempt, *, now: float) -> RunStatus | None:
     """How an attempt ended; None while nothing says that it has."""
     for _, event in attempt.events:
         kind = ASKED.get(event["event"])
         if kind is not None:
-            return State(kind=kind, since=_since(event, now), reason=_asked(event))
+            return RunStatus(kind=kind, since=_since(event, now), reason=_asked(event))
     closed = None
     for rank, event in attempt.said("end"):
         if event.get("reason") == "error":
             error = text(event, "error") or "an error"
-            return State(
+            return RunStatus(
                 kind="failed", since=_since(event, now), reason=_at(attempt, rank, error, event)
             )
         if rank == min(attempt.ranks, default=rank):
-            closed = State(kind="ended", since=_since(event, now), reason=_closed(event))
+            closed = RunStatus(kind="ended", since=_since(event, now), reason=_closed(event))
     return closed
 
 

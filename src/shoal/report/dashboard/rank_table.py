@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from shoal.report.dashboard.charts import bar, clean
-from shoal.report.dashboard.snapshot import Rank, Snapshot
+from shoal.report.dashboard.snapshot import RankStats, Snapshot
 from shoal.report.dashboard.theme import PARTS, Look, brief
 from shoal.util.tables import size
 
@@ -21,14 +21,14 @@ BAR_CELLS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class RankSelection:
     """Which ranks are shown, which are only summed up, and what is said of it."""
 
-    shown: tuple[Rank, ...]
+    shown: tuple[RankStats, ...]
     said: str = ""
 
 
-def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> Choice:
+def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelection:
     """The ranks for `room` lines, the last of which says which they are where they are not all.
 
     On leaf 0 the slowest and the fastest, with a summary of the others; on the leaves after it all,
@@ -36,15 +36,15 @@ def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> Choice:
     """
     ranks = snapshot.ranks
     if len(ranks) <= room or room < 1:
-        return Choice(shown=ranks[: max(0, room)])
+        return RankSelection(shown=ranks[: max(0, room)])
     if room == 1:
-        return Choice(shown=(), said=f"{len(ranks):,} ranks: {_spread(ranks, look)}")
+        return RankSelection(shown=(), said=f"{len(ranks):,} ranks: {_spread(ranks, look)}")
     room -= 1
     leaves = math.ceil(len(ranks) / room)
     if leaf > 0:
         at = min(leaf, leaves) - 1
         shown = ranks[at * room : (at + 1) * room]
-        return Choice(
+        return RankSelection(
             shown=shown,
             said=f"ranks {shown[0].number:,} to {shown[-1].number:,} of {len(ranks):,}, "
             f"leaf {at + 1:,} of {leaves:,}",
@@ -56,7 +56,7 @@ def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> Choice:
     fast = room - slow
     others = by_time[slow : len(by_time) - fast]
     ends = f"the {slow:,} slowest" + (f" and the {fast:,} fastest" if fast else "")
-    return Choice(
+    return RankSelection(
         shown=(*by_time[:slow], *by_time[len(by_time) - fast :]),
         said=f"{ends} of {len(ranks):,}; {len(others):,} others: {_spread(others, look)}",
     )
@@ -69,7 +69,7 @@ def leaves(snapshot: Snapshot, room: int) -> int:
     return math.ceil(len(snapshot.ranks) / (room - 1))
 
 
-def _spread(ranks: Sequence[Rank], look: Look) -> str:
+def _spread(ranks: Sequence[RankStats], look: Look) -> str:
     """What their own work takes, from the fastest to the slowest, and their memory."""
     own = [clean(rank.own) for rank in ranks]
     text = f"{brief(min(own))} to {brief(max(own))} of their own"
@@ -101,7 +101,7 @@ class _Columns:
     longest: float
 
     @classmethod
-    def of(cls, snapshot: Snapshot, shown: Sequence[Rank], width: int, look: Look) -> _Columns:
+    def of(cls, snapshot: Snapshot, shown: Sequence[RankStats], width: int, look: Look) -> _Columns:
         number = max((len(str(rank.number)) for rank in shown), default=1) + 2
         widest = max((Text(look.safe(rank.host)).cell_len for rank in shown), default=0)
         host = min(widest, HOST_CELLS) + 1 if widest else 0
@@ -126,7 +126,7 @@ class _Columns:
         line.stylize("bold")
         return line
 
-    def row(self, rank: Rank, snapshot: Snapshot, look: Look) -> Text:
+    def row(self, rank: RankStats, snapshot: Snapshot, look: Look) -> Text:
         slowest = snapshot.slowest is not None and snapshot.slowest.rank == rank.number
         line = Text(look.sign("▸", ">") if slowest else " ")
         line.append(str(rank.number).rjust(self.number - 2) + " ", "bold" if slowest else "")

@@ -25,7 +25,7 @@ OVER: tuple[Kind, ...] = ("ended", "preempted", "interrupted", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RunStatus:
     """How a run is, for how many seconds it has been so, and why."""
 
     kind: Kind
@@ -34,7 +34,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run is: positions and sizes in samples.
 
     `goal` is the position at which it ends, `left` the seconds until then; None where unknown.
@@ -50,7 +50,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class MetricCurve:
     """Values in the order of the steps, of equal numbers of them each; NaN where there is none.
 
     `weights` is what each counts in a mean of several: the seconds of a rate, so that the mean is
@@ -65,7 +65,7 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rank:
+class RankStats:
     """What one rank did of late: mean seconds of a step by part, and its memory in bytes."""
 
     number: int
@@ -96,7 +96,7 @@ class Slowest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saves:
+class CheckpointStatus:
     """The last checkpoint and the next; `due` is in so many seconds, negative when it is late."""
 
     step: int | None = None
@@ -122,16 +122,16 @@ class Snapshot:
 
     run: str
     clock: str
-    state: State
+    state: RunStatus
     verdict: str = ""
     size: int = 0
-    progress: Progress | None = None
-    loss: Curve | None = None
-    throughput: Curve | None = None
-    ranks: tuple[Rank, ...] = ()
+    progress: RunProgress | None = None
+    loss: MetricCurve | None = None
+    throughput: MetricCurve | None = None
+    ranks: tuple[RankStats, ...] = ()
     missing: tuple[int, ...] = ()
     window: int = 0
     device_memory: bool = False
     slowest: Slowest | None = None
-    saves: Saves = Saves()
+    saves: CheckpointStatus = CheckpointStatus()
     restarts: Restarts = Restarts()

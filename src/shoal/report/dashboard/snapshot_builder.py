@@ -10,19 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.report import Array, Attempt, History, Reader, Verdict, judge, profile
+from shoal.report import Array, Attempt, BottleneckReport, History, Reader, find_bottleneck, profile
 from shoal.report.dashboard.checkpoints import saves
 from shoal.report.dashboard.curves import Tracks
 from shoal.report.dashboard.outcome import fate, restarts, whole
 from shoal.report.dashboard.snapshot import (
     OVER,
-    Curve,
-    Progress,
-    Rank,
+    MetricCurve,
+    RankStats,
     Restarts,
+    RunProgress,
+    RunStatus,
     Slowest,
     Snapshot,
-    State,
 )
 from shoal.util.errors import CheckpointError
 
@@ -40,7 +40,7 @@ QUIET = 15.0
 """Seconds without an event from which a run is silent; longer where its steps take long."""
 
 
-class Observer:
+class SnapshotBuilder:
     """Looks at a run directory from time to time, which may not be there yet if one is to `wait`.
 
     Nothing is ever written into it.
@@ -58,7 +58,7 @@ class Observer:
         self._wait = wait
         self._now = now
         self._rest = rest
-        self._verdict: Verdict | None = None
+        self._verdict: BottleneckReport | None = None
         self._judge_at = 0.0
         self._reader: Reader | None = None
         self._tracks = Tracks()
@@ -81,14 +81,14 @@ class Observer:
                 if not self._wait or self._directory.is_file():
                     raise
                 hint = f"; {error.fix}" if self._directory.exists() else ""
-                return self._snapshot(State(kind="absent", reason=error.found + hint))
+                return self._snapshot(RunStatus(kind="absent", reason=error.found + hint))
         if self._reader.poll() and self._looked:
             self._grown = self._now()
         self._looked = True
         history = self._reader.history
         attempt = history.latest
         if attempt is None:
-            return self._snapshot(State(kind="starting"))
+            return self._snapshot(RunStatus(kind="starting"))
         for before in history.attempts[:-1]:
             for rows in (*before.steps.values(), *before.usage.values()):
                 rows.shorten(1)
@@ -129,16 +129,16 @@ class Observer:
             saves=saves(history, attempt, step=attempt.last, seconds=float(walls.mean()), now=now),
         )
 
-    def _judge(self, history: History) -> Verdict:
+    def _judge(self, history: History) -> BottleneckReport:
         """The verdict; the last one again where judging takes long and was done not long ago."""
         begun = time.monotonic()
         if self._verdict is None or begun >= self._judge_at:
-            self._verdict = judge(history, last=KEEP)
+            self._verdict = find_bottleneck(history, last=KEEP)
             took = time.monotonic() - begun
             self._judge_at = begun + took + (self._rest * took if took > LONG else 0.0)
         return self._verdict
 
-    def _slowest(self, verdict: Verdict) -> Slowest | None:
+    def _slowest(self, verdict: BottleneckReport) -> Slowest | None:
         """The rank to which most of the loss is owed and that still is slow."""
         slow = [each for each in verdict.stragglers if each.until is None]
         since = {}
@@ -161,7 +161,7 @@ class Observer:
         )
 
     def _snapshot(
-        self, state: State, history: History | None = None, ranks: tuple[Rank, ...] = ()
+        self, state: RunStatus, history: History | None = None, ranks: tuple[RankStats, ...] = ()
     ) -> Snapshot:
         attempt = history.latest if history is not None else None
         return Snapshot(
@@ -176,12 +176,12 @@ class Observer:
         )
 
 
-def _alive(silence: float, walls: Array) -> State:
+def _alive(silence: float, walls: Array) -> RunStatus:
     """How a run is that has not said that it ended."""
     if not len(walls):
-        return State(kind="starting", since=silence)
+        return RunStatus(kind="starting", since=silence)
     quiet = max(QUIET, 3 * float(walls.max()))
-    return State(kind="silent" if silence > quiet else "running", since=silence)
+    return RunStatus(kind="silent" if silence > quiet else "running", since=silence)
 
 
 def _window(walls: Array) -> int:
@@ -196,12 +196,12 @@ def _begun_at(attempt: Attempt) -> int:
     return max(restored, default=0)
 
 
-def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -> Progress:
+def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -> RunProgress:
     start = attempt.starts.get(min(attempt.starts, default=0), {})
     goal, epoch = whole(start, "goal"), whole(start, "epoch_size")
     rate = _rate(leader)
     left = max(0, goal - position) / rate if goal is not None and rate else None
-    return Progress(
+    return RunProgress(
         step=attempt.last,
         position=position,
         goal=goal,
@@ -211,7 +211,7 @@ def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -
     )
 
 
-def _ranks(attempt: Attempt, window: int) -> tuple[Rank, ...]:
+def _ranks(attempt: Attempt, window: int) -> tuple[RankStats, ...]:
     found = profile(attempt, last=window, windows=1)
     if found is None:
         found = profile(attempt, last=window, windows=1, warm=True)
@@ -219,10 +219,10 @@ def _ranks(attempt: Attempt, window: int) -> tuple[Rank, ...]:
     return tuple(_rank(attempt, rank, means.get(rank, {})) for rank in attempt.ranks)
 
 
-def _rank(attempt: Attempt, rank: int, parts: Mapping[str, float]) -> Rank:
+def _rank(attempt: Attempt, rank: int, parts: Mapping[str, float]) -> RankStats:
     column = "device_memory" if _on_device(attempt, rank) else "rss"
     used = _usage(attempt, rank, column)
-    return Rank(number=rank, host=attempt.host(rank) or "", parts=parts, memory=used)
+    return RankStats(number=rank, host=attempt.host(rank) or "", parts=parts, memory=used)
 
 
 def _usage(attempt: Attempt, rank: int, column: str) -> int | None:
@@ -235,7 +235,7 @@ def _on_device(attempt: Attempt, rank: int) -> bool:
     return _usage(attempt, rank, "device_memory") is not None
 
 
-def _with_now(curve: Curve | None, now: float | None) -> Curve | None:
+def _with_now(curve: MetricCurve | None, now: float | None) -> MetricCurve | None:
     """The curve, with what its value is now."""
     return replace(curve, now=now) if curve is not None else None
 

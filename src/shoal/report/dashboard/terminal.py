@@ -19,8 +19,8 @@ from rich.text import Text
 
 from shoal.report.dashboard.keys import Key, listening, pressed, terminal_of
 from shoal.report.dashboard.layout import page, turns
-from shoal.report.dashboard.snapshot import OVER, Snapshot, State
-from shoal.report.dashboard.snapshot_builder import Observer
+from shoal.report.dashboard.snapshot import OVER, RunStatus, Snapshot
+from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.report.dashboard.theme import Look
 
 SECONDS = 1.0
@@ -54,7 +54,7 @@ def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool
     live = live and not console.is_dumb_terminal
     colour = live and not console.no_color and console.color_system is not None
     look = Look(colour=colour, unicode=False) if ascii_only else Look.of(out, colour=colour)
-    observer = Observer(Path(run), wait=live or every is not None)
+    observer = SnapshotBuilder(Path(run), wait=live or every is not None)
     if live:
         return _Screen(observer, console, look, Path(run)).stay()
     try:
@@ -63,7 +63,7 @@ def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool
         return LEAVING[signal.SIGINT]
 
 
-def _print(observer: Observer, console: Console, look: Look, every: float | None) -> int:
+def _print(observer: SnapshotBuilder, console: Console, look: Look, every: float | None) -> int:
     """Plain pages, until the run has ended and will not be started again by whoever preempted it."""
     while True:
         snapshot = observer.look()
@@ -82,7 +82,7 @@ def _block(lines: list[Text]) -> Text:
 class _Lookout(threading.Thread):
     """Looks at the run beside the page, which answers keys while a slow file system does not."""
 
-    def __init__(self, observer: Observer, seen: socket.socket) -> None:
+    def __init__(self, observer: SnapshotBuilder, seen: socket.socket) -> None:
         super().__init__(name="shoal-watch", daemon=True)
         self._observer = observer
         self._seen = seen
@@ -110,7 +110,7 @@ class _Lookout(threading.Thread):
 class _Screen:
     """The live page, from its first frame until it is left."""
 
-    def __init__(self, observer: Observer, console: Console, look: Look, run: Path) -> None:
+    def __init__(self, observer: SnapshotBuilder, console: Console, look: Look, run: Path) -> None:
         self._console = console
         self._look = look
         self._leaf = 0
@@ -120,7 +120,7 @@ class _Screen:
             end.setblocking(False)
         self._seen = seen
         self._lookout = _Lookout(observer, seen)
-        self._first = Snapshot(run=str(run), clock="", state=State(kind="reading"))
+        self._first = Snapshot(run=str(run), clock="", state=RunStatus(kind="reading"))
 
     def stay(self) -> int:
         """Show the page until it is left; the exit code."""

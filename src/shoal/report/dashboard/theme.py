@@ -83,7 +83,7 @@ def _settled(character: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StepPart:
     """A part of a step: its letter, and its word in full and short."""
 
     name: str
@@ -98,16 +98,16 @@ class Part:
 
 
 PARTS = (
-    Part(name="wait", letter="D", word="data", short="data"),
-    Part(name="transfer", letter="T", word="transfer", short="move"),
-    Part(name="forward", letter="F", word="forward", short="fwd"),
-    Part(name="backward", letter="B", word="backward", short="bwd"),
-    Part(name="communication", letter="C", word="communication", short="comm"),
-    Part(name="waiting", letter="w", word="waits for the slowest", short="waits"),
-    Part(name="update", letter="U", word="optimizer", short="upd"),
-    Part(name="checkpoint", letter="K", word="checkpoint", short="save"),
-    Part(name="evaluation", letter="E", word="evaluation", short="eval"),
-    Part(name="other", letter="o", word="other", short="other"),
+    StepPart(name="wait", letter="D", word="data", short="data"),
+    StepPart(name="transfer", letter="T", word="transfer", short="move"),
+    StepPart(name="forward", letter="F", word="forward", short="fwd"),
+    StepPart(name="backward", letter="B", word="backward", short="bwd"),
+    StepPart(name="communication", letter="C", word="communication", short="comm"),
+    StepPart(name="waiting", letter="w", word="waits for the slowest", short="waits"),
+    StepPart(name="update", letter="U", word="optimizer", short="upd"),
+    StepPart(name="checkpoint", letter="K", word="checkpoint", short="save"),
+    StepPart(name="evaluation", letter="E", word="evaluation", short="eval"),
+    StepPart(name="other", letter="o", word="other", short="other"),
 )
 WORDS = {part.name: part.word for part in PARTS}
 

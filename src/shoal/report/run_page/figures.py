@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shoal.report import LABELS, PALETTE, SHOWN, Attempt, History, Judged
-from shoal.report.attempts import Curve, curves, throughput
+from shoal.report.attempts import BinnedCurve, curves, throughput
 from shoal.report.html import Figure, Table, plots
 from shoal.report.run_page.tables import rounded, slowest
 
@@ -108,7 +108,9 @@ def progress(history: History) -> Iterator[Figure]:
         )
 
 
-def _curves(name: str, caption: str, y: str, found: dict[str, Curve], *, zero: bool = False) -> Figure:
+def _curves(
+    name: str, caption: str, y: str, found: dict[str, BinnedCurve], *, zero: bool = False
+) -> Figure:
     # One Step has no need of its name.
     named = dict(zip([y], found.values(), strict=True)) if len(found) == 1 else found
     series = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from shoal.report import History, Verdict, duration
+from shoal.report import BottleneckReport, History, duration
 from shoal.report.html import Block, Facts, Page, Section, Table, Text
 from shoal.report.run_page import figures, tables
 
 
-def page(history: History, verdict: Verdict) -> Page:
+def page(history: History, verdict: BottleneckReport) -> Page:
     """The page of a run as it stands; sections of which nothing was recorded are left out."""
     drawn = figures.all_of(history, verdict.judged)
     latest = history.latest
@@ -57,7 +57,7 @@ def page(history: History, verdict: Verdict) -> Page:
     )
 
 
-def _findings(history: History, verdict: Verdict) -> list[Block]:
+def _findings(history: History, verdict: BottleneckReport) -> list[Block]:
     found: list[Block] = [Text(text=each.text, advice=each.advice) for each in verdict.findings]
     if verdict.judged and not found:
         found.append(Text(text="Nothing stands out: no rank is slower than the others in any part."))
@@ -66,7 +66,7 @@ def _findings(history: History, verdict: Verdict) -> list[Block]:
     return found
 
 
-def _warm_up(verdict: Verdict) -> list[Block]:
+def _warm_up(verdict: BottleneckReport) -> list[Block]:
     one = verdict.judged[-1]
     if not one.warm_up:
         return []
@@ -79,7 +79,7 @@ def _warm_up(verdict: Verdict) -> list[Block]:
     ]
 
 
-def _speed(verdict: Verdict) -> list[Block]:
+def _speed(verdict: BottleneckReport) -> list[Block]:
     text = tables.speed(verdict.judged[-1]) if verdict.judged else ""
     return [Text(text=text)] if text else []
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report import LABELS, SHOWN, Attempt, History, Judged, Verdict, bandwidth, duration, percent
+from shoal.report import (
+    LABELS,
+    SHOWN,
+    Attempt,
+    BottleneckReport,
+    History,
+    Judged,
+    bandwidth,
+    duration,
+    percent,
+)
 from shoal.report.attempts import ending, kept, saves
 from shoal.report.history import TrafficKey
 from shoal.report.html import Table
@@ -22,7 +32,7 @@ _VERSIONS = ("shoal", "torch", "python", "device", "device_name", "launcher")
 _SETTINGS = ("layout", "strategy", "precision", "parameters", "batch_size", "epoch_size")
 
 
-def facts(history: History, verdict: Verdict) -> list[tuple[str, str]]:
+def facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
     """The few numbers that people look for first."""
     latest = history.latest
     if latest is None:
@@ -164,7 +174,7 @@ def unreadable(history: History) -> str:
     return f"{lines} of the events can't be read, as after a kill, and were passed over."
 
 
-def culprits(verdict: Verdict) -> Table:
+def culprits(verdict: BottleneckReport) -> Table:
     """Who was slower than the others: in what, since when, by how much, and what that cost."""
     wall = {
         one.attempt.began: float(one.profile.average(one.profile.wall).mean()) for one in verdict.judged
@@ -276,7 +286,7 @@ def saved(history: History) -> Table:
     )
 
 
-def starts(history: History, verdict: Verdict) -> Table:
+def starts(history: History, verdict: BottleneckReport) -> Table:
     """The attempts: when, on what, from where to where, how each ended."""
     judged = {one.attempt.began: one for one in verdict.judged}
     rows = []

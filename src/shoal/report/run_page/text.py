@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from shoal.report import History, Verdict
+from shoal.report import BottleneckReport, History
 from shoal.report.html import Table
 from shoal.report.run_page import tables
 from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
@@ -13,7 +13,7 @@ MOST = 16
 """Ranks that are listed; of more the slowest are."""
 
 
-def show(console: Console, history: History, verdict: Verdict) -> None:
+def show(console: Console, history: History, verdict: BottleneckReport) -> None:
     """Print it."""
     print_line(console, verdict.sentence, "")
     for each in verdict.findings:

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shoal.report.trace.merge import STEPS_TRACK, Event, named, write
-from shoal.telemetry.events import read
+from shoal.report.trace.merge import STEPS_TRACK, Event, named, write_trace
+from shoal.telemetry.events import read_events
 from shoal.telemetry.profiler.window import FOLDER, Window
 from shoal.telemetry.step_timer import PARTS
 from shoal.util.errors import CheckpointError
@@ -20,7 +20,7 @@ from shoal.util.errors import CheckpointError
 PARTS_TRACK = 1
 
 
-class Taken(NamedTuple):
+class StepSpan(NamedTuple):
     """One step of one rank: when it ended, by the rank's clock, and its parts; in seconds."""
 
     end: float
@@ -28,21 +28,21 @@ class Taken(NamedTuple):
     parts: Mapping[str, float]
 
 
-class Rank(NamedTuple):
+class RankSteps(NamedTuple):
     """What a rank's events say of its newest attempt at each step.
 
     Its last start is at step `at`, and `over` if it has said that it ended.
     """
 
     host: str
-    steps: dict[int, Taken]
+    steps: dict[int, StepSpan]
     at: int
     over: bool
 
 
-def ranks_of(run: Path) -> dict[int, Rank]:
+def ranks_of(run: Path) -> dict[int, RankSteps]:
     """The steps in a run's events, by rank; those of several Steps in one tick are one."""
-    found: dict[int, Rank] = {}
+    found: dict[int, RankSteps] = {}
     for path in (run / "events").glob("rank-*.jsonl"):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal():
@@ -65,10 +65,10 @@ def coarse(run: str | Path, first: int, last: int) -> Path:
             found=f"no such steps in its events; it is at step {newest(ranks)[0]:,}",
             fix=f"shoal report {run} --trace A:B with steps that have been taken",
         )
-    return write(Path(run) / FOLDER, window, _events(ranks, ends))
+    return write_trace(Path(run) / FOLDER, window, _events(ranks, ends))
 
 
-def newest(ranks: Mapping[int, Rank]) -> tuple[int, bool]:
+def newest(ranks: Mapping[int, RankSteps]) -> tuple[int, bool]:
     """Where the run is: at which step, 0 before the first, and whether it is over.
 
     The lowest rank tells it: of others there may be files of an earlier start alone, on more ranks.
@@ -76,11 +76,13 @@ def newest(ranks: Mapping[int, Rank]) -> tuple[int, bool]:
     return next(((rank.at, rank.over) for rank in ranks.values()), (0, False))
 
 
-def _inside(rank: Rank, window: Window) -> dict[int, Taken]:
+def _inside(rank: RankSteps, window: Window) -> dict[int, StepSpan]:
     return {n: taken for n, taken in rank.steps.items() if window.first <= n <= window.last}
 
 
-def _events(ranks: Mapping[int, Rank], inside: Mapping[int, Mapping[int, Taken]]) -> Iterator[Event]:
+def _events(
+    ranks: Mapping[int, RankSteps], inside: Mapping[int, Mapping[int, StepSpan]]
+) -> Iterator[Event]:
     reference = next(iter(inside.values()))
     late = {rank: _late(steps, reference) for rank, steps in inside.items()}
     begin = min(
@@ -112,7 +114,7 @@ def _events(ranks: Mapping[int, Rank], inside: Mapping[int, Mapping[int, Taken]]
                 at = until
 
 
-def _late(steps: Mapping[int, Taken], reference: Mapping[int, Taken]) -> float:
+def _late(steps: Mapping[int, StepSpan], reference: Mapping[int, StepSpan]) -> float:
     found = [taken.end - reference[n].end for n, taken in steps.items() if n in reference]
     return median(found) if found else 0.0
 
@@ -123,9 +125,9 @@ def _range(name: str, rank: int, track: int, begin: float, end: float) -> Event:
     return {"ph": "X", "cat": "shoal", "name": name, "pid": rank, "tid": track} | times
 
 
-def _rank(path: Path) -> Rank:
-    host, steps, at, over = "", dict[int, Taken](), 0, False
-    for event in read(path):
+def _rank(path: Path) -> RankSteps:
+    host, steps, at, over = "", dict[int, StepSpan](), 0, False
+    for event in read_events(path):
         if event["event"] == "start":
             host, over = str(event.get("host", host)), False
             at = event["step"] if type(event.get("step")) is int else 0
@@ -137,10 +139,10 @@ def _rank(path: Path) -> Rank:
             if taken is not None and taken.wall > 0:
                 at = event["step"]
                 steps[at] = taken
-    return Rank(host, steps, at, over)
+    return RankSteps(host, steps, at, over)
 
 
-def _taken(event: Mapping[str, Any]) -> Taken | None:
+def _taken(event: Mapping[str, Any]) -> StepSpan | None:
     """A step's line, unless it does not hold what such lines hold."""
     parts = {part: event[part] for part in PARTS[1:] if event.get(part)}
     numbers = [event.get("t"), event.get("wall", 0.0), *parts.values()]
@@ -150,4 +152,4 @@ def _taken(event: Mapping[str, Any]) -> Taken | None:
     ):
         return None
     # The older format has no wall time, nor all parts.
-    return Taken(event["t"], event.get("wall", sum(parts.values())), parts)
+    return StepSpan(event["t"], event.get("wall", sum(parts.values())), parts)

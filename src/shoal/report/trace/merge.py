@@ -29,7 +29,7 @@ _MARGIN = 1e5
 
 
 @dataclass
-class Record:
+class RankTrace:
     """What one rank recorded: the profiler's events, and what brings their times to rank 0's clock."""
 
     rank: int
@@ -66,10 +66,10 @@ def merge(run: str | Path, first: int, last: int) -> Path:
             found="no rank has recorded them",
             fix=f"shoal.Run(…, profile=({first}, {last})), or see what is there: ls {folder}",
         )
-    return write(folder, window, _merged(paths))
+    return write_trace(folder, window, _merged(paths))
 
 
-def write(folder: Path, window: Window, events: Iterable[Event]) -> Path:
+def write_trace(folder: Path, window: Window, events: Iterable[Event]) -> Path:
     """Write events as a trace; one after the other, since there may be millions."""
     folder.mkdir(exist_ok=True)
     path = folder / f"steps-{window.first}-{window.last}.json.gz"
@@ -100,7 +100,7 @@ def _about(kind: str, rank: int, track: int, **what: str | int) -> Event:
 def _merged(paths: list[Path]) -> Iterator[Event]:
     reference: dict[int, float] = {}
     for path in paths:  # one at a time: each may fill much of the memory
-        record = read(path)
+        record = read_rank_trace(path)
         if record.offsets:
             sure = max(offset.uncertainty for offset in record.offsets)
             label = f"clock within {sure / 1e3:.0f} µs of rank 0's"
@@ -119,7 +119,7 @@ def _merged(paths: list[Path]) -> Iterator[Event]:
         yield from _tracks(record)
 
 
-def _placed(record: Record, event: Event, own: float, zero: float, ranks: int) -> Event:
+def _placed(record: RankTrace, event: Event, own: float, zero: float, ranks: int) -> Event:
     """An event of the profiler's, of a time `own` by the rank's clock, as one of the timeline."""
     begin = round(record.time(own) - zero, 3)
     placed: Event = event | {"pid": record.rank, "ts": begin}
@@ -136,7 +136,7 @@ def _placed(record: Record, event: Event, own: float, zero: float, ranks: int) -
     return placed
 
 
-def _tracks(record: Record) -> Iterator[Event]:
+def _tracks(record: RankTrace) -> Iterator[Event]:
     """The names of the lines: threads and streams, as the profiler has them."""
     names = {
         (event["pid"], event["tid"]): str(event["args"]["name"])
@@ -149,7 +149,7 @@ def _tracks(record: Record) -> Iterator[Event]:
         yield _about("thread_sort_index", record.rank, track, sort_index=track)
 
 
-def read(path: Path) -> Record:
+def read_rank_trace(path: Path) -> RankTrace:
     """A rank's record; CheckpointError where it is none."""
     try:
         with gzip.open(path, "rb") as file:
@@ -159,7 +159,7 @@ def read(path: Path) -> Record:
             raise ValueError(f"of format {own['format']}")
         events = [event for event in whole["traceEvents"] if _is_event(event)]
         begins = {int(step): time / 1e3 for step, time in own["begins"]}
-        return Record(
+        return RankTrace(
             rank=int(own["rank"]),
             host=str(own["host"]),
             events=events,

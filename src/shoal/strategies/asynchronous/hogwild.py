@@ -31,7 +31,7 @@ from shoal.strategies.dtensor import is_divided
 from shoal.strategies.local import LocalEngine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
-from shoal.util.decision import GIVEN, Choice
+from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import StepError
 
 SHARED, SERVED = "shared memory", "a server in rank 0"
@@ -77,7 +77,7 @@ class Hogwild:
             raise StepError(
                 given="shoal.Hogwild() around a model whose layers are divided",
                 found="ranks that hold parts of one model must step together",
-                fix="shoal.Hogwild() alone, or shoal.Tensor(plan=…) alone",
+                fix="shoal.Hogwild() alone, or shoal.TensorParallel(plan=…) alone",
             )
         return HogwildEngine(model.to(world.device), world, self)
 
@@ -260,12 +260,12 @@ class HogwildEngine(Engine):
 
 def _commons(
     server: bool | None, like: list[torch.Tensor], world: World
-) -> tuple[Commons, Choice[str]]:
+) -> tuple[Commons, Decision[str]]:
     """Where the parameters are, and why there. Raises StepError where they can't be. Collective."""
     found = "a server was asked for" if server and world.size > 1 else shared(like, world)
     if not isinstance(found, str):
         reason = GIVEN if server is False else "all ranks are on one machine"
-        return found, Choice(what="parameters", value=SHARED, reason=reason)
+        return found, Decision(what="parameters", value=SHARED, reason=reason)
     if server is False:
         raise StepError(
             given="shoal.Hogwild(server=False)",
@@ -274,4 +274,4 @@ def _commons(
         )
     from shoal.strategies.asynchronous.parameter_server import serve  # torch RPC, which few need
 
-    return serve(like, world), Choice(what="parameters", value=SERVED, reason=found)
+    return serve(like, world), Decision(what="parameters", value=SERVED, reason=found)

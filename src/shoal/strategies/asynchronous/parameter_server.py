@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.distributed.world import World
-from shoal.strategies.asynchronous.shared_parameters import Commons, Memory, private
-from shoal.strategies.rpc import Calls
+from shoal.strategies.asynchronous.shared_parameters import Commons, SharedMemory, private
+from shoal.strategies.rpc import RPCAgent
 from shoal.util.errors import LaunchError, StepError
 
 SERVER = 0
@@ -23,13 +23,13 @@ _OPEN: dict[str, Server | Client] = {}
 and others may still call one whose model is done with here."""
 
 
-class End:
+class ServerEndpoint:
     """This rank's end of a server: others may call it until all that live have come to close it."""
 
     def __init__(self, world: World, name: str) -> None:
         self._world = world
         self._name = name
-        self._calls = world.service(Calls)
+        self._calls = world.service(RPCAgent)
 
     def close(self) -> None:
         """Wait for all that live, unless this rank has failed, and answer no more."""
@@ -39,7 +39,7 @@ class End:
         del _OPEN[self._name]
 
 
-class Server(End, Commons):
+class Server(ServerEndpoint, Commons):
     """The parameters in rank 0, for its own worker and, by `answer`, for all others."""
 
     def __init__(self, like: Sequence[Tensor], world: World, name: str) -> None:
@@ -68,7 +68,7 @@ class Server(End, Commons):
 
     def answer(self, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
         """What another worker asks for."""
-        memory: Memory = self._memory
+        memory: SharedMemory = self._memory
         match question:
             case "read":
                 before = memory.updates()
@@ -80,7 +80,7 @@ class Server(End, Commons):
         return memory.clocks()
 
 
-class Client(End, Commons):
+class Client(ServerEndpoint, Commons):
     """The same for any other rank."""
 
     def __init__(self, world: World, name: str) -> None:

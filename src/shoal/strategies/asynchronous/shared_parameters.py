@@ -49,7 +49,7 @@ class Commons(ABC):
         """How many steps each worker has taken."""
 
 
-class Memory(Commons):
+class SharedMemory(Commons):
     """Parameters in memory of this machine, for one `worker` of several.
 
     Each worker counts in a place of its own, so that counting needs no lock either.
@@ -109,13 +109,13 @@ class Memory(Commons):
         self._counters[worker, _CLOCK] += 1
 
 
-def private(like: Sequence[Tensor], world: World) -> Memory:
+def private(like: Sequence[Tensor], world: World) -> SharedMemory:
     """In memory of this process alone, of which it gives others what they ask for."""
     memory = torch.zeros(_size(like, world.size), dtype=torch.uint8)
-    return Memory(memory, like, world.rank, world.size)
+    return SharedMemory(memory, like, world.rank, world.size)
 
 
-def shared(like: Sequence[Tensor], world: World) -> Memory | str:
+def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
     """In memory that all ranks have mapped; or why they can't. Collective.
 
     Nothing of it has a name, so that nothing is left behind whoever is killed when: rank 0 makes a
@@ -147,7 +147,7 @@ def shared(like: Sequence[Tensor], world: World) -> Memory | str:
     for rank, failure in enumerate(failures):
         if failure is not None:
             return f"rank {rank} can't map the memory of rank 0 ({failure})"
-    return Memory(torch.frombuffer(found, dtype=torch.uint8), like, world.rank, world.size)
+    return SharedMemory(torch.frombuffer(found, dtype=torch.uint8), like, world.rank, world.size)
 
 
 def _size(like: Sequence[Tensor], workers: int) -> int:

@@ -14,7 +14,7 @@ from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class ContextParallel:
     """Each rank of the axis `context` computes the units of the model for a slice of every sequence.
 
     `units` are patterns of module names such as "blocks.*", or None for the repeated blocks of the
@@ -25,7 +25,7 @@ class Context:
     some (Ulysses: Jacobs et al. 2023, section 3), and everything else acts on each position by itself.
     With `check` the first forward runs twice more, cut and whole, and the outputs are compared.
 
-    Comes before the strategy that sums gradients, `[shoal.Context(), shoal.FSDP()]`; alone it is
+    Comes before the strategy that sums gradients, `[shoal.ContextParallel(), shoal.FSDP()]`; alone it is
     followed by the one of the layout. `is_causal` stays exact, other masks are refused.
     """
 
@@ -41,9 +41,9 @@ class Context:
         nested = [name for name in units if any(_within(name, other) for other in units)]
         if not units or nested:
             raise StepError(
-                given=f"shoal.Context(units={self.units!r}) for a {type(model).__name__}",
+                given=f"shoal.ContextParallel(units={self.units!r}) for a {type(model).__name__}",
                 found=f"{nested[0]} is a unit inside another" if nested else "no blocks that repeat",
-                fix='shoal.Context(units=("encoder.*",)), with names as in named_modules()',
+                fix='shoal.ContextParallel(units=("encoder.*",)), with names as in named_modules()',
             )
         if world.layout.degree("context") > 1:
             from shoal.strategies.context_parallel.sequence_slices import slice_units

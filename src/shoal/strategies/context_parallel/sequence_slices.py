@@ -130,7 +130,7 @@ class _SlicedForward(_Forward):
     def _misplaced(self, hidden: Tensor) -> StepError:
         whole, first = self._stack.length, self._stack.names[0]
         return StepError(
-            given=f"shoal.Context() and {self._name}, run with a tensor of {tuple(hidden.shape)}",
+            given=f"shoal.ContextParallel() and {self._name}, run with a tensor of {tuple(hidden.shape)}",
             found=f"{first}, where sequences are cut, did not run before it"
             if whole is None
             else f"slices have length {whole // self._peers.size} since {first}",
@@ -148,7 +148,7 @@ class _SlicedForward(_Forward):
     def _gather(self, value: Any, length: int) -> Any:
         if not isinstance(value, Tensor) or value.dim() < 2 or value.size(1) != length:
             return value
-        return _Gather.apply(value, self._peers)
+        return _GatherSlices.apply(value, self._peers)
 
     def _note(self, output: Any, *, cut: bool) -> None:
         if self._view.seen is None:
@@ -184,7 +184,7 @@ class _ModelForward(_Forward):
         for stack in self._stacks:
             if stack.length is not None:
                 raise StepError(
-                    given=f"shoal.Context() around {type(self._module).__name__}",
+                    given=f"shoal.ContextParallel() around {type(self._module).__name__}",
                     found=f"its forward ended without {stack.names[-1]}, where sequences are gathered",
                     fix="units=(…) that all run, each time",
                 )
@@ -237,14 +237,14 @@ class _ModelForward(_Forward):
 
     def _differing(self, found: str) -> StepError:
         return StepError(
-            given=f"shoal.Context() around {type(self._module).__name__}",
+            given=f"shoal.ContextParallel() around {type(self._module).__name__}",
             found=found,
             fix="nothing but scaled_dot_product_attention between positions; positions computed "
             "outside of the units and given to them; units=(…) without convolutions or pooling",
         )
 
 
-class _Gather(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     """The whole of what each rank has a slice of, along dimension 1.
 
     All ranks compute the same from it, each a share of the loss, one part in `size`. So the gradient
@@ -281,7 +281,7 @@ def _sum_behind(hidden: Tensor) -> None:
         if node is None or node in visited:
             continue
         visited.add(node)
-        if getattr(node, "_forward_cls", None) is _Gather:
+        if getattr(node, "_forward_cls", None) is _GatherSlices:
             node.cut_again = True
         waiting.extend(child for child, _ in node.next_functions)
 
@@ -299,7 +299,7 @@ def _hidden(name: str, values: Any) -> Tensor:
             return tensor
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor"
     raise StepError(
-        given=f"shoal.Context() and {name or 'the model'}",
+        given=f"shoal.ContextParallel() and {name or 'the model'}",
         found=f"no tensor of shape (batch, length, features) goes in, or none comes out: {shapes}",
         fix="units=(…) that map such a tensor to another; embeddings and images stay outside",
     )

@@ -106,7 +106,7 @@ class Heads(TorchFunctionMode):
             raise _masked(self._unit)
         if query.dim() != 4 or query.size(2) != key.size(2):
             raise StepError(
-                given=f"shoal.Context() and attention in {self._unit}",
+                given=f"shoal.ContextParallel() and attention in {self._unit}",
                 found=f"queries of shape {tuple(query.shape)} and keys of {tuple(key.shape)}, not one "
                 "sequence of (batch, heads, length, features)",
                 fix="units=(…) whose attention is of a sequence to itself",
@@ -127,7 +127,7 @@ class Heads(TorchFunctionMode):
             raise _masked(self._unit)
         if named["need_weights"]:
             raise StepError(
-                given=f"shoal.Context() and nn.MultiheadAttention in {self._unit}",
+                given=f"shoal.ContextParallel() and nn.MultiheadAttention in {self._unit}",
                 found="it is asked for its weights, of which each rank would have those of its slice",
                 fix="need_weights=False in the call",
             )
@@ -174,7 +174,7 @@ def _calling(function: Callable[..., Any], attention: Callable[..., Tensor]) -> 
 
 def _masked(unit: str) -> StepError:
     return StepError(
-        given=f"shoal.Context() and an attention mask in {unit}",
+        given=f"shoal.ContextParallel() and an attention mask in {unit}",
         found="a mask relates all positions to each other, and each rank has a slice of them",
         fix="is_causal=True instead of a causal mask; no mask for padding at the end of causal "
         "sequences, which reaches no token before it: leave it out of the loss",

@@ -18,7 +18,7 @@ from shoal.strategies.data_parallel.compression import (
     method,
     reduce,
 )
-from shoal.util.decision import Choice
+from shoal.util.decision import Decision
 
 CANDIDATES: Sequence[Compress] = ("bf16", "int8", PowerSGD())
 """What "auto" tries, the mildest first."""
@@ -30,7 +30,7 @@ GAIN = 0.95
 _TRIALS = 3
 
 
-def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Choice[Compress | None]:
+def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Decision[Compress | None]:
     """The way that is fastest over the link there is, tried on gradients like these. Collective."""
     taken: dict[str, float] = {}
     best: Compress | None = None
@@ -45,7 +45,7 @@ def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Choice[Compre
         f"{1e3 * seconds:.3g} ms {'as they are' if name == 'None' else f'by {name}'}"
         for name, seconds in taken.items()
     )
-    return Choice(
+    return Decision(
         what="compression of gradients",
         value=best,
         reason=f"{sent / 1e6:.3g} MB took the slowest rank {times}",

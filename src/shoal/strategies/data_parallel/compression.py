@@ -105,7 +105,7 @@ class Method(Protocol):
         ...
 
 
-def check(compress: object) -> Compress:
+def check_compression(compress: object) -> Compress:
     """`compress` if it names a method. Raises StepError."""
     if isinstance(compress, PowerSGD | TopK) or compress in (*HALVES, "int8", "auto"):
         return compress

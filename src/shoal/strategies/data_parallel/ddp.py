@@ -37,7 +37,7 @@ from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Single:
+class SingleProcess:
     """The whole model in this process and nothing else; refused in a world of several ranks."""
 
     axes: ClassVar[tuple[str, ...]] = AXES
@@ -48,7 +48,7 @@ class Single:
         """Move the model to the device and return the engine of one process."""
         if world.size > 1:
             raise StepError(
-                given=f"shoal.Single() in a world of {world.size} processes",
+                given=f"shoal.SingleProcess() in a world of {world.size} processes",
                 found="every process would train a copy of its own",
                 fix="shoal.DDP(), or leave the strategy out",
             )
@@ -87,7 +87,7 @@ class DDP:
 
     def __post_init__(self) -> None:
         if self.compress is not None:
-            compression.check(self.compress)
+            compression.check_compression(self.compress)
         if self.bucket_mb <= 0:
             raise StepError(
                 given=f"shoal.DDP(bucket_mb={self.bucket_mb})",
@@ -109,7 +109,7 @@ class DDP:
             raise StepError(
                 given="shoal.DDP() around a model whose layers are divided",
                 found="its reducer loses divided parameters after the first forward",
-                fix="shoal.Tensor(plan=…) alone, which sums over replicas too, or followed by "
+                fix="shoal.TensorParallel(plan=…) alone, which sums over replicas too, or followed by "
                 "shoal.FSDP()",
             )
         bring(model, world)

@@ -102,7 +102,7 @@ def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[s
             given=given,
             found=f"{len(spots)} devices, and {len(atoms)} part(s) of {type(model).__name__} that can "
             "be placed apart",
-            fix="fewer devices, or a map: shoal.Placed({'encoder': 0, 'decoder': 1})",
+            fix="fewer devices, or a map: shoal.DevicePlacement({'encoder': 0, 'decoder': 1})",
         ) from None
     entries: dict[str, Spot] = {}
     held = []

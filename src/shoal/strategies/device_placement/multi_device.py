@@ -1,4 +1,4 @@
-"""Models on several devices of one process: placed by hand, or by `shoal.Placed`."""
+"""Models on several devices of one process: placed by hand, or by `shoal.DevicePlacement`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTRIBUTE = "_shoal_placing"
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """What `shoal.Placed` leaves on a model: how many micro-batches are to be under way at once, None
+    """What `shoal.DevicePlacement` leaves on a model: how many micro-batches are to be under way at once, None
     for what the devices are good for, and whether hooks move what its modules are called with."""
 
     in_flight: int | None
@@ -49,7 +49,7 @@ def span_of(model: nn.Module) -> Span | None:
 
 
 def bring(model: nn.Module, world: World) -> None:
-    """Move `model` to the device of this rank, unless it was placed, by hand or by `shoal.Placed`."""
+    """Move `model` to the device of this rank, unless it was placed, by hand or by `shoal.DevicePlacement`."""
     if span_of(model) is None:
         model.to(world.device)
 
@@ -65,16 +65,16 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
             raise StepError(
                 given=f"shoal.{name}(…) around {_described(model, span)}",
                 found="it keeps what a process has of a model on one device",
-                fix="[shoal.Placed(…), shoal.DDP()]; or no shoal.Placed(…), a model that is on one "
+                fix="[shoal.DevicePlacement(…), shoal.DDP()]; or no shoal.DevicePlacement(…), a model that is on one "
                 "device, and a process for each device",
             )
     for unit in units_that_run_again(model):
         if len({parameter.device for parameter in unit.parameters()}) > 1:
             raise StepError(
-                given=f"shoal.Recompute(…) around {_described(model, span)}",
+                given=f"shoal.ActivationCheckpointing(…) around {_described(model, span)}",
                 found=f"a {type(unit).__name__} that runs again is on several devices, and torch keeps "
                 "the random state of one",
-                fix="shoal.Recompute(units=…) with units that are on one device each",
+                fix="shoal.ActivationCheckpointing(units=…) with units that are on one device each",
             )
 
 
@@ -103,6 +103,6 @@ def check_replicas(model: nn.Module, world: World) -> None:
 
 
 def _described(model: nn.Module, span: Span) -> str:
-    by = "by shoal.Placed" if hasattr(model, ATTRIBUTE) else "by hand"
+    by = "by shoal.DevicePlacement" if hasattr(model, ATTRIBUTE) else "by hand"
     places = ", ".join(map(str, span.devices))
     return f"a {type(model).__name__} that is placed {by} on {places}"

@@ -16,12 +16,12 @@ from shoal.strategies.device_placement.multi_device import ATTRIBUTE, Placing
 from shoal.strategies.device_placement.transfer_hooks import arrange
 from shoal.util.errors import StepError
 
-MAP = 'shoal.Placed({"encoder": 0, "decoder": 1})'
+MAP = 'shoal.DevicePlacement({"encoder": 0, "decoder": 1})'
 """What a map may look like, for those who are told."""
 
 
 @dataclass(frozen=True)
-class Placed:
+class DevicePlacement:
     """Modules on devices of this process; what they are called with is moved to them.
 
     `devices` is a map from modules to devices, or the devices themselves, over which the model is then
@@ -31,14 +31,14 @@ class Placed:
     `named_modules()`, in which `*` stands for one part of a name; modules inside of a named one are
     where it is, unless they are named too, and "" is the whole model.
 
-        shoal.Placed({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1})
-        shoal.Placed(("cuda:0", "cuda:1"))
+        shoal.DevicePlacement({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1})
+        shoal.DevicePlacement(("cuda:0", "cuda:1"))
 
     Inputs of these modules are moved by hooks, their outputs stay where they are, and the loss gets its
     micro-batch on the device of the model's output. `in_flight` micro-batches of a batch run forward
     before the first of them runs backward, so that GPUs compute different ones at once (GPipe: Huang et
     al. 2019); unless given, all where there are several devices. Comes before the strategy that sums
-    gradients, `[shoal.Placed(…), shoal.DDP()]`; alone it is followed by that.
+    gradients, `[shoal.DevicePlacement(…), shoal.DDP()]`; alone it is followed by that.
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
@@ -61,15 +61,15 @@ class Placed:
         raise StepError(
             given=repr(self),
             found=found,
-            fix=f"{MAP}, or shoal.Placed(('cuda:0', 'cuda:1'), in_flight=4)",
+            fix=f"{MAP}, or shoal.DevicePlacement(('cuda:0', 'cuda:1'), in_flight=4)",
         )
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Move the modules, and hook those that are called."""
-        given = f"shoal.Placed({'' if self.devices is None else repr(self.devices)})"
+        given = f"shoal.DevicePlacement({'' if self.devices is None else repr(self.devices)})"
         if hasattr(model, ATTRIBUTE):
             raise StepError(
-                given=f"two of shoal.Placed(…) for one {type(model).__name__}",
+                given=f"two of shoal.DevicePlacement(…) for one {type(model).__name__}",
                 found="each of them would place all of it",
                 fix="one, with a map of all modules",
             )
@@ -91,7 +91,7 @@ class Placed:
             raise StepError(
                 given=given,
                 found=f"one device, {world.devices[0]}" if self.devices is None else "one device",
-                fix="shoal.init(devices_per_rank=2), or shoal.Placed(('cuda:0', 'cuda:1'))",
+                fix="shoal.init(devices_per_rank=2), or shoal.DevicePlacement(('cuda:0', 'cuda:1'))",
             )
         met: Counter[torch.device] = Counter()
         spots = []
@@ -101,7 +101,7 @@ class Placed:
             met[device] += 1
         entries, held = balance(model, spots, given)
         parts = [f"on {spot.device} {part}" for spot, part in zip(spots, held, strict=True)]
-        world.say(f"shoal: shoal.Placed() puts {'; '.join(parts)}")
+        world.say(f"shoal: shoal.DevicePlacement() puts {'; '.join(parts)}")
         return entries
 
     def _located(self, where: Any, world: World, given: str) -> tuple[torch.device, int]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from shoal.distributed.world import World
 from shoal.strategies.partition.assignment import Crew
-from shoal.strategies.partition.members import Members
+from shoal.strategies.partition.members import StageRanks
 
 
 def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
@@ -23,9 +23,9 @@ def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGro
     return found
 
 
-def members_of(world: World, crew: Crew) -> Members:
+def members_of(world: World, crew: Crew) -> StageRanks:
     """The ranks of this copy of the model, the first of each stage as its owner. Collective."""
     mine = world.layout.group(world.rank, "pipeline")
     owners = [mine.index(ranks[0]) for ranks in crew.ranks]
     group = world.mesh["pipeline"].get_group()
-    return Members(group, mine.index(world.rank), owners, world.device)
+    return StageRanks(group, mine.index(world.rank), owners, world.device)

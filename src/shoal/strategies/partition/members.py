@@ -17,7 +17,7 @@ class CannotTravelError(Exception):
     """What a module returns can't be sent to the other ranks."""
 
 
-class Members(NamedTuple):
+class StageRanks(NamedTuple):
     """The ranks of one copy of the model, by their places in a group."""
 
     group: dist.ProcessGroup

@@ -43,7 +43,7 @@ _OWN = {"tracer", "node", "root", "attr", "_node"}
 _MODULE = "move that code into a submodule, which then stays whole"
 
 
-class _Mode(NamedTuple):
+class _TraceMode(NamedTuple):
     """In which a forward is traced."""
 
     training: bool = True
@@ -52,15 +52,15 @@ class _Mode(NamedTuple):
 
 
 _MODES = (
-    (_Mode(), "each time: it counts, or reads what changes outside of it", _MODULE),
+    (_TraceMode(), "each time: it counts, or reads what changes outside of it", _MODULE),
     (
-        _Mode(training=False),
+        _TraceMode(training=False),
         "in training as in evaluation",
         "put what differs into modules of its own: nn.Dropout in place of F.dropout",
     ),
-    (_Mode(gradients=False), "with gradients as without them", _MODULE),
-    (_Mode(training=False, gradients=False), "with gradients as without them", _MODULE),
-    (_Mode(autocast=True), "under autocast as without it", _MODULE),
+    (_TraceMode(gradients=False), "with gradients as without them", _MODULE),
+    (_TraceMode(training=False, gradients=False), "with gradients as without them", _MODULE),
+    (_TraceMode(autocast=True), "under autocast as without it", _MODULE),
 )
 """Where it is traced again, and what to say if the graph is another one there."""
 
@@ -242,7 +242,7 @@ def graph_of(model: nn.Module, opened: set[str], signature: inspect.Signature, g
     """The graph of the forward, the same in all modes; StepError, with `given`, where there is none."""
     _refuse_hooks(model, given)
     _refuse_bound([model, *(model.get_submodule(name) for name in opened)], given)
-    first = _traced(model, opened, signature, _Mode(), given)
+    first = _traced(model, opened, signature, _TraceMode(), given)
     for mode, difference, fix in _MODES:
         if str(_traced(model, opened, signature, mode, given)) != str(first):
             raise StepError(
@@ -255,7 +255,7 @@ def _traced(
     model: nn.Module,
     opened: set[str],
     signature: inspect.Signature,
-    mode: _Mode,
+    mode: _TraceMode,
     given: str,
 ) -> fx.Graph:
     opened_parts = [model, *(model.get_submodule(name) for name in opened)]
@@ -288,7 +288,7 @@ def _traced(
 
 
 @contextmanager
-def _in_mode(model: nn.Module, mode: _Mode) -> Iterator[None]:
+def _in_mode(model: nn.Module, mode: _TraceMode) -> Iterator[None]:
     """All modules in one mode, also those whose `training` the forward reads."""
     modes = [(module, module.training) for module in model.modules()]
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])] if mode.autocast else []
@@ -405,7 +405,7 @@ def _check_frames(frames: Sequence[FrameType]) -> None:
         if frame.f_code.co_filename == checkpoint.__file__:
             raise _RefusedError(
                 "it calls torch.utils.checkpoint, which a graph would lose",
-                "[shoal.Recompute(…), shoal.Pipeline(…)] in place of it, or a module of its own that "
+                "[shoal.ActivationCheckpointing(…), shoal.Pipeline(…)] in place of it, or a module of its own that "
                 "calls it",
             )
 

@@ -22,7 +22,7 @@ from shoal.distributed.to_device import version
 from shoal.strategies.deferred_init import like
 from shoal.strategies.dtensor import whole
 from shoal.strategies.partition.inputs import Inputs
-from shoal.strategies.partition.members import Members
+from shoal.strategies.partition.members import StageRanks
 from shoal.strategies.partition.stages import Outer, Stage
 from shoal.strategies.partition.trace import HOOKS, by_kind
 
@@ -47,7 +47,7 @@ class Uncut:
         self,
         outer: Outer,
         stages: Sequence[Stage],
-        members: Members,
+        members: StageRanks,
         compute: Callable[[int, str, Any, Any], Any],
     ) -> None:
         self.members = members

@@ -25,15 +25,15 @@ from shoal.strategies.mesh_engine import MeshEngine, sum_over, summing_group
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.partition.check import CutProof
 from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
-from shoal.strategies.partition.members import Members
+from shoal.strategies.partition.members import StageRanks
 from shoal.strategies.partition.stages import Outer, Stage, keep_only, tied
 from shoal.strategies.partition.unsplit import Uncut
 from shoal.strategies.pipeline.schedules import SCHEDULES, micro_batches_refused
-from shoal.strategies.pipeline.stage import Part, learns
+from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, schedule_marked
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.plan_check import prove
-from shoal.strategies.tensor_parallel.sharded_modules import Division, divide_alike, division_of
+from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, divide_alike, division_of
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 
@@ -71,11 +71,13 @@ class PipelineEngine(MeshEngine):
         self._group = world.mesh["pipeline"].get_group()
         mine = [number for number, owner in enumerate(owners) if owner == self._place]
         last = len(stages) - 1
-        self._parts = {number: Part(stages[number], world, last=number == last) for number in mine}
+        self._parts = {
+            number: StageModule(stages[number], world, last=number == last) for number in mine
+        }
         self._sharded = world.layout.degree("shard") > 1
         kept = [stages[number] for number in mine]
         units = find_units(module, options.stage.units) if self._sharded else []
-        members = Members(self._group, self._place, self._owners, world.device)
+        members = StageRanks(self._group, self._place, self._owners, world.device)
         uncut = Uncut(outer, stages, members, self._compute_alone)
         self._proof = CutProof(uncut, module, world, outer.given)
         keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
@@ -380,11 +382,11 @@ class PipelineEngine(MeshEngine):
         return tensors
 
 
-def _refuse_slices(division: Division | None) -> None:
+def _refuse_slices(division: ShardedLayers | None) -> None:
     slices = set() if division is None else {"sequence", "logits"} & division.ways
     if slices:
         raise StepError(
-            given=f"[shoal.Tensor(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
+            given=f"[shoal.TensorParallel(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
             found="stages send each other whole activations, and this leaves them divided",
             fix='"head" for logits, and norms left out of the plan',
         )

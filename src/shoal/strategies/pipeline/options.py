@@ -111,8 +111,8 @@ class Pipeline:
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
                 found="slices of sequences are cut before the first block and joined after the last, "
                 "which are on different ranks",
-                fix="layout='pipeline=2,tensor=2' with [shoal.Tensor(plan=…), shoal.Pipeline(…)], or "
-                "shoal.Context() with shoal.FSDP()",
+                fix="layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), shoal.Pipeline(…)], or "
+                "shoal.ContextParallel() with shoal.FSDP()",
             )
         outer = trace(model, opened_by(self.split) if self.split else _wide(model))
         points = self.split or self._balanced(outer, self.example or (), ranks, world)
@@ -173,9 +173,9 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
     )
     if splits and runs_again(model):
         raise StepError(
-            given=f"[shoal.Recompute(…), {given}]",
+            given=f"[shoal.ActivationCheckpointing(…), {given}]",
             found="this schedule runs backward in two parts, of which each would run the blocks again",
-            fix="schedule='1f1b' or 'interleaved' with shoal.Recompute(), or no shoal.Recompute()",
+            fix="schedule='1f1b' or 'interleaved' with shoal.ActivationCheckpointing(), or no shoal.ActivationCheckpointing()",
         )
     twice = [name for stage in stages for name in stage.learning_twice()] if splits else []
     if twice:

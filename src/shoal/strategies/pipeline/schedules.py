@@ -12,7 +12,7 @@ from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule of torch's; `stages` on each rank, exactly so many if `fixed`."""
 
     torchs: str
@@ -29,17 +29,17 @@ class Schedule:
 
 
 SCHEDULES = {
-    "gpipe": Schedule("GPipe"),
-    "1f1b": Schedule("1F1B"),
-    "interleaved": Schedule("Interleaved1F1B", 2, fixed=False),
-    "looped": Schedule("LoopedBFS", 2, fixed=False),
-    "zero-bubble": Schedule("InterleavedZeroBubble", 2, fixed=False, splits=True),
-    "zbv": Schedule("ZBVZeroBubble", 2, folded=True, splits=True),
-    "dualpipev": Schedule("DualPipeV", 2, folded=True, splits=True),
+    "gpipe": PipelineSchedule("GPipe"),
+    "1f1b": PipelineSchedule("1F1B"),
+    "interleaved": PipelineSchedule("Interleaved1F1B", 2, fixed=False),
+    "looped": PipelineSchedule("LoopedBFS", 2, fixed=False),
+    "zero-bubble": PipelineSchedule("InterleavedZeroBubble", 2, fixed=False, splits=True),
+    "zbv": PipelineSchedule("ZBVZeroBubble", 2, folded=True, splits=True),
+    "dualpipev": PipelineSchedule("DualPipeV", 2, folded=True, splits=True),
 }
 
 
-class Work(NamedTuple):
+class PipelineAction(NamedTuple):
     """One piece of work: "F" forward, "B" backward, "I" its part for inputs, "W" that for weights."""
 
     kind: str
@@ -54,7 +54,7 @@ class Timetable:
     `str` gives it as text: `2F5` is the forward of micro-batch 5 through stage 2.
     """
 
-    rows: tuple[tuple[Work | None, ...], ...]
+    rows: tuple[tuple[PipelineAction | None, ...], ...]
     """What each rank does in each unit of time; None where it waits."""
 
     @property
@@ -104,18 +104,18 @@ def timetable(
     return Timetable(_timed(orders, ranks * per_rank))
 
 
-def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[Work]:
+def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[PipelineAction]:
     """Up to `ahead` forwards more than backwards. (torch lists 1F1B's last rank one too late.)"""
     begun = min(ahead, micro_batches)
-    works = [Work("F", stage, micro) for micro in range(begun)]
+    works = [PipelineAction("F", stage, micro) for micro in range(begun)]
     for micro in range(micro_batches):
-        works.append(Work("B", stage, micro))
+        works.append(PipelineAction("B", stage, micro))
         if begun + micro < micro_batches:
-            works.append(Work("F", stage, begun + micro))
+            works.append(PipelineAction("F", stage, begun + micro))
     return works
 
 
-def _torchs(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> list[list[Work]]:
+def _torchs(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> list[list[PipelineAction]]:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     kind: Any = get_schedule_class(SCHEDULES[schedule].torchs)
@@ -152,19 +152,21 @@ class _Stage:
         self.is_first = self.is_last = True
 
 
-def _works(actions: Sequence[Any]) -> Iterator[Work]:
+def _works(actions: Sequence[Any]) -> Iterator[PipelineAction]:
     for action in actions:
         for part in (action.sub_actions or (action,)) if action is not None else ():
             kind = part.computation_type.value
             if kind in _WORDS:  # others move parameters and sum gradients
-                yield Work(kind, part.stage_index, part.microbatch_index)
+                yield PipelineAction(kind, part.stage_index, part.microbatch_index)
 
 
-def _timed(actions: Sequence[Sequence[Work]], stages: int) -> tuple[tuple[Work | None, ...], ...]:
+def _timed(
+    actions: Sequence[Sequence[PipelineAction]], stages: int
+) -> tuple[tuple[PipelineAction | None, ...], ...]:
     """Each rank's work in its order, as early as what it depends on is done."""
-    rows: list[list[Work | None]] = [[] for _ in actions]
+    rows: list[list[PipelineAction | None]] = [[] for _ in actions]
     waiting = [list(reversed(row)) for row in actions]
-    done: dict[Work, int] = {}
+    done: dict[PipelineAction, int] = {}
     now = 0
     while any(waiting):
         for row, pending in zip(rows, waiting, strict=True):
@@ -186,17 +188,17 @@ def _timed(actions: Sequence[Sequence[Work]], stages: int) -> tuple[tuple[Work |
     return tuple((*row, *[None] * (length - len(row))) for row in rows)
 
 
-def _needs(work: Work, stages: int) -> list[Work]:
+def _needs(work: PipelineAction, stages: int) -> list[PipelineAction]:
     if work.kind == "F":
         return [work._replace(stage=work.stage - 1)] if work.stage else []
     if work.kind == "W":
         return [work._replace(kind="I")]
     if work.stage == stages - 1:
         return [work._replace(kind="F")]
-    return [Work("I", work.stage + 1, work.micro)]
+    return [PipelineAction("I", work.stage + 1, work.micro)]
 
 
-def _text(work: Work | None) -> str:
+def _text(work: PipelineAction | None) -> str:
     return "·" if work is None else f"{work.stage}{work.kind}{work.micro}"
 
 
@@ -205,7 +207,7 @@ _COLOURS = {"F": "#2f5f93", "B": "#b85a08", "I": "#b85a08", "W": "#37762f"}
 _WORDS = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 
 
-def _svg(rows: Sequence[Sequence[Work | None]]) -> str:
+def _svg(rows: Sequence[Sequence[PipelineAction | None]]) -> str:
     width = _LEFT + _CELL * len(rows[0]) + 8
     height = _TOP + _ROW * len(rows) + 34
     parts = [

@@ -19,7 +19,7 @@ _TENSOR = object()
 """Where a tensor stood among an output's leaves, of which others may be None."""
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """A stage as torch's pipelining runs it: tensors in, tensors out."""
 
     def __init__(self, stage: Stage, world: World, *, last: bool) -> None:

@@ -1,4 +1,4 @@
-"""The engine of `Remote`: stages on several ranks that call each other by torch RPC.
+"""The engine of `RPCPipeline`: stages on several ranks that call each other by torch RPC.
 
 All ranks run the same micro-batches in a turn, which is a step or an inference. The rank of the last
 stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
@@ -37,8 +37,16 @@ from shoal.strategies.partition.groups import members_of, peers_of
 from shoal.strategies.partition.inputs import Inputs, by_name, evaluating, hold
 from shoal.strategies.partition.stages import Outer, Stage, keep_only
 from shoal.strategies.partition.unsplit import Uncut
-from shoal.strategies.rpc import Calls
-from shoal.strategies.rpc_pipeline.messages import Arrived, Backward, Carried, Inbox, Job, Line, Over
+from shoal.strategies.rpc import RPCAgent
+from shoal.strategies.rpc_pipeline.messages import (
+    Arrived,
+    Backward,
+    Carried,
+    ForwardQueue,
+    ForwardRequest,
+    Inbox,
+    Over,
+)
 from shoal.strategies.rpc_pipeline.threads import Carriers
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
@@ -53,7 +61,7 @@ _ENGINES: WeakValueDictionary[str, RemoteEngine] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class TurnWork:
     """What there is to do in a turn; `factor` is what losses are multiplied by, None for inference."""
 
     task: Task
@@ -78,7 +86,7 @@ class RemoteEngine(MeshEngine):
         self._compiled = False
         self._stage = stages[self._number]
         self.signature = outer.signature
-        self._calls = world.service(Calls)
+        self._calls = world.service(RPCAgent)
         self._proof = CutProof(
             Uncut(outer, stages, members_of(world, crew), self._compute_alone),
             module,
@@ -112,7 +120,9 @@ class RemoteEngine(MeshEngine):
         timeline = self.world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
-        work = Work(task=task, micros=batch.micros, seed=batch.seed, autocast=autocast, factor=factor)
+        work = TurnWork(
+            task=task, micros=batch.micros, seed=batch.seed, autocast=autocast, factor=factor
+        )
         self._prove(work)
         shown = self._take_part(work)
         self._shown = [
@@ -130,7 +140,7 @@ class RemoteEngine(MeshEngine):
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output on the driver, None elsewhere. Collective."""
-        work = Work(task=task, micros=[micro], seed=seed, autocast=autocast, factor=None)
+        work = TurnWork(task=task, micros=[micro], seed=seed, autocast=autocast, factor=None)
         self._prove(work)
         return self._output(work)
 
@@ -138,7 +148,7 @@ class RemoteEngine(MeshEngine):
         """Compile this rank's stage."""
         if how == "script":
             raise StepError(
-                given="compile='script' with shoal.Remote(…)",
+                given="compile='script' with shoal.RPCPipeline(…)",
                 found="TorchScript can't call a part of a model that was traced",
                 fix="compile='inductor'",
             )
@@ -156,7 +166,7 @@ class RemoteEngine(MeshEngine):
         own = self.world.rank == self._peers[0]
         return global_norm(self._gradients() if own else [])
 
-    def _prove(self, work: Work) -> None:
+    def _prove(self, work: TurnWork) -> None:
         """Compare stages and uncut model on micro-batches like which none has come before."""
         if self._compiled and self.module.training:
             return  # compiled code draws other numbers than the same code that is not
@@ -169,12 +179,12 @@ class RemoteEngine(MeshEngine):
                 work.autocast,
             )
 
-    def _output(self, work: Work) -> Any:
+    def _output(self, work: TurnWork) -> Any:
         """The output of the one micro-batch on the driver, None elsewhere."""
         outputs = self._take_part(work)
         return outputs[0] if self.speaks else None
 
-    def _inputs(self, work: Work, micro: Micro) -> Inputs:
+    def _inputs(self, work: TurnWork, micro: Micro) -> Inputs:
         """What the model is called with, for one micro-batch."""
         arguments = work.task.arguments(micro, work.seed)
         return by_name(self.signature, *arguments, type(self.module).__name__)
@@ -183,11 +193,11 @@ class RemoteEngine(MeshEngine):
         """Call one module of this rank's stage."""
         return self._stage.body.get_submodule(name)(*args, **kwargs)
 
-    def _take_part(self, work: Work) -> list[Any]:
+    def _take_part(self, work: TurnWork) -> list[Any]:
         """Do this rank's part in one turn; on the driver the values of all micro-batches."""
         turn = self._inbox.begin()
         self._error = None
-        line = Line(self._crew.micros(self.world.rank, len(work.micros)))
+        line = ForwardQueue(self._crew.micros(self.world.rank, len(work.micros)))
         before = self.world.timeline.enter(COMMUNICATION)
         try:
             if self.speaks:
@@ -201,12 +211,12 @@ class RemoteEngine(MeshEngine):
                 fix="see that rank's own error",
             )
             with self._collecting:
-                left = [each for each in self._inbox.end() if isinstance(each, Job)]
+                left = [each for each in self._inbox.end() if isinstance(each, ForwardRequest)]
             for job in (*left, *line.left()):
                 job.reply.set_result((over, None))
             self.world.timeline.enter(before)
 
-    def _serve(self, work: Work, turn: int, line: Line) -> None:
+    def _serve(self, work: TurnWork, turn: int, line: ForwardQueue) -> None:
         """Take micro-batches through this rank's stage until the driver says that all is over."""
         told: ShoalError | None = None
         try:
@@ -220,7 +230,7 @@ class RemoteEngine(MeshEngine):
         if failure is not None:
             raise failure
 
-    def _drive(self, work: Work, turn: int, line: Line) -> list[Any]:
+    def _drive(self, work: TurnWork, turn: int, line: ForwardQueue) -> list[Any]:
         """Have all micro-batches carried through the stages, and tell the others when that is over."""
         failed: BaseException | None = None
         carriers = Carriers(
@@ -247,7 +257,7 @@ class RemoteEngine(MeshEngine):
             self._end(turn, failed)
         return [values[number] for number in range(len(work.micros))]
 
-    def _await_others(self, work: Work, line: Line) -> None:
+    def _await_others(self, work: TurnWork, line: ForwardQueue) -> None:
         """Until all ranks are there; raises what keeps one of them from taking part."""
         absent = {*self._others}
         while absent:
@@ -273,7 +283,7 @@ class RemoteEngine(MeshEngine):
         """Nothing has come for a while: raise StepError if whom this rank waits for is gone."""
         self._calls.look(self._others if self.speaks else [self._crew.driver])
 
-    def _attend(self, work: Work, line: Line) -> Arrived | Carried | Over:
+    def _attend(self, work: TurnWork, line: ForwardQueue) -> Arrived | Carried | Over:
         """Do the jobs of this rank's stage, until there is a message of another kind."""
         timeline = self.world.timeline
         while True:
@@ -282,14 +292,14 @@ class RemoteEngine(MeshEngine):
             if message is None:
                 timeline.enter(FORWARD)
                 self._do(work, line)
-            elif isinstance(message, Job):
+            elif isinstance(message, ForwardRequest):
                 line.add(message)
             elif isinstance(message, Backward):
                 line.mark(message.micro, over=message.over)
             else:
                 return message
 
-    def _do(self, work: Work, line: Line) -> None:
+    def _do(self, work: TurnWork, line: ForwardQueue) -> None:
         """One job, and the answer to it."""
         job = line.take()
         try:
@@ -305,7 +315,7 @@ class RemoteEngine(MeshEngine):
                 line.mark(job.micro, over=False)  # of a loss, which is at once gone back from
         job.reply.set_result(answer)
 
-    def _compute(self, work: Work, job: Job) -> Any:
+    def _compute(self, work: TurnWork, job: ForwardRequest) -> Any:
         """Take one micro-batch through this rank's stage, and on the last one through the loss."""
         device, micro = self.world.device, work.micros[job.micro]
         inputs: Inputs = {}
@@ -344,7 +354,7 @@ class RemoteEngine(MeshEngine):
         needed = (inputs[name] for name in self._stage.needed)
         return body(*_on(self.world.device, received), *needed)
 
-    def _carry(self, work: Work, turn: int, micro: int, carriers: Carriers) -> Any:
+    def _carry(self, work: TurnWork, turn: int, micro: int, carriers: Carriers) -> Any:
         """Take one micro-batch through all stages and back; the driver's, in a thread of its own."""
         last = self._crew.last
         if work.factor is None:
@@ -381,7 +391,7 @@ class RemoteEngine(MeshEngine):
         except Exception as error:
             return self._described(error), None
         reply: Future[Answer] = Future()
-        if not self._inbox.post(turn, Job(micro, received, reply)):
+        if not self._inbox.post(turn, ForwardRequest(micro, received, reply)):
             return self._described(RuntimeError("the step is over")), None
         return reply.result()
 

@@ -22,7 +22,7 @@ class Arrived(NamedTuple):
     error: ShoalError | None
 
 
-class Job(NamedTuple):
+class ForwardRequest(NamedTuple):
     """A micro-batch to take through this rank's stage; `reply` gets what comes out."""
 
     micro: int
@@ -51,7 +51,7 @@ class Over(NamedTuple):
     error: ShoalError | None
 
 
-Message: TypeAlias = Arrived | Job | Backward | Carried | Over
+Message: TypeAlias = Arrived | ForwardRequest | Backward | Carried | Over
 
 
 class Inbox:
@@ -108,7 +108,7 @@ class Inbox:
                 self._look()
 
 
-class Line:
+class ForwardQueue:
     """Jobs in the order of their micro-batches, in whatever order they come; none during a backward.
 
     A rank computes on what its process was given, so a forward beside a backward would only delay what
@@ -117,7 +117,7 @@ class Line:
 
     def __init__(self, micros: range) -> None:
         self._order = deque(micros)
-        self._waiting: dict[int, Job] = {}
+        self._waiting: dict[int, ForwardRequest] = {}
         self._backwards: set[int] = set()
         self._over: set[int] = set()
 
@@ -131,11 +131,11 @@ class Line:
         """Whether there is a job to do now."""
         return not self._backwards and bool(self._order) and self._order[0] in self._waiting
 
-    def add(self, job: Job) -> None:
+    def add(self, job: ForwardRequest) -> None:
         """A job has come."""
         self._waiting[job.micro] = job
 
-    def take(self) -> Job:
+    def take(self) -> ForwardRequest:
         """The job that is ready."""
         return self._waiting.pop(self._order.popleft())
 
@@ -147,6 +147,6 @@ class Line:
             self._backwards.add(micro)
         self._backwards -= self._over
 
-    def left(self) -> list[Job]:
+    def left(self) -> list[ForwardRequest]:
         """Those that were never done."""
         return list(self._waiting.values())

@@ -20,7 +20,7 @@ from shoal.util.errors import LayoutError, StepError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
+class RPCPipeline:
     """Stages of the model on the ranks of the axis `pipeline`, which call each other by torch RPC.
 
     `stages` names them, in their order, each with the names of its modules, or of such that hold
@@ -33,7 +33,7 @@ class Remote:
     stay on the ranks of their stage. Any rank may call the model, without gradients. With `replicate`
     in the layout there are several such lines of stages, whose gradients are summed.
 
-        shoal.Remote(
+        shoal.RPCPipeline(
             stages={"encoder": ("embedding", "blocks.0"), "decoder": ("blocks.1", "head")},
             workers={"encoder": (0,), "decoder": (1, 2)},
         )
@@ -50,7 +50,7 @@ class Remote:
         named = isinstance(self.stages, Mapping) and _names([*self.stages])
         if not named or not all(_names(modules) for modules in self.stages.values()):
             raise StepError(
-                given=f"shoal.Remote(stages={self.stages!r})",
+                given=f"shoal.RPCPipeline(stages={self.stages!r})",
                 found="stages have names, and each the names of its modules",
                 fix=fix,
             )
@@ -69,14 +69,14 @@ class Remote:
             return
         one_each = {name: (rank,) for rank, name in enumerate(self.stages)}
         raise StepError(
-            given=f"shoal.Remote(workers={self.workers!r})",
+            given=f"shoal.RPCPipeline(workers={self.workers!r})",
             found=found,
             fix=f"workers={one_each}, or several ranks for a stage",
         )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Keep this rank's stage of the model; in a world of one, check its stages and keep all."""
-        given = f"shoal.Remote(…) around {type(model).__name__}"
+        given = f"shoal.RPCPipeline(…) around {type(model).__name__}"
         if world.size > 1 and world.layout.degree("pipeline") == 1:
             raise LayoutError(
                 given=f"{given} with layout='{world.layout}'",
@@ -98,7 +98,7 @@ class Remote:
         """The model's forward as a graph, and its stages."""
         names = [module for modules in self.stages.values() for module in modules]
         known = dict(model.named_modules())
-        outer = trace(model, opened_by(name for name in names if name in known), "shoal.Remote(…)")
+        outer = trace(model, opened_by(name for name in names if name in known), "shoal.RPCPipeline(…)")
         calls = outer.calls()
         bare = {call for call in calls if not any(True for _ in _tensors(known[call]))}
         stages = outer.cut(split_points(calls, self.stages, frozenset(bare), given), given)
@@ -123,20 +123,20 @@ def _refuse_others(model: nn.Module, world: World, given: str) -> None:
             given=f"{given} with layout='{world.layout}'",
             found="slices of sequences are cut before the first block and joined after the last, "
             "which are on different ranks",
-            fix="layout='pipeline=2', or shoal.Context() with shoal.FSDP()",
+            fix="layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
         )
     if division_of(model) is not None:
         raise StepError(
-            given=f"[shoal.Tensor(…), {given}]",
+            given=f"[shoal.TensorParallel(…), {given}]",
             found="stages that are divided themselves would each have to be called on several ranks",
-            fix="[shoal.Tensor(plan=…), shoal.Pipeline(split=…)]",
+            fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split=…)]",
         )
     if runs_again(model):
         raise StepError(
-            given=f"[shoal.Recompute(…), {given}]",
+            given=f"[shoal.ActivationCheckpointing(…), {given}]",
             found="what runs again in backward does so in threads of distributed autograd, while other "
             "micro-batches run forward and draw from the same random generator",
-            fix="[shoal.Recompute(…), shoal.Pipeline(split=…)]",
+            fix="[shoal.ActivationCheckpointing(…), shoal.Pipeline(split=…)]",
         )
 
 

@@ -22,7 +22,7 @@ from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tensor:
+class TensorParallel:
     """Linear layers and embeddings divided over the axis `tensor` of the layout.
 
     `plan` says which, by patterns of module names, and how: "column" divides a Linear's outputs and
@@ -39,7 +39,7 @@ class Tensor:
     pairs, an embedding and its head. At the first batch the divided model is compared with the whole
     one; a plan that changes the numbers is refused.
 
-        shoal.Tensor(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})
+        shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})
     """
 
     axes: ClassVar[tuple[str, ...]] = ("tensor", "replicate")
@@ -51,9 +51,9 @@ class Tensor:
         for pattern, way in self.plan.items():
             if way not in KINDS:
                 raise StepError(
-                    given=f"shoal.Tensor(plan={{{pattern!r}: {way!r}}})",
+                    given=f"shoal.TensorParallel(plan={{{pattern!r}: {way!r}}})",
                     found=f"a layer is divided in one of these ways: {', '.join(KINDS)}",
-                    fix='shoal.Tensor(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
+                    fix='shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
                 )
 
     def spread(self, model: nn.Module, world: World) -> None:
@@ -63,7 +63,7 @@ class Tensor:
         plan = self.plan or carried_plan(model)
         if not plan:
             plan = derived_plan(model, degree)
-            world.say(f"shoal: derived shoal.Tensor(plan={plan!r})")
+            world.say(f"shoal: derived shoal.TensorParallel(plan={plan!r})")
         layers = planned(model, plan)
         check_divisible(model, layers, degree)
         if degree > 1:

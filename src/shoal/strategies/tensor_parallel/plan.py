@@ -47,8 +47,8 @@ def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The way of each layer that the patterns of `plan` name; StepError for what it can't divide."""
     layers: dict[str, str] = {}
     for pattern, way in plan.items():
-        given = f"shoal.Tensor(plan={{{pattern!r}: {way!r}}})"
-        for name in named_like(model, pattern, f"shoal.Tensor(plan={{{pattern!r}: …}})"):
+        given = f"shoal.TensorParallel(plan={{{pattern!r}: {way!r}}})"
+        for name in named_like(model, pattern, f"shoal.TensorParallel(plan={{{pattern!r}: …}})"):
             layer = model.get_submodule(name)
             if layers.setdefault(name, way) != way:
                 raise StepError(
@@ -76,9 +76,9 @@ def carried_plan(model: nn.Module) -> dict[str, str]:
     unknown = sorted({way for way in carried.values() if way not in HUGGING_FACE})
     if unknown:
         raise StepError(
-            given=f"shoal.Tensor() and the plan of a {type(model).__name__}",
+            given=f"shoal.TensorParallel() and the plan of a {type(model).__name__}",
             found=f"it divides layers in ways that are not known here: {', '.join(unknown)}",
-            fix="a plan of your own: shoal.Tensor(plan={…})",
+            fix="a plan of your own: shoal.TensorParallel(plan={…})",
         )
     return {pattern: HUGGING_FACE[way] for pattern, way in carried.items()}
 
@@ -97,10 +97,10 @@ def derived_plan(model: nn.Module, degree: int) -> dict[str, str]:
     layers |= _vocabulary(model, degree)
     if not layers:
         raise StepError(
-            given=f"shoal.Tensor() without a plan for a {type(model).__name__}",
+            given=f"shoal.TensorParallel() without a plan for a {type(model).__name__}",
             found="it does not carry one, as models of Hugging Face do, and has no feed-forward pairs "
             f"whose width {degree} divides",
-            fix='shoal.Tensor(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
+            fix='shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
         )
     return _patterns(model, layers)
 

@@ -17,7 +17,7 @@ from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
     from shoal.distributed.world import World
-    from shoal.strategies.tensor_parallel.sharded_modules import Division
+    from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers
 
 
 class Proof:
@@ -27,7 +27,7 @@ class Proof:
     comes to it. In the whole model each layer has its whole parameters while it runs, and not longer.
     """
 
-    def __init__(self, division: Division) -> None:
+    def __init__(self, division: ShardedLayers) -> None:
         self._division = division
         self._whole = False
         self._seen: list[tuple[str, Tensor]] = []
@@ -108,7 +108,7 @@ class Proof:
 
 
 def prove(
-    division: Division, model: nn.Module, world: World, call: Callable[[], Any] | None = None
+    division: ShardedLayers, model: nn.Module, world: World, call: Callable[[], Any] | None = None
 ) -> None:
     """Compare the divided `model` with the whole one, once it has been called everywhere. Collective.
 
@@ -133,7 +133,7 @@ def prove(
     if findings:
         mixed = "mixed torch.Tensor and DTensor" in findings[0]
         raise StepError(
-            given=f"shoal.Tensor(plan={division.plan!r}) around {type(model).__name__}",
+            given=f"shoal.TensorParallel(plan={division.plan!r}) around {type(model).__name__}",
             found=f"the divided model is not the whole one: {findings[0]}",
             fix="whatever meets a divided sequence as a layer of its own, which the plan may name as "
             '"sequence": an nn.Embedding for positions, a module for a scale'

@@ -24,7 +24,7 @@ SEQUENCE = 1
 """The dimension of the sequence in activations of shape (batch, sequence, features)."""
 
 
-class Division:
+class ShardedLayers:
     """The layers of a plan in one model, and the hooks that divide what comes to them.
 
     Outside of the layers activations are plain and whole, alike on the ranks of `mesh`. With "sequence"
@@ -64,7 +64,7 @@ class Division:
         if self.logits or self.sequence:
             model.register_forward_hook(self._finish)
 
-    def __deepcopy__(self, memo: object) -> Division:
+    def __deepcopy__(self, memo: object) -> ShardedLayers:
         return self  # a copied model lives on the same ranks, and its hooks with it
 
     @contextmanager
@@ -155,9 +155,9 @@ def _has_sequence(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() > SEQUENCE + 1
 
 
-def division_of(model: nn.Module) -> Division | None:
+def division_of(model: nn.Module) -> ShardedLayers | None:
     """How the layers of `model` are divided, None where no plan divides them."""
-    found: Division | None = getattr(model, ATTRIBUTE, None)
+    found: ShardedLayers | None = getattr(model, ATTRIBUTE, None)
     return found
 
 
@@ -175,7 +175,7 @@ def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str],
     for first, *others in names.values():
         for other in others:
             _tie(model, first, other)
-    object.__setattr__(model, ATTRIBUTE, Division(model, plan, layers, mesh))
+    object.__setattr__(model, ATTRIBUTE, ShardedLayers(model, plan, layers, mesh))
 
 
 def _divide_parameters(layer: nn.Module, way: str, mesh: DeviceMesh) -> None:
@@ -194,7 +194,7 @@ def _tie(model: nn.Module, first: str, other: str) -> None:
     one, two = model.get_parameter(first), model.get_parameter(other)
     if _placements(one) != _placements(two):
         raise StepError(
-            given=f"shoal.Tensor(plan=…) around {type(model).__name__}",
+            given=f"shoal.TensorParallel(plan=…) around {type(model).__name__}",
             found=f"{first} and {other} are one parameter, and the plan divides them differently",
             fix='an Embedding as "vocabulary" and the Linear tied to it as "head" are divided alike',
         )

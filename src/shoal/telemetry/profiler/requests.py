@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from shoal.telemetry.profiler.window import Request, Window, asked, forget
+from shoal.telemetry.profiler.window import Window, WindowRequest, asked, forget
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -27,7 +27,7 @@ class Requests:
         self._rank, self._size = rank, size
         self._lock = threading.Lock()
         self._done = 0
-        self._wish: Request | None = None
+        self._wish: WindowRequest | None = None
         self._seen = ""
 
     def look(self) -> None:
@@ -61,11 +61,11 @@ class Requests:
         self._forget(wish)
         return wish.window, ready
 
-    def _forget(self, wish: Request) -> None:
+    def _forget(self, wish: WindowRequest) -> None:
         if self._rank == 0:
             forget(self._folder, wish)
 
-    def _decide(self, wish: Request, store: Store | None) -> bool:
+    def _decide(self, wish: WindowRequest, store: Store | None) -> bool:
         if store is None:
             return True
         key = f"{wish.name}/go"

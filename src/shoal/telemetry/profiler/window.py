@@ -72,7 +72,7 @@ def file_of(folder: Path, rank: int | str, window: Window) -> Path:
     return folder / f"rank-{rank}-{window.first}-{window.last}.json.gz"
 
 
-class Request(NamedTuple):
+class WindowRequest(NamedTuple):
     """A wish for a window, with a name of its own."""
 
     name: str
@@ -92,18 +92,18 @@ def ask(run: Path, wanted: Window) -> None:
     part.replace(folder / _REQUEST)
 
 
-def asked(folder: Path) -> Request | None:
+def asked(folder: Path) -> WindowRequest | None:
     """The request in a folder of traces, if there is one that can be read."""
     try:
         found = json.loads((folder / _REQUEST).read_bytes())
         name, steps = found["name"], (found["first"], found["last"])
         wanted = recordable(checked(steps, _REQUEST), _REQUEST)
-        return Request(name, wanted) if re.fullmatch("[0-9a-f]+", name) else None
+        return WindowRequest(name, wanted) if re.fullmatch("[0-9a-f]+", name) else None
     except (OSError, ValueError, TypeError, KeyError, StepError):
         return None
 
 
-def forget(folder: Path, done: Request) -> None:
+def forget(folder: Path, done: WindowRequest) -> None:
     """Remove a request, unless another one has taken its place."""
     if asked(folder) in (None, done):
         (folder / _REQUEST).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ class Counting:
     def __init__(self) -> None:
         self.flops: int | None = None
         self.failed: str | None = None
-        self._mode = _Mode()
+        self._mode = _FlopMode()
 
     def __enter__(self) -> None:
         self._mode.__enter__()
@@ -40,7 +40,7 @@ class Counting:
         self.flops = None if self.failed else self._mode.flops
 
 
-class _Mode(TorchDispatchMode):
+class _FlopMode(TorchDispatchMode):
     """Below autograd, where composite operations have been taken apart."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ Run = Callable[[], Note | None] | Callable[[], None]
 
 
 @dataclass(kw_only=True)
-class Job:
+class PeriodicTask:
     """Something done every `seconds`, or more rarely where it would take more than `share` of time.
 
     `run` returns the event that comes of it, if any. With `jitter` the times are random, so that they
@@ -38,14 +38,14 @@ class Job:
     due: float = field(default=0.0, init=False)
 
 
-class Sampler:
+class UsageSampler:
     """Runs jobs on a daemon thread until `stop`; what they note waits for `taken`.
 
     A job that fails is told once, through `say`, and not run again.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], *, step: Callable[[], int], say: Callable[[str], None]
+        self, jobs: Sequence[PeriodicTask], *, step: Callable[[], int], say: Callable[[str], None]
     ) -> None:
         self._jobs = list(jobs)
         self._step = step
@@ -92,10 +92,10 @@ class Sampler:
             spent = time.thread_time() - begun
             job.due = time.perf_counter() + max(self._period(job), spent / job.share)
 
-    def _period(self, job: Job) -> float:
+    def _period(self, job: PeriodicTask) -> float:
         return job.seconds * (self._random.uniform(0.5, 1.5) if job.jitter else 1.0)
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: PeriodicTask) -> None:
         try:
             note = job.run()
         except Exception as error:  # a run does not fail because it could not be looked at

@@ -31,7 +31,7 @@ _KEEPING = (Shell('"$around"'), Shell('"$first"'))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class JobContext:
     """Where a job runs and what: absolute paths, the words of the command, variables to set.
 
     `folder` is the job's own, `directory` the one that the script runs in, `run` the run directory,
@@ -51,7 +51,7 @@ class Place:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-def render(job: Job, site: Site, place: Place) -> str:
+def render(job: Job, site: Site, place: JobContext) -> str:
     """The batch script. Whatever was typed stands in it as one quoted word.
 
     Raises LaunchError where a value can't stand in a line that sbatch reads.
@@ -110,12 +110,12 @@ def _words(words: Iterable[str]) -> Shell:
     return Shell(" ".join(_word(word) for word in words))
 
 
-def _python_path(place: Place) -> Shell:
+def _python_path(place: JobContext) -> Shell:
     own = ":".join(place.python_path)
     return Shell(f"{shlex.quote(own)}${{PYTHONPATH:+:$PYTHONPATH}}")
 
 
-def _directives(job: Job, place: Place) -> Iterator[str]:
+def _directives(job: Job, place: JobContext) -> Iterator[str]:
     """What sbatch reads. It takes a line apart as a shell does, but for what a `$` means."""
     yield _option("job-name", job.name)
     for name, value in (
@@ -184,7 +184,7 @@ def _cpus_per_task(job: Job) -> int | None:
     return job.cpus * job.per_node
 
 
-def _turn(turn: Turn, job: Job, site: Site, place: Place) -> Shell:
+def _turn(turn: Turn, job: Job, site: Site, place: JobContext) -> Shell:
     """The command of a turn: a step of the job with as many processes on each of its nodes."""
     own = replace(job, processes=turn.processes, per_node=turn.processes // job.nodes)
     launch = _launch(own, site)
@@ -209,7 +209,7 @@ def _around(job: Job, program: Sequence[str]) -> Sequence[str]:
     return ["bash", "-c", *_KEEPING, *program]
 
 
-def _program(job: Job, site: Site, place: Place) -> Sequence[str]:
+def _program(job: Job, site: Site, place: JobContext) -> Sequence[str]:
     words: list[str] = []
     if place.image is not None:
         words += [*site.container]
@@ -228,7 +228,7 @@ def _program(job: Job, site: Site, place: Place) -> Sequence[str]:
     return [*words, place.script, *(_staged(word, place) for word in place.args)]
 
 
-def _staged(word: str, place: Place) -> str:
+def _staged(word: str, place: JobContext) -> str:
     """A word of the command, or the value of an option, that names what is staged means the copy."""
     option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     path = os.path.normpath(os.path.join(place.directory, value))
