@@ -44,15 +44,15 @@ LAST = 10
 """So many losses make a point of the curve, and the last point the result."""
 WAYS: dict[str, Any] = {
     "DDP": shoal.DDP(),
-    "fp16": shoal.DDP(compress="fp16"),
-    "bf16": shoal.DDP(compress="bf16"),
-    "int8": shoal.DDP(compress="int8"),
-    "PowerSGD": shoal.DDP(compress=shoal.PowerSGD(rank=4, whole=20)),
-    "TopK": shoal.DDP(compress=shoal.TopK(share=0.2)),
-    "LocalSGD": shoal.LocalSGD(every=8, together=40),
-    "DiLoCo": shoal.DiLoCo(every=10),
+    "fp16": shoal.DDP(compression="fp16"),
+    "bf16": shoal.DDP(compression="bf16"),
+    "int8": shoal.DDP(compression="int8"),
+    "PowerSGD": shoal.DDP(compression=shoal.PowerSGD(rank=4, warmup_steps=20)),
+    "TopK": shoal.DDP(compression=shoal.TopK(ratio=0.2)),
+    "LocalSGD": shoal.LocalSGD(sync_every=8, warmup_steps=40),
+    "DiLoCo": shoal.DiLoCo(sync_every=10),
     "Hogwild": shoal.Hogwild(),
-    "Hogwild, at most 4": shoal.Hogwild(staleness=4),
+    "Hogwild, at most 4": shoal.Hogwild(max_staleness=4),
 }
 
 
@@ -97,7 +97,7 @@ def accuracy(world: shoal.World, strategy: Any, seed: int, epochs: int) -> tuple
     model = shoal.parallelize(network(seed), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     loader = shoal.Loader(training, world, batch_size=BATCH, seed=seed)
-    rates = shoal.LRSchedule(warmup=20, floor=0.02)(optimizer, epochs * len(loader))
+    rates = shoal.LRSchedule(warmup_steps=20, min_ratio=0.02)(optimizer, epochs * len(loader))
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0, schedule=rates)
     for batch in loader.epochs(epochs):
         step(batch)
@@ -115,7 +115,7 @@ def language(world: shoal.World, strategy: Any, steps: int) -> tuple[list[float]
     rows = example.windows(example.read_library(BYTES), CONTEXT)
     model = shoal.parallelize(example.GPT(CONTEXT, WIDTH, LAYERS), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
-    rates = shoal.LRSchedule(warmup=10, floor=0.1)(optimizer, steps)
+    rates = shoal.LRSchedule(warmup_steps=10, min_ratio=0.1)(optimizer, steps)
     step = shoal.Step(
         model, optimizer, shoal.Task(example.loss, example.inputs), clip=1.0, schedule=rates
     )
@@ -139,7 +139,7 @@ def sent(engine: Engine, steps: int) -> float:
         return engine.sent
     if not isinstance(engine, DDPEngine):
         return 0.0
-    if engine.options.compress is not None:
+    if engine.options.compression is not None:
         return engine.wire.sent
     ranks = engine.world.size
     return steps * 2 * (ranks - 1) / ranks * sum(p.nbytes for p in engine.parameters)
@@ -155,12 +155,12 @@ def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, 
             for name in names:  # in turns, so that a machine that drifts drifts for all
                 value, stale = accuracy(world, WAYS[name], seed, epochs)
                 found[name].accuracy.append(value)
-                world.say(f"seed {seed}, {name}: {value:.2%}")
+                world.print(f"seed {seed}, {name}: {value:.2%}")
                 both = sum(world.gather(stale), Counter(found[name].staleness))
                 found[name].staleness = dict(sorted(both.items()))
         for name in names:
             found[name].losses, found[name].megabytes = language(world, WAYS[name], steps)
-        return {name: asdict(each) for name, each in found.items()} if world.first else None
+        return {name: asdict(each) for name, each in found.items()} if world.is_rank_zero else None
 
 
 def points(losses: list[float]) -> list[float]:

@@ -245,7 +245,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
         with shoal.init() as world:
             figures = measure(world, options.model, options.batch, options.rounds, options.steps)
-            if world.first:
+            if world.is_rank_zero:
                 options.inside.write_text(json.dumps(figures))
         return
     with tempfile.TemporaryDirectory() as directory:

@@ -104,9 +104,9 @@ def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
     sharded = world.layout.shard > 1
 
     def on_rank_0(directory: Path) -> Wait:
-        if world.first or sharded:
+        if world.is_rank_zero or sharded:
             state = training.state(whole=sharded)
-            if world.first:
+            if world.is_rank_zero:
                 with (directory / "state.pt").open("wb") as file:
                     torch.save(state, file)
                     file.flush()
@@ -176,7 +176,7 @@ def _highest() -> int:
 
 def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
     """One save, begun together: seconds and bytes of memory of the worst rank, bytes on the disk."""
-    if world.first:
+    if world.is_rank_zero:
         directory.mkdir()
         os.sync()  # what was removed before is not to be waited for here
     before = resident()
@@ -191,7 +191,7 @@ def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
     ]
     written = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     world.barrier()
-    if world.first:
+    if world.is_rank_zero:
         shutil.rmtree(directory)
     return dict(zip(("blocked", "total", "memory", "written"), (*worst, written), strict=True))
 
@@ -256,7 +256,7 @@ def inside(way: str, result: Path, folder: Path, megabytes: int, rounds: int) ->
     warnings.filterwarnings("ignore", category=UserWarning)  # DCP's, of a world of one
     with shoal.init(layout=LAYOUTS[way], device="cpu") as world:
         figures = measure(world, way, folder, megabytes, rounds)
-        if world.first:
+        if world.is_rank_zero:
             result.write_text(json.dumps(figures))
 
 

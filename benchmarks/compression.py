@@ -45,14 +45,14 @@ UNCOUNTED = 2
 """Rounds, but learned from: as long as PowerSGD sends whole gradients."""
 WAYS: dict[str, Any] = {
     "shoal.DDP": shoal.DDP(),
-    "fp16": shoal.DDP(compress="fp16"),
-    "bf16": shoal.DDP(compress="bf16"),
-    "int8": shoal.DDP(compress="int8"),
-    "PowerSGD": shoal.DDP(compress=shoal.PowerSGD()),
-    "TopK": shoal.DDP(compress=shoal.TopK(share=0.01)),
-    "auto": shoal.DDP(compress="auto"),
-    "LocalSGD": shoal.LocalSGD(every=8),
-    "DiLoCo": shoal.DiLoCo(every=24),
+    "fp16": shoal.DDP(compression="fp16"),
+    "bf16": shoal.DDP(compression="bf16"),
+    "int8": shoal.DDP(compression="int8"),
+    "PowerSGD": shoal.DDP(compression=shoal.PowerSGD()),
+    "TopK": shoal.DDP(compression=shoal.TopK(ratio=0.01)),
+    "auto": shoal.DDP(compression="auto"),
+    "LocalSGD": shoal.LocalSGD(sync_every=8),
+    "DiLoCo": shoal.DiLoCo(sync_every=24),
 }
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -162,7 +162,7 @@ def train(rounds: int, results: Path) -> None:
         for way in ways.values():
             while world.broadcast(way.behind(ways[PLAIN])):
                 way.round()
-        if world.first:
+        if world.is_rank_zero:
             found = {n: {"s": w.times, "bytes": w.bytes, "loss": w.losses} for n, w in ways.items()}
             results.write_text(json.dumps(found))
 

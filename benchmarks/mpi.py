@@ -98,8 +98,8 @@ def measure(rounds: int, results: Path) -> None:
             for size in SIZES
         ]
         rows.append(compare("DDP step", stepping(None), stepping(gloo), rounds))
-        backend = next(choice for choice in world.choices if choice.what == "backend")
-        if world.first:
+        backend = next(choice for choice in world.decisions if choice.what == "backend")
+        if world.is_rank_zero:
             results.write_text(json.dumps({"stands on": backend.reason, "rows": rows}))
 
 

@@ -164,7 +164,7 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, list[float]]:
                 for _ in range(steps):
                     next(running[each])
                 times[each].append((time.perf_counter() - begun) / steps * 1e3)
-        return times if world.first else {}
+        return times if world.is_rank_zero else {}
 
 
 def summarise(times: dict[str, list[float]]) -> dict[str, Any]:

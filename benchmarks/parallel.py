@@ -203,7 +203,7 @@ def through_shoal(world: shoal.World, way: str) -> Iterator[None]:
         "DDP": shoal.DDP(),
         "FSDP": shoal.FSDP(),
         "Tensor": shoal.TensorParallel(plan=PLAN),
-        "1F1B": shoal.Pipeline(split=(f"blocks.{LAYERS // 2}",), schedule="1f1b"),
+        "1F1B": shoal.Pipeline(split_points=(f"blocks.{LAYERS // 2}",), schedule="1f1b"),
         "Tensor, FSDP": [shoal.TensorParallel(plan=PLAN), shoal.FSDP()],
     }
     torch.manual_seed(0)
@@ -348,7 +348,7 @@ def main() -> None:
         way, path = options.inside
         with shoal.init(layout=LAYOUTS[way]) as world:
             figures = measure(world, way, options.rounds, options.steps)
-            if world.first:
+            if world.is_rank_zero:
                 Path(path).write_text(json.dumps(figures))
         return
     found = []

@@ -118,7 +118,7 @@ def main() -> None:
         torch.set_num_threads(1)
         with shoal.init() as world:
             figures = measure(world, options.rounds)
-            if world.first:
+            if world.is_rank_zero:
                 options.inside.write_text(json.dumps(figures))
         return
     found = []

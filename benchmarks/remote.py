@@ -3,10 +3,11 @@
     python benchmarks/remote.py [--rounds 10] [--steps 1] [--json]
 
 A deep stack of wide layers, compute bound, 8 micro-batches to a batch. All of it takes one thread in
-each process: one process alone with the whole model; `shoal.RPCPipeline` and `shoal.Pipeline` with half of
-the layers on each of two; and torch's own ScheduleGPipe and Schedule1F1B over the same two stages, with
-the same loss, clipping and AdamW by hand. A round runs each for the same number of steps, in an order
-drawn anew, while the others wait; speed-ups over the one process are within rounds.
+each process: one process alone with the whole model; `shoal.RPCPipeline` and `shoal.Pipeline` with
+half of the layers on each of two; and torch's own ScheduleGPipe and Schedule1F1B over the same two
+stages, with the same loss, clipping and AdamW by hand. A round runs each for the same number of
+steps, in an order drawn anew, while the others wait; speed-ups over the one process are within
+rounds.
 
 What can be had is measured too: both halves at once, of which none waits for the other or sends it
 anything. That is what two cores of this machine are worth; of two stages and 8 micro-batches each idles
@@ -169,7 +170,7 @@ def measure(world: shoal.World, rounds: int, steps: int) -> dict[str, Any]:
     makers: dict[str, Callable[[], Iterator[float]]] = {
         ONE: alone,
         "shoal.RPCPipeline": partial(through_shoal, world, shoal.RPCPipeline(stages=halves)),
-        "shoal.Pipeline, 1f1b": partial(through_shoal, world, shoal.Pipeline(split=split)),
+        "shoal.Pipeline, 1f1b": partial(through_shoal, world, shoal.Pipeline(split_points=split)),
         "torch ScheduleGPipe": partial(by_hand, world, ScheduleGPipe),
         "torch Schedule1F1B": partial(by_hand, world, Schedule1F1B),
         APART: partial(apart, world),
@@ -182,7 +183,7 @@ def measure(world: shoal.World, rounds: int, steps: int) -> dict[str, Any]:
         for name in random.Random(number).sample(list(loops), len(loops)):
             world.barrier()
             begun = time.perf_counter()
-            if name != ONE or world.first:
+            if name != ONE or world.is_rank_zero:
                 for _ in range(steps):
                     next(loops[name])
             world.barrier()
@@ -217,7 +218,7 @@ def main() -> None:
         with shoal.init(layout="pipeline=2") as world:
             torch.set_num_threads(1)
             figures = measure(world, options.rounds, options.steps)
-            if world.first:
+            if world.is_rank_zero:
                 Path(options.inside).write_text(json.dumps(figures))
         return
     with tempfile.TemporaryDirectory() as directory:
@@ -233,7 +234,7 @@ def main() -> None:
     most = FULL * figures[APART]["speedup"]["median"]
     print(f"  the most that {MICRO_BATCHES} micro-batches can have of that: {most:.3f} x")
     reached = figures["shoal.RPCPipeline"]["speedup"]["median"]
-    print(f"  Remote's aim is {AIM} x: {'reached' if reached >= AIM else 'not reached'}")
+    print(f"  RPCPipeline's aim is {AIM} x: {'reached' if reached >= AIM else 'not reached'}")
     if options.json:
         print(json.dumps({"remote": figures}))
 

@@ -84,7 +84,7 @@ def work(count: int, steps: int) -> None:
             world._watch.stop()
             world._matching.stop()
         times = rounds(world, count, steps)
-        if world.first:
+        if world.is_rank_zero:
             print(json.dumps(times), flush=True)
 
 

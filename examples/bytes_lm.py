@@ -101,7 +101,7 @@ def strategies(world: shoal.World, options: argparse.Namespace) -> list[Any] | N
     if degree("pipeline") > 1:
         rows = options.batch_size // world.data_size // options.micro_batches
         text = torch.zeros(max(rows, 1), options.context, dtype=torch.int)
-        chosen.append(shoal.Pipeline(example=(text,)))  # cut by what its parts cost
+        chosen.append(shoal.Pipeline(example_args=(text,)))  # cut by what its parts cost
     elif chosen and degree("shard") > 1:
         chosen.append(shoal.FSDP())
     return chosen or None
@@ -118,8 +118,8 @@ def main(options: argparse.Namespace) -> None:
             windows(training, options.context),
             directory=options.run,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95)),
-            schedule=shoal.LRSchedule(warmup=20, floor=0.1),
-            parallel=strategies(world, options),
+            schedule=shoal.LRSchedule(warmup_steps=20, min_ratio=0.1),
+            strategy=strategies(world, options),
             batch_size=options.batch_size,
             micro_batches=options.micro_batches,
             steps=options.steps,
@@ -131,11 +131,11 @@ def main(options: argparse.Namespace) -> None:
         with trained.ema.applied() if trained.ema else nullcontext():
             result = shoal.evaluate(trained.step, windows(held_out, options.context))
         known, text = b"".join(training), b"".join(held_out)
-        if world.first:
+        if world.is_rank_zero:
             seen = len(lzma.compress(known + text)) - len(lzma.compress(known))
             sizes = {"gzip": len(gzip.compress(text)), "xz": len(lzma.compress(text)), "xz+": seen}
             print(*(f"{name} {8 * size / len(text):.3f}" for name, size in sizes.items()), sep=", ")
-        world.say(f"held-out bits per byte {result['loss'] / math.log(2):.4f} of {len(text):,} bytes")
+        world.print(f"held-out bits per byte {result['loss'] / math.log(2):.4f} of {len(text):,} bytes")
 
 
 if __name__ == "__main__":

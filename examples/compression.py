@@ -20,11 +20,11 @@ import shoal
 
 WAYS = {
     "none": shoal.DDP(),
-    "bf16": shoal.DDP(compress="bf16"),
-    "int8": shoal.DDP(compress="int8"),
-    "PowerSGD": shoal.DDP(compress=shoal.PowerSGD(rank=4)),
-    "TopK": shoal.DDP(compress=shoal.TopK(share=0.01)),
-    "auto": shoal.DDP(compress="auto"),  # prints what it measured, and what it chose
+    "bf16": shoal.DDP(compression="bf16"),
+    "int8": shoal.DDP(compression="int8"),
+    "PowerSGD": shoal.DDP(compression=shoal.PowerSGD(rank=4)),
+    "TopK": shoal.DDP(compression=shoal.TopK(ratio=0.01)),
+    "auto": shoal.DDP(compression="auto"),  # prints what it measured, and what it chose
 }
 
 
@@ -55,7 +55,7 @@ def main(epochs: int) -> None:
             megabytes = (psutil.net_io_counters().bytes_sent - sent) / step.number / 1e6
             held_out = (images[validation], labels[validation])
             result = shoal.evaluate(step, held_out, metrics={"accuracy": shoal.Accuracy()})
-            world.say(
+            world.print(
                 f"{name:8} {1e3 * seconds:6.1f} ms and {megabytes:6.2f} MB a step, "
                 f"accuracy {result['accuracy']:.1%}"
             )

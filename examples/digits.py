@@ -44,7 +44,7 @@ def main(directory: str, epochs: int) -> None:
             run.save()
         held_out = (images[validation], labels[validation])
         result = shoal.evaluate(step, held_out, metrics={"accuracy": shoal.Accuracy()})
-        world.say(
+        world.print(
             f"validation accuracy {result['accuracy']:.1%}, "
             f"{result['samples']} of {len(validation)} samples"
         )

@@ -24,8 +24,8 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def main(options: argparse.Namespace) -> None:
     ways: dict[str, shoal.Strategy] = {
         "DDP": shoal.DDP(),
-        "LocalSGD": shoal.LocalSGD(every=options.every),
-        "DiLoCo": shoal.DiLoCo(every=options.every),
+        "LocalSGD": shoal.LocalSGD(sync_every=options.every),
+        "DiLoCo": shoal.DiLoCo(sync_every=options.every),
     }
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
@@ -47,7 +47,7 @@ def main(options: argparse.Namespace) -> None:
         held_out = (images[validation], labels[validation])
         result = shoal.evaluate(step, held_out, metrics={"accuracy": shoal.Accuracy()})
         meetings = step.number // (1 if options.way == "DDP" else options.every)
-        world.say(
+        world.print(
             f"{options.way}: {step.number} steps, averaged {meetings} times, "
             f"accuracy {result['accuracy']:.1%}"
         )

@@ -113,7 +113,7 @@ def main(options: argparse.Namespace) -> None:
     directory = Path(options.run)
     data = directory / f"flows-{options.flows}-{options.size}.npy"
     with shoal.init(seed=0) as world:
-        with world.first_rank_first() as first:  # computed once, read by all
+        with world.rank_zero_first() as first:  # computed once, read by all
             if first and not data.exists():
                 directory.mkdir(parents=True, exist_ok=True)
                 np.save(data, solve(options.flows, options.size))
@@ -125,7 +125,7 @@ def main(options: argparse.Namespace) -> None:
             pairs(flows[options.flows // 8 :]),
             directory=directory,
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3),
-            schedule=shoal.LRSchedule(warmup=10),
+            schedule=shoal.LRSchedule(warmup_steps=10),
             batch_size=16,
             epochs=options.epochs,
             clip=1.0,
@@ -134,9 +134,9 @@ def main(options: argparse.Namespace) -> None:
         metrics = {"relative error": relative_error}
         result = shoal.evaluate(trained.step, held_out, metrics=metrics)
         still, count = relative_error(*held_out)
-        if world.first:
+        if world.is_rank_zero:
             draw(trained.model, flows[0].to(world.device), directory / "picture.png")
-        world.say(
+        world.print(
             f"held-out loss {result['loss']:.4f}, relative error {result['relative error']:.1%} "
             f"({still / count:.1%} if nothing moved)"
         )

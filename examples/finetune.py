@@ -121,9 +121,11 @@ def main(options: argparse.Namespace) -> None:
             )
         metrics = {"correct": correct}
         result = shoal.evaluate(model, held_out, task=task, metrics=metrics, collate_fn=collate)
-        if options.lora and world.first:
+        if options.lora and world.is_rank_zero:
             model.save_pretrained(f"{options.run}/adapter")  # PEFT's own format
-        world.say(f"held-out loss {result['loss']:.4f}, {result['correct']:.1%} of the tokens correct")
+        world.print(
+            f"held-out loss {result['loss']:.4f}, {result['correct']:.1%} of the tokens correct"
+        )
 
 
 if __name__ == "__main__":

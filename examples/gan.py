@@ -82,7 +82,7 @@ def main(directory: str, steps: int) -> None:
         distance, nearest = torch.cdist(sample, torch.stack([places.cos(), places.sin()], 1)).min(1)
         near = distance < 3 * SPREAD
         found = len(nearest[near].unique())
-        world.say(
+        world.print(
             f"critic loss {losses[0]:.4f}, generator loss {losses[1]:.4f}; "
             f"{near.double().mean():.0%} of the points lie in {found} of {MODES} modes"
         )

@@ -34,7 +34,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 def main(options: argparse.Namespace) -> None:
     with shoal.init(seed=0) as world:
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
-        model = shoal.parallelize(net, world, shoal.Hogwild(staleness=options.staleness))
+        model = shoal.parallelize(net, world, shoal.Hogwild(max_staleness=options.staleness))
         # Each worker steps on its share of a batch: the rate is one for batches of that size.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
@@ -57,7 +57,7 @@ def main(options: argparse.Namespace) -> None:
             more = sum(engine.staleness.values()) - sum(few.values())
             behind = f"its updates were so many behind: {few}, and {more} more than 9"
             print(f"worker {world.rank}: {seconds:.1f} s; {behind}")
-        world.say(f"accuracy {result['accuracy']:.1%} of {result['samples']:,} samples")
+        world.print(f"accuracy {result['accuracy']:.1%} of {result['samples']:,} samples")
 
 
 if __name__ == "__main__":

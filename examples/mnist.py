@@ -69,7 +69,7 @@ def main(data: Path, directory: str, epochs: int, batch_size: int, rate: float) 
                 run.tick(every=200)
             run.save()
         result = shoal.evaluate(step, test, metrics={"accuracy": shoal.Accuracy()})
-        world.say(
+        world.print(
             f"test loss {result['loss']:.4f}, accuracy {result['accuracy']:.2%} "
             f"of {result['samples']:,} images"
         )

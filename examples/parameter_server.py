@@ -37,12 +37,12 @@ def main(options: argparse.Namespace) -> None:
         data(options.samples),
         directory=options.run,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=2e-3),
-        parallel=shoal.Hogwild(server=True, staleness=options.staleness),
+        strategy=shoal.Hogwild(server=True, max_staleness=options.staleness),
         batch_size=64,
         epochs=options.epochs,
-        evaluate=shoal.Validation(dataset=data(800), metrics={"accuracy": shoal.Accuracy()}),
+        validation=shoal.Validation(dataset=data(800), metrics={"accuracy": shoal.Accuracy()}),
     )
-    trained.step.engine.world.say(f"accuracy {trained.metrics['accuracy']:.1%}")
+    trained.step.engine.world.print(f"accuracy {trained.metrics['accuracy']:.1%}")
 
 
 if __name__ == "__main__":

@@ -65,11 +65,11 @@ def main(options: argparse.Namespace) -> None:
     with shoal.init(layout=options.layout, seed=0) as world:
         ranks = world.layout.degree("pipeline")
         rows = 200 // world.data_size // micro_batches
-        pipeline = shoal.Pipeline(example=(data[0][:rows],), schedule=options.schedule)
+        pipeline = shoal.Pipeline(example_args=(data[0][:rows],), schedule=options.schedule)
         if ranks > 1:
             plan = pipeline.timetable(ranks, micro_batches)
-            world.say(plan)
-            if options.draw and world.first:
+            world.print(plan)
+            if options.draw and world.is_rank_zero:
                 plan.draw(options.draw)
         model = shoal.parallelize(Spirals(options.blocks, 16), world, pipeline)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> None:
                 run.tick(every=50)
             run.save()
         result = shoal.evaluate(step, data, metrics={"accuracy": shoal.Accuracy()})
-        world.say(f"loss {result['loss']:.6f}, accuracy {result['accuracy']:.1%}")
+        world.print(f"loss {result['loss']:.6f}, accuracy {result['accuracy']:.1%}")
 
 
 if __name__ == "__main__":

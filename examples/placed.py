@@ -80,7 +80,7 @@ def main(options: argparse.Namespace) -> None:
                 run.tick(every=50)
             run.save()
         result = shoal.evaluate(step, rings(2000), metrics={"accuracy": shoal.Accuracy()})
-        world.say(f"loss {result['loss']:.6f}, accuracy {result['accuracy']:.1%}")
+        world.print(f"loss {result['loss']:.6f}, accuracy {result['accuracy']:.1%}")
 
 
 if __name__ == "__main__":

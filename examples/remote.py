@@ -83,11 +83,11 @@ def main(options: argparse.Namespace) -> None:
                 step(batch)
                 run.tick(every=50)
             run.save()
-        if world.first:
+        if world.is_rank_zero:
             with torch.no_grad():
                 print("([])[] and ([)]:", model(encoded(["([])[]", "([)]"])).softmax(1)[:, 1].tolist())
         result = shoal.evaluate(step, data, metrics={"right": shoal.Accuracy()}, collate_fn=collate)
-        world.say(f"loss {result['loss']:.6f}, right {result['right']:.1%}")
+        world.print(f"loss {result['loss']:.6f}, right {result['right']:.1%}")
 
 
 if __name__ == "__main__":

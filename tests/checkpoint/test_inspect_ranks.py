@@ -79,7 +79,7 @@ FULL = pytest.mark.full
     [
         (3, "shard=-1", shoal.FSDP()),
         pytest.param(2, "replicate=-1", shoal.DDP(), marks=FULL),
-        pytest.param(2, "pipeline=2", shoal.Pipeline(split=("blocks.2",)), marks=FULL),
+        pytest.param(2, "pipeline=2", shoal.Pipeline(split_points=("blocks.2",)), marks=FULL),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )

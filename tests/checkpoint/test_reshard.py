@@ -30,7 +30,7 @@ pytestmark = pytest.mark.processes
 SAVED, AFTER = 3, 5
 """Steps before the save, and after the restore: over the short batch that ends an epoch of 4."""
 BATCH, RATE, CLIP, DECAY = 16, 1e-2, 0.5, 0.8
-SCHEDULE, TOTAL = shoal.LRSchedule(warmup=2), 20
+SCHEDULE, TOTAL = shoal.LRSchedule(warmup_steps=2), 20
 ROW = Row("transformer", staged.SAMPLES, True, 4, False, CLIP)
 
 
@@ -55,14 +55,14 @@ PROBLEMS = {
     ),
 }
 
-ZERO_2 = shoal.FSDP(reshard=False, accumulate="whole")
+ZERO_2 = shoal.FSDP(reshard_after_forward=False, accumulate="whole")
 BLOCKS = shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})
 TIED = shoal.TensorParallel(plan=PLAN)
-FOLDED = shoal.Pipeline(split=specification.CUT["transformer"], schedule="zbv")
+FOLDED = shoal.Pipeline(split_points=specification.CUT["transformer"], schedule="zbv")
 
 
 def stages(*begin: str) -> shoal.Pipeline:
-    return shoal.Pipeline(split=begin)
+    return shoal.Pipeline(split_points=begin)
 
 
 Way = tuple[str, Any]
@@ -85,9 +85,9 @@ TABLES: dict[str, dict[str, Way]] = {
     "tied": {
         "one": ("replicate=1", None),
         "DDP 3": ("replicate=3", None),
-        "ZeRO-3 3": ("shard=3", shoal.FSDP(units=("block",))),
+        "ZeRO-3 3": ("shard=3", shoal.FSDP(modules=("block",))),
         "Tensor 2": ("tensor=2", TIED),
-        "Tensor, FSDP 4": ("shard=2,tensor=2", [TIED, shoal.FSDP(units=("block",))]),
+        "Tensor, FSDP 4": ("shard=2,tensor=2", [TIED, shoal.FSDP(modules=("block",))]),
         "Pipeline 2": ("pipeline=2", FOLDED),
     },
 }

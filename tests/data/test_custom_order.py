@@ -170,7 +170,7 @@ def test_a_state_of_another_order_is_refused(world: shoal.World) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_budget_is_filled_and_never_exceeded(world: shoal.World, padded: bool) -> None:
-    budget = shoal.TokenBudget(LENGTHS, 100, at_most=6, padded=padded)
+    budget = shoal.TokenBudget(LENGTHS, 100, max_samples=6, padded=padded)
     batches = seen(build(world, batch_size=budget), 2)
     assert sorted(index for batch in batches for index in batch) == sorted([*range(SIZE)] * 2)
     sizes = {len(batch) for batch in batches}
@@ -251,7 +251,7 @@ def test_budgets_that_can_not_work(world: shoal.World, options: Any, found: str)
 
 def test_a_rule_that_takes_nothing(world: shoal.World) -> None:
     class Nothing:
-        at_most = 4
+        max_samples = 4
 
         def __call__(self, indices: Any) -> int:
             return 0

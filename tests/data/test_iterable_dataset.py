@@ -94,7 +94,7 @@ def test_ranks_end_in_the_same_step_and_share_every_sample(ranks: int) -> None:
             drop_last=False,
             collate=list,
             seed=0,
-            augment=False,
+            seed_transforms=False,
         )
         shares.append(list(Reading(Counting(), cutting, 0, 0, 0, 2)))
     ends = [[(share.first, share.size, share.ends) for share, _ in of_rank] for of_rank in shares]
@@ -120,9 +120,9 @@ def test_augmentation_of_an_iterable_resumes(world: shoal.World) -> None:
         batches = itertools.islice(loader.epochs(2), stop)
         return [x for batch in batches for micro in batch.micros for x in micro.value.tolist()]
 
-    whole = drawn(build(world, Noisy(), augment=True))
+    whole = drawn(build(world, Noisy(), seed_transforms=True))
     assert len(set(whole)) == 44
-    first, second = (build(world, Noisy(), augment=True, num_workers=n) for n in (0, 1))
+    first, second = (build(world, Noisy(), seed_transforms=True, num_workers=n) for n in (0, 1))
     begun = drawn(first, 8)
     second.load_state_dict(first.state_dict())
     assert begun + drawn(second) == whole

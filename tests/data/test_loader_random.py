@@ -56,7 +56,7 @@ class Drawing(Dataset[Any]):
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     (Asking(), {}),
     (AskingTogether(), {}),
-    (Drawing(), {"augment": True}),
+    (Drawing(), {"seed_transforms": True}),
 ]
 kinds = pytest.mark.parametrize(("dataset", "options"), KINDS, ids=["rng", "together", "augment"])
 
@@ -115,7 +115,7 @@ def test_ranks_change_nothing(
 ) -> None:
     """FAILURES 24: nor which rank."""
     alone = drawn(build(world, dataset, **options))
-    served = Mapped(dataset, torch.stack, 3, augment=bool(options))
+    served = Mapped(dataset, torch.stack, 3, seed_transforms=bool(options))
     for rank in range(ranks):
         sampler = RankSampler(
             order=Shuffled(SIZE, shuffle=True),
@@ -143,7 +143,7 @@ def test_the_main_process_keeps_its_own_generators(world: shoal.World) -> None:
     seed()
     expected = three()
     seed()
-    drawn(build(world, Drawing(), augment=True))
+    drawn(build(world, Drawing(), seed_transforms=True))
     # torch's own DataLoader takes a base seed from its generator, which is the Loader's here.
     assert three() == expected
 
@@ -162,7 +162,7 @@ def test_a_wrapper_that_hides_rng_is_named(world: shoal.World) -> None:
 
 def test_tensors_can_not_be_augmented(world: shoal.World) -> None:
     with pytest.raises(DataError, match="draw no random numbers"):
-        build(world, torch.arange(SIZE), augment=True)
+        build(world, torch.arange(SIZE), seed_transforms=True)
 
 
 class Global(Dataset[Any]):
@@ -179,8 +179,8 @@ class Global(Dataset[Any]):
         return index + {**drawn, "python": random.random}[self._kind]()
 
 
-def warned(world: shoal.World, kind: str, *, augment: bool = False) -> list[str]:
-    data = shoal.Loader(Global(kind), world, batch_size=BATCH, augment=augment)
+def warned(world: shoal.World, kind: str, *, seed_transforms: bool = False) -> list[str]:
+    data = shoal.Loader(Global(kind), world, batch_size=BATCH, seed_transforms=seed_transforms)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert len(list(data.epochs(2))) == 2 * len(data)
@@ -191,8 +191,8 @@ def warned(world: shoal.World, kind: str, *, augment: bool = False) -> list[str]
 def test_draws_that_are_not_the_samples_are_told_once(world: shoal.World, kind: str) -> None:
     (text,) = warned(world, kind)
     assert "rng" in text
-    assert "augment=True" in text
-    assert warned(world, kind, augment=True) == []
+    assert "seed_transforms=True" in text
+    assert warned(world, kind, seed_transforms=True) == []
     assert warned(world, "none") == []
 
 

@@ -41,7 +41,7 @@ class Shards:
 
 
 def stream(**options: Any) -> shoal.ShardedDataset[int]:
-    given = {"lengths": LENGTHS, "lanes": 8} | options
+    given = {"lengths": LENGTHS, "interleave": 8} | options
     return shoal.ShardedDataset(range(len(LENGTHS)), Shards(), **given)
 
 
@@ -77,7 +77,7 @@ def test_lanes_are_an_order_of_all_samples(
 
 
 def test_one_lane_keeps_the_samples_in_their_order(world: shoal.World) -> None:
-    assert seen(build(world, stream(lanes=1), shuffle=False), 1) == list(range(SIZE))
+    assert seen(build(world, stream(interleave=1), shuffle=False), 1) == list(range(SIZE))
 
 
 def test_epochs_have_all_samples_in_other_orders(world: shoal.World) -> None:
@@ -118,9 +118,9 @@ def test_each_process_reads_lanes_of_its_own(ranks: int, workers: int) -> None:
             read[0] += 1
             yield sample
 
-    data = shoal.ShardedDataset(range(16), shard, lengths=lengths, lanes=16)
+    data = shoal.ShardedDataset(range(16), shard, lengths=lengths, interleave=16)
     for rank, worker in itertools.product(range(ranks), range(workers)):
-        source = Streamed(data, torch.tensor, 0, augment=False)
+        source = Streamed(data, torch.tensor, 0, seed_transforms=False)
         order = Lanes(lengths, lanes=16, chunk=16, shuffle=True)
         shares = RankSampler(
             order=order,
@@ -169,13 +169,13 @@ def test_lengths_that_are_not_known_are_counted_once(world: shoal.World) -> None
 def test_a_shard_of_another_length_is_noticed(world: shoal.World, wrong: int, found: str) -> None:
     lengths = [length + wrong if number == 3 else length for number, length in enumerate(LENGTHS)]
     with pytest.raises(DataError, match=found):
-        seen(build(world, stream(lengths=lengths, lanes=1), shuffle=False), 1)
+        seen(build(world, stream(lengths=lengths, interleave=1), shuffle=False), 1)
 
 
 def test_a_state_of_other_shards_is_refused(world: shoal.World) -> None:
     state = build(world).state_dict()
     swapped = [*LENGTHS[1:], LENGTHS[0]]
-    for other in (stream(lengths=swapped), stream(lanes=4), torch.arange(SIZE)):
+    for other in (stream(lengths=swapped), stream(interleave=4), torch.arange(SIZE)):
         with pytest.raises(DataError, match="shards and lanes of checksum"):
             build(world, other).load_state_dict(state)
 
@@ -198,7 +198,7 @@ def test_shards_of_one_length_in_another_order_are_refused(world: shoal.World) -
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"lengths": [1]}, "not one number"), ({"lanes": 0}, "nobody to read")],
+    [({"lengths": [1]}, "not one number"), ({"interleave": 0}, "nobody to read")],
 )
 def test_what_is_no_stream(options: Any, found: str) -> None:
     with pytest.raises(DataError, match=found):
@@ -221,8 +221,8 @@ def test_a_collate_function_and_global_generators(world: shoal.World) -> None:
         batches = itertools.islice(loader.epochs(1), stop)
         return [pair for batch in batches for micro in batch.micros for pair in micro.value]
 
-    data = shoal.ShardedDataset(range(len(LENGTHS)), noisy, lengths=LENGTHS, lanes=8)
-    options: dict[str, Any] = {"augment": True, "collate_fn": list}
+    data = shoal.ShardedDataset(range(len(LENGTHS)), noisy, lengths=LENGTHS, interleave=8)
+    options: dict[str, Any] = {"seed_transforms": True, "collate_fn": list}
     whole = drawn(build(world, data, **options))
     assert len({noise for _, noise in whole}) == SIZE
     first, second = (build(world, data, num_workers=n, **options) for n in (0, 2))
@@ -241,9 +241,9 @@ def test_shards_of_a_hub_dataset(world: shoal.World) -> None:
         batches = itertools.islice(loader.epochs(2), stop)
         return [x for batch in batches for micro in batch.micros for x in micro.value["x"].tolist()]
 
-    first, second = (build(world, shoal.ShardedDataset(range(6), read, lanes=4)) for _ in range(2))
+    first, second = (build(world, shoal.ShardedDataset(range(6), read, interleave=4)) for _ in range(2))
     begun = numbers(first, 5)
     second.load_state_dict(first.state_dict())
     rest = numbers(second)
     assert sorted((begun + rest)[:60]) == sorted((begun + rest)[60:]) == list(range(60))
-    assert begun + rest == numbers(build(world, shoal.ShardedDataset(range(6), read, lanes=4)))
+    assert begun + rest == numbers(build(world, shoal.ShardedDataset(range(6), read, interleave=4)))

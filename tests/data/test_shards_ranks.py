@@ -99,7 +99,7 @@ def train(world: shoal.World, attempt: Attempt, data: Any) -> None:
             samples = [int(i) for m in batch.micros if m.weight for i in m.value]
             file.write(json.dumps([step.number, loader.position - batch.size, samples]) + "\n")
             file.flush()
-            if world.first and step.number == attempt.dies:
+            if world.is_rank_zero and step.number == attempt.dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             run.tick(every=8)
         run.save()

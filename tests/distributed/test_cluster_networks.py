@@ -28,10 +28,10 @@ import shoal, torch
 
 with shoal.init() as world:
     total = world.all_reduce(torch.ones(()))
-    (chosen,) = [choice for choice in world.choices if choice.what == "interface"]
+    (chosen,) = [choice for choice in world.decisions if choice.what == "interface"]
     said = (int(total), chosen.value, os.environ["GLOO_SOCKET_IFNAME"], chosen.reason)
     for one in world.gather(said):
-        world.say(one)
+        world.print(one)
 assert os.environ.get("GLOO_SOCKET_IFNAME", "") == os.environ.get("GIVEN", "")
 """
 

@@ -210,7 +210,7 @@ def test_time_limits() -> None:
 
 def test_a_world_keeps_them() -> None:
     with shoal.init(device="cpu", deterministic=True, backend="gloo") as world:
-        made = by_name(world.choices)
+        made = by_name(world.decisions)
         assert made["device"].reason == made["backend"].reason == GIVEN
         assert (made["deterministic"].value, made["deterministic"].reason) == (True, GIVEN)
         assert made["layout"].value == world.layout
@@ -218,5 +218,5 @@ def test_a_world_keeps_them() -> None:
         assert made["threads"].value == torch.get_num_threads()
         assert {"launcher", "address", "time limits"} <= set(made)
     with shoal.init(device="cpu") as world:
-        assert by_name(world.choices)["deterministic"].value is False
-    assert len({*world.choices, *world.choices}) == len(world.choices)
+        assert by_name(world.decisions)["deterministic"].value is False
+    assert len({*world.decisions, *world.decisions}) == len(world.decisions)

@@ -23,7 +23,7 @@ with shoal.init() as world:
     assert world.all_reduce(torch.ones(())).item() == world.size
     said = (world.rank, place.local_rank, place.local_size, place.node, place.nodes, place.launcher)
     for one in world.gather(said):
-        world.say(one)
+        world.print(one)
 """
 
 

@@ -40,7 +40,7 @@ def main():
         for batch in data.epochs(3):
             step(batch)
         result = shoal.evaluate(step, (inputs, targets))
-        world.say(f"loss {result['loss']:.9f}")
+        world.print(f"loss {result['loss']:.9f}")
 
 main()
 """
@@ -52,7 +52,7 @@ import torch, shoal
 with shoal.init() as world:
     torch.ones(100, 100) @ torch.ones(100, 100)
     mine = (sorted(os.sched_getaffinity(0)), torch.get_num_threads(), world.placement.cores)
-    world.say(repr(world.gather(mine)))
+    world.print(repr(world.gather(mine)))
 """
 
 

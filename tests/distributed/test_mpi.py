@@ -18,30 +18,30 @@ pytestmark = [pytest.mark.processes, pytest.mark.system]
 
 STEPS = 5
 WAYS: list[tuple[str, Row, Any]] = [
-    ("replicate=2", Row("transformer", 101, True, 2, True, 0.5), shoal.DDP(bucket_mb=0.001)),
-    ("shard=2", Row("transformer", 101, True, 2, False, 0.5), shoal.FSDP(units=UNITS["transformer"])),
+    ("replicate=2", Row("transformer", 101, True, 2, True, 0.5), shoal.DDP(bucket_cap_mb=0.001)),
+    ("shard=2", Row("transformer", 101, True, 2, False, 0.5), shoal.FSDP(modules=UNITS["transformer"])),
     ("tensor=2", Row("transformer", 96, False, 1, False, 0.5), shoal.TensorParallel(plan=PLAN)),
     (
         "context=2",
         Row("transformer", 96, False, 1, False, None),
-        shoal.ContextParallel(units=UNITS["transformer"]),
+        shoal.ContextParallel(modules=UNITS["transformer"]),
     ),
     (
         "pipeline=2",
         Row("convolutional", 101, False, 4, False, 0.5),
-        shoal.Pipeline(split=CUT["convolutional"], schedule="interleaved"),
+        shoal.Pipeline(split_points=CUT["convolutional"], schedule="interleaved"),
     ),
 ]
 FOUR: list[tuple[str, Row, Any]] = [
     (
         "replicate=2,shard=2",
         Row("convolutional", 101, False, 1, False, 0.5),
-        shoal.FSDP(units=UNITS["convolutional"]),
+        shoal.FSDP(modules=UNITS["convolutional"]),
     ),
     (
         "shard=2,tensor=2",
         Row("transformer", 101, True, 1, False, 0.5),
-        [shoal.TensorParallel(plan=PLAN), shoal.FSDP(units=("block",))],
+        [shoal.TensorParallel(plan=PLAN), shoal.FSDP(modules=("block",))],
     ),
 ]
 

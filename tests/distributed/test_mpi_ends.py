@@ -38,7 +38,7 @@ def train(directory, stops):
                 os.kill(os.getpid(), signal.SIGTERM)
             run.tick(every=3)
     values = torch.cat([each.detach().reshape(-1) for each in model.parameters()])
-    world.say("digest", hashlib.sha256(values.numpy().tobytes()).hexdigest())
+    world.print("digest", hashlib.sha256(values.numpy().tobytes()).hexdigest())
 
 with shoal.init(backend="mpi", seed=1) as world:
     for directory in sys.argv[1:]:
@@ -66,7 +66,7 @@ with shoal.init(backend="mpi", timeout=6, prepare_timeout=100) as world:
     try:
         world.all_reduce(torch.ones(2 + world.rank))
     except shoal.AgreementError as error:
-        world.say(f"refused: {error.found}")
+        world.print(f"refused: {error.found}")
     for _ in range(5):
         world.stepping()
         world.barrier()

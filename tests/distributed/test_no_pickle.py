@@ -48,7 +48,7 @@ with shoal.init() as world:
         step(next(batches))
         run.save()
         run.checkpoints.aside.wait()
-        if world.first:
+        if world.is_rank_zero:
             (here / "port.new").write_text(os.environ["MASTER_PORT"])
             (here / "port.new").rename(here / "port")
         wait_for(here / "poisoned")
@@ -59,11 +59,11 @@ with shoal.init() as world:
             try:
                 return collect(value)
             finally:
-                if world.first:
+                if world.is_rank_zero:
                     (here / "read").touch()
 
         def late(*arguments):
-            if not world.first:
+            if not world.is_rank_zero:
                 wait_for(here / "read")
             return write(*arguments)
 
@@ -211,8 +211,8 @@ def squares(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     [
         ("replicate=2", shoal.DDP()),
         ("shard=2", shoal.FSDP()),
-        ("pipeline=2", shoal.Pipeline(split=("2",))),
-        ("replicate=2", shoal.LocalSGD(every=2)),
+        ("pipeline=2", shoal.Pipeline(split_points=("2",))),
+        ("replicate=2", shoal.LocalSGD(sync_every=2)),
         ("replicate=2", shoal.Hogwild()),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

@@ -28,8 +28,8 @@ with shoal.init(device="cpu") as world:
             step(batch)
             run.tick()
         run.save()
-    world.say("said once")
-    print(json.dumps([world.first, world.rank, world.placement.local_rank]))
+    world.print("said once")
+    print(json.dumps([world.is_rank_zero, world.rank, world.placement.local_rank]))
 """
 
 

@@ -43,7 +43,7 @@ def main(size, seconds):
                 if world.placement.attempt == 0:
                     time.sleep(seconds)
         result = shoal.evaluate(step, (inputs, targets))
-        world.say(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
+        world.print(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
 
 main(int(sys.argv[1]), float(sys.argv[2]))
 """
@@ -53,8 +53,8 @@ import torch, shoal
 
 with shoal.init(backend="mpi") as world:
     total = world.all_reduce(torch.full((2,), world.rank + 1.0))
-    (library,) = [choice.reason for choice in world.choices if choice.what == "backend"]
-    world.say(f"{total.tolist()} by {library.removeprefix('given; ')}")
+    (library,) = [choice.reason for choice in world.decisions if choice.what == "backend"]
+    world.print(f"{total.tolist()} by {library.removeprefix('given; ')}")
 """
 
 

@@ -332,10 +332,10 @@ def test_what_takes_long_and_makes_nobody_wait_in_vain_is_no_hang(start: Start) 
     run = start(
         f"""
         long = {STEP_SECONDS + 1}
-        with world.first_rank_first() as first:
+        with world.rank_zero_first() as first:
             event.wait(long if first else 0)
         with world.preparing():
-            event.wait(long if world.first else 0)
+            event.wait(long if world.is_rank_zero else 0)
             world.barrier()
         event.wait(long)  # a slow step, evaluation or save, on all ranks
         steps(2)
@@ -381,7 +381,7 @@ def test_all_stopped_at_once_is_no_hang(start: Start) -> None:
 def test_rank_0_may_prepare_before_the_first_step_in_a_collective(start: Start) -> None:
     run = start(
         f"""
-        event.wait({STEP_SECONDS + 1} if world.first else 0)
+        event.wait({STEP_SECONDS + 1} if world.is_rank_zero else 0)
         world.barrier()
         """,
         steps=0,
@@ -396,7 +396,7 @@ def test_a_save_that_takes_one_rank_long_is_no_hang(start: Start) -> None:
         f"""
         class Slow:
             def state_dict(self):
-                event.wait({STEP_SECONDS + 1} if world.first else 0)
+                event.wait({STEP_SECONDS + 1} if world.is_rank_zero else 0)
                 return {{}}
             def load_state_dict(self, state):
                 pass

@@ -29,7 +29,13 @@ def undecided() -> Iterator[None]:
 
 
 def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
-    assert (world.rank, world.size, world.data_rank, world.data_size, world.first) == (0, 1, 0, 1, True)
+    assert (world.rank, world.size, world.data_rank, world.data_size, world.is_rank_zero) == (
+        0,
+        1,
+        0,
+        1,
+        True,
+    )
     tensor = torch.tensor([1.0, 2.0])
     assert world.all_reduce(tensor, "max") is tensor
     assert world.gather({"a": 1}) == [{"a": 1}]
@@ -37,7 +43,7 @@ def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
     assert world.agree((1, 2), "the pair") == (1, 2)
     world.barrier()
     world.stepping()
-    with world.preparing(), world.first_rank_first() as first:
+    with world.preparing(), world.rank_zero_first() as first:
         assert first
     assert engines_of(world) == []
     assert not dist.is_initialized()
@@ -55,7 +61,7 @@ def test_a_mesh_needs_processes(world: shoal.World) -> None:
 
 
 def test_an_error_in_a_section_is_its_own(world: shoal.World) -> None:
-    with pytest.raises(LookupError, match="mine"), world.first_rank_first():
+    with pytest.raises(LookupError, match="mine"), world.rank_zero_first():
         raise LookupError("mine")
 
 

@@ -83,7 +83,7 @@ def test_weights_are_the_same_everywhere_and_noise_nowhere(ranks: Ranks) -> None
 
 def section(world: shoal.World, directory: Path) -> tuple[bool, list[str]]:
     """Each rank notes when it runs the body; rank 0 alone is in it until it has left."""
-    with world.first_rank_first() as first:
+    with world.rank_zero_first() as first:
         seen = sorted(path.name for path in directory.iterdir())
         if first:
             (directory / "begun").touch()
@@ -98,7 +98,7 @@ def test_rank_0_runs_first_and_alone(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def failing_section(world: shoal.World) -> None:
-    with world.first_rank_first() as first:
+    with world.rank_zero_first() as first:
         if first:
             raise LookupError("no such archive")
 
@@ -124,7 +124,7 @@ with shoal.init() as world:
         begun = time.monotonic()  # until rank 0 is gone, unless it waits
         while psutil.pid_exists(int(note.read_text())) and time.monotonic() - begun < 2:
             time.sleep(0.01)
-    with world.first_rank_first() as first:
+    with world.rank_zero_first() as first:
         if first:
             note.write_text(str(os.getpid()))
 """
@@ -164,7 +164,7 @@ def local_rank_is_not_rank(world: shoal.World, port: int) -> tuple[bool, bool]:
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(port))
     world.close()
     with shoal.init() as again:
-        return again.placement.local_rank == 0, again.first
+        return again.placement.local_rank == 0, again.is_rank_zero
 
 
 def test_only_global_rank_0_is_first() -> None:
@@ -177,8 +177,8 @@ def live(port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     with shoal.init() as world:
         one_step(world, raw=False)
-        with world.first_rank_first() as first:
-            assert first == world.first
+        with world.rank_zero_first() as first:
+            assert first == world.is_rank_zero
         world.barrier()
     assert not dist.is_initialized()
 
@@ -242,7 +242,7 @@ def test_worlds_open_again_and_leave_nothing() -> None:
 def slow_then_stuck(world: shoal.World, directory: Path) -> None:
     """Rank 0 takes longer than a step may, in a section of its own; then rank 1 stays away."""
     world.stepping()
-    with world.first_rank_first() as first:
+    with world.rank_zero_first() as first:
         if first:
             begun = time.monotonic()
             while time.monotonic() - begun < STEP_SECONDS + 1:
@@ -302,7 +302,7 @@ def test_one_world_after_another_in_the_same_processes(tmp_path: Path) -> None:
         "for layout in ('shard=-1', 'pipeline=-1', 'replicate=-1'):\n"
         "    with shoal.init(layout=layout) as world:\n"
         "        world.mesh['shard'].get_group(), world.mesh['pipeline'].get_group()\n"
-        "        world.say(world.layout, int(world.all_reduce(torch.ones(()))))\n"
+        "        world.print(world.layout, int(world.all_reduce(torch.ones(()))))\n"
     )
     command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from helpers.rank_facts import grave, seen
 from shoal.distributed.link_speed import Pairs
 from shoal.doctor import display
-from shoal.doctor.checks import clocks, compute, dataset, filesystem, gpus, host, links, placement
+from shoal.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
 from shoal.doctor.checks.software import Software, check_software, look_at_sources
 from shoal.doctor.findings import (
     CheckResult,
@@ -48,18 +49,6 @@ def command(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         timeout=200,
         check=False,
     )
-
-
-def seen(facts: Sequence[Any], hosts: str = "") -> list[RankFacts[Any]]:
-    """Ranks with these facts, each on a host of its own unless `hosts` has a letter for each."""
-    return [
-        RankFacts(rank=rank, host=hosts[rank] if hosts else f"node{rank}", facts=each)
-        for rank, each in enumerate(facts)
-    ]
-
-
-def grave(found: Sequence[CheckResult]) -> list[tuple[str, Severity, str]]:
-    return [(one.what, one.state, one.found) for one in found if one.state is not Severity.OK]
 
 
 def words(text: str) -> str:
@@ -104,7 +93,7 @@ def test_what_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     never = threading.Event()
     monkeypatch.setattr(host, "look_at_memory", never.wait)
     monkeypatch.setattr(host, "look_at_cores", lambda: 1 / 0)
-    monkeypatch.setattr(filesystem, "judge", lambda ranks: iter([ranks[1]]))
+    monkeypatch.setattr(filesystem, "check_directories", lambda ranks: iter([ranks[1]]))
     for limit in (0.5, 5.0, 50.0):  # on a busy machine others may not be done by then
         found = examine_alone(DoctorRequest(limit=limit, run=Path("/proc")))
         bad = {one.what: one.found for one in found.findings if one.state is Severity.FAILURE}
@@ -439,70 +428,6 @@ def test_which_ranks_are_measured() -> None:
     many = [f"n{rank // 8}" for rank in range(128)]
     assert links.chosen(many, []) == list(range(0, 128, 8))
     assert links.chosen(["n"] * 128, []) == list(range(64))
-
-
-def test_a_dataset_is_compared_by_names_sizes_and_samples(tmp_path: Path) -> None:
-    found = []
-    for number, content in enumerate((b"x" * 300_000, b"x" * 300_000, b"x" * 299_999 + b"y")):
-        folder = tmp_path / str(number)
-        (folder / "a").mkdir(parents=True)
-        (folder / "a/one").write_bytes(content)
-        (folder / "two").write_bytes(b"")
-        found.append(dataset.describe_dataset(folder))
-    alike = [{name: value for name, value in one.items() if name != "path"} for one in found]
-    assert alike[0] == alike[1]
-    assert (found[0]["files"], found[0]["bytes"]) == (2, 300_000)
-    (told,) = grave(list(dataset.check_dataset(seen(found))))
-    assert told[2].startswith("content: ")
-    assert told[2].endswith(" on rank 2 (node2)")
-    (tmp_path / "0/two").write_bytes(b"1")
-    assert dataset.describe_dataset(tmp_path / "0")["listing"] != found[0]["listing"]
-
-
-def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
-
-    fine = filesystem.try_directory(tmp_path / "runs/a")
-    assert fine["troubles"] == {}
-    assert fine["folder"] == str(tmp_path)
-    monkeypatch.setattr("os.rename", refuse)
-    monkeypatch.setattr("fcntl.lockf", refuse)
-    found = grave(list(filesystem.check_directories(seen([fine, filesystem.try_directory(tmp_path)]))))
-    assert [(what, state) for what, state, _ in found] == [
-        ("rename", Severity.WARNING),
-        ("lock", Severity.WARNING),
-    ]
-    assert all(text.startswith("rank 1 (node1): refused") for _, _, text in found)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("run", ["taken", "taken/a/b", "dangling"])
-def test_a_file_in_the_place_of_a_directory_is_found(tmp_path: Path, run: str) -> None:
-    (tmp_path / "taken").write_text("")
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(NotADirectoryError, match=run.partition("/")[0]):
-        filesystem.try_directory(tmp_path / run)
-    assert filesystem.existing(tmp_path / "new" / "a") == tmp_path
-
-
-def test_room_and_speed_of_a_directory(tmp_path: Path) -> None:
-    fine = filesystem.try_directory(tmp_path) | {
-        "free": 100 * GIB,
-        "quota": "",
-        "inodes": 10**6,
-        "sync": 0.01,
-    }
-
-    def told(**more: Any) -> list[tuple[str, Severity]]:
-        found = grave(list(filesystem.check_directories(seen([fine, {**fine, **more}]))))
-        return [(what, state) for what, state, _ in found]
-
-    assert told() == []
-    assert told(free=GIB) == told(inodes=9, free=99 * GIB) == [("room", Severity.WARNING)]
-    assert told(free=0) == [("room", Severity.FAILURE)]
-    assert told(sync=2.5) == [("sync", Severity.WARNING)]
-    assert told(quota="/home 12G*", free=99 * GIB) == [("quota", Severity.WARNING)]
 
 
 def test_ranks_are_named_in_short() -> None:

@@ -107,7 +107,7 @@ def train(world: shoal.World, training: Training) -> Ended:
             world.log({"rate": step.optimizer.param_groups[0]["lr"]})
             run.note("batch", {"text": "." * PAGE})  # a record that needs room, too
             if step.number % EVERY == 0:
-                if world.first:
+                if world.is_rank_zero:
                     training.disturb(training.directory, step.number)
                 try:
                     run.save()

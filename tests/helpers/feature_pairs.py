@@ -38,19 +38,19 @@ SPREAD = {  # how it is spread: the axes of the layout, and what is written
     "DDP": ("replicate",),
     "FSDP": ("shard",),
     "HSDP": ("replicate", "shard"),
-    "Tensor": ("tensor",),
+    "TensorParallel": ("tensor",),
     "sequence": ("tensor",),
     "logits": ("tensor",),
-    "Context": ("context",),
+    "ContextParallel": ("context",),
     "Pipeline": ("pipeline",),
     "zero bubble": ("pipeline",),
-    "Placed": (),
-    "Remote": ("pipeline",),
+    "DevicePlacement": (),
+    "RPCPipeline": ("pipeline",),
     "replicas": ("replicate",),
 }
 FEATURES = (
-    "Recompute",
-    "Recompute, keep",
+    "ActivationCheckpointing",
+    "ActivationCheckpointing, keep",
     "bf16",
     "fp16",
     "inductor",
@@ -72,14 +72,14 @@ ALONE = ("SyncBatchNorm", "factory", "evaluate")
 """Features not tried with each other: refused with everything, or over before a step or after it."""
 
 SAME = [  # a pair that is one thing, or two values of one argument
-    {"Recompute", "Recompute, keep"},
+    {"ActivationCheckpointing", "ActivationCheckpointing, keep"},
     {"bf16", "fp16"},
     {"inductor", "script"},
     {"Pipeline", "zero bubble"},
-    {"Remote", "Pipeline"},
-    {"Remote", "zero bubble"},
-    {"Tensor", "sequence"},
-    {"Tensor", "logits"},
+    {"RPCPipeline", "Pipeline"},
+    {"RPCPipeline", "zero bubble"},
+    {"TensorParallel", "sequence"},
+    {"TensorParallel", "logits"},
     {"replicas", "DDP"},
 ]
 Pair = tuple[str, str]

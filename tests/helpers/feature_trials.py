@@ -31,11 +31,11 @@ COMPILED = partial(torch.compile, backend="aot_eager")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 APPROXIMATE: dict[str, Any] = {  # what does not give the numbers of one process
-    "int8": shoal.DDP(compress="int8", bucket_mb=0.001),
-    "PowerSGD": shoal.DDP(compress=shoal.PowerSGD(rank=2)),
-    "LocalSGD": shoal.LocalSGD(every=2),
-    "DiLoCo": shoal.DiLoCo(every=2),
-    "Hogwild": shoal.Hogwild(staleness=1),
+    "int8": shoal.DDP(compression="int8", bucket_cap_mb=0.001),
+    "PowerSGD": shoal.DDP(compression=shoal.PowerSGD(rank=2)),
+    "LocalSGD": shoal.LocalSGD(sync_every=2),
+    "DiLoCo": shoal.DiLoCo(sync_every=2),
+    "Hogwild": shoal.Hogwild(max_staleness=1),
 }
 
 
@@ -307,38 +307,38 @@ def train(world: shoal.World, names: Names, directory: Path | None = None) -> Tr
 def strategies(names: Names, model: str, world: shoal.World) -> Any:
     """What `parallelize` is given."""
     some: list[Any] = []
-    if "Recompute" in names:
+    if "ActivationCheckpointing" in names:
         some.append(shoal.ActivationCheckpointing())
-    if "Recompute, keep" in names:
-        some.append(shoal.ActivationCheckpointing(keep=("products", "attention")))
-    if "Placed" in names:
+    if "ActivationCheckpointing, keep" in names:
+        some.append(shoal.ActivationCheckpointing(save=("products", "attention")))
+    if "DevicePlacement" in names:
         some.append(shoal.DevicePlacement((0, 0)))
-    if "Context" in names:
+    if "ContextParallel" in names:
         some.append(shoal.ContextParallel())
-    if {"Tensor", "sequence", "logits"} & {*names}:
+    if {"TensorParallel", "sequence", "logits"} & {*names}:
         some.append(shoal.TensorParallel(plan=plan(names, model)))
     if "Pipeline" in names:
-        some.append(shoal.Pipeline(split=("blocks.1",)))
-    elif "Remote" in names:
+        some.append(shoal.Pipeline(split_points=("blocks.1",)))
+    elif "RPCPipeline" in names:
         some.append(
             shoal.RPCPipeline(
                 stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "norm", "head")}
             )
         )
     elif "zero bubble" in names:
-        some.append(shoal.Pipeline(split=("blocks.0", "blocks.1", "norm"), schedule="zbv"))
+        some.append(shoal.Pipeline(split_points=("blocks.0", "blocks.1", "norm"), schedule="zbv"))
     elif {"FSDP", "HSDP"} & {*names}:
         some.append(shoal.FSDP())
     approximate = [APPROXIMATE[name] for name in names if name in APPROXIMATE]
     if approximate and "unused" in names and isinstance(approximate[0], shoal.DDP):
-        some.append(replace(approximate[0], unused=True))
+        some.append(replace(approximate[0], find_unused_parameters=True))
     elif approximate:
         some += approximate
     elif "DDP" in names or [type(each) for each in some[-1:]] == [shoal.DevicePlacement]:
         some.append(
             shoal.DDP(
-                bucket_mb=0.001,
-                unused="unused" in names,
+                bucket_cap_mb=0.001,
+                find_unused_parameters="unused" in names,
                 sync_batch_norm="SyncBatchNorm" in names,
             )
         )

@@ -118,7 +118,7 @@ def build(dropout: float) -> nn.Module:
 
 
 def parallel(world: shoal.World, dropout: float) -> nn.Module:
-    return shoal.parallelize(build(dropout), world, shoal.DDP(bucket_mb=0.0005))
+    return shoal.parallelize(build(dropout), world, shoal.DDP(bucket_cap_mb=0.0005))
 
 
 def buckets(world: shoal.World) -> int:

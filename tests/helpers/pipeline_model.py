@@ -70,7 +70,7 @@ def parts(world: shoal.World, strategy: Any, make: Any = build) -> tuple[shoal.S
     return step, shoal.Loader(dataset(), world, batch_size=16, micro_batches=4)
 
 
-PIPELINE = shoal.Pipeline(split=("blocks.1",))
+PIPELINE = shoal.Pipeline(split_points=("blocks.1",))
 
 
 def log(

@@ -22,7 +22,7 @@ STEPS = 20
 BATCH = 16
 IGNORE = -100
 TOLERANCE = 1e-9
-SMALL_BUCKETS = shoal.DDP(bucket_mb=0.001)
+SMALL_BUCKETS = shoal.DDP(bucket_cap_mb=0.001)
 
 # How the models are divided: units of FSDP, layers of Tensor, stages of a pipeline.
 UNITS = {"convolutional": ("features",), "transformer": ("block",)}

@@ -44,64 +44,64 @@ class Way(NamedTuple):
 NORMS = {"block.norm1": "sequence", "block.norm2": "sequence"}
 LOGITS = PLAN | {"head": "logits"}
 KEEPING = {
-    model: shoal.ActivationCheckpointing(units=units, keep=("products", "attention"))
+    model: shoal.ActivationCheckpointing(modules=units, save=("products", "attention"))
     for model, units in UNITS.items()
 }
 
 
 def folded(schedule: str) -> Callable[[str], Any]:
-    return lambda model: shoal.Pipeline(split=CUT[model], schedule=schedule)
+    return lambda model: shoal.Pipeline(split_points=CUT[model], schedule=schedule)
 
 
 WAYS = {
     "GPipe": Way(
-        lambda model: shoal.Pipeline(split=("head",), schedule="gpipe"),
+        lambda model: shoal.Pipeline(split_points=("head",), schedule="gpipe"),
         ("pipeline=2", "replicate=2,pipeline=2"),
         ("convolutional",),
     ),
     "1F1B": Way(
-        lambda model: shoal.Pipeline(split=("features.1", "head")),
+        lambda model: shoal.Pipeline(split_points=("features.1", "head")),
         ("pipeline=3",),
         ("convolutional",),
         micro_batches=(4,),
     ),
     "1F1B, FSDP": Way(
-        lambda model: shoal.Pipeline(split=("head",)),
+        lambda model: shoal.Pipeline(split_points=("head",)),
         ("shard=2,pipeline=2",),
         ("convolutional",),
         micro_batches=(4,),
     ),
     "Interleaved": Way(
-        lambda model: shoal.Pipeline(split=CUT[model], schedule="interleaved"),
+        lambda model: shoal.Pipeline(split_points=CUT[model], schedule="interleaved"),
         ("pipeline=2", "shard=2,pipeline=2", "replicate=4,pipeline=2"),
         ("convolutional",),
     ),
     "Looped": Way(
-        lambda model: shoal.Pipeline(split=CUT[model], schedule="looped"),
+        lambda model: shoal.Pipeline(split_points=CUT[model], schedule="looped"),
         ("pipeline=2",),
         ("convolutional",),
     ),
     "Zero bubble": Way(
-        lambda model: shoal.Pipeline(split=CUT[model], schedule="zero-bubble"),
+        lambda model: shoal.Pipeline(split_points=CUT[model], schedule="zero-bubble"),
         ("pipeline=2", "replicate=2,pipeline=2", "replicate=2,shard=2,pipeline=2"),
         ("convolutional",),
     ),
     "ZBV": Way(folded("zbv"), ("pipeline=2", "replicate=2,pipeline=2")),
     "ZBV, FSDP": Way(folded("zbv"), ("shard=2,pipeline=2",), ("convolutional",)),
     "DualPipeV": Way(folded("dualpipev"), ("pipeline=2", "replicate=2,pipeline=2"), micro_batches=(4,)),
-    "Remote": Way(
+    "RPCPipeline": Way(
         lambda model: shoal.RPCPipeline(stages={"front": ("features",), "back": ("head",)}),
         ("pipeline=2", "replicate=2,pipeline=2"),
         ("convolutional",),
     ),
-    "Remote, 3 stages": Way(
+    "RPCPipeline, 3 stages": Way(
         lambda model: shoal.RPCPipeline(
             stages={"a": ("features.0",), "b": ("features.1", "features.2"), "c": ("head",)}
         ),
         ("pipeline=3",),
         ("convolutional",),
     ),
-    "Remote, a stage on two ranks": Way(
+    "RPCPipeline, a stage on two ranks": Way(
         lambda model: shoal.RPCPipeline(
             stages={"front": ("features",), "back": ("head",)},
             workers={"front": (0, 2), "back": (1,)},
@@ -109,7 +109,7 @@ WAYS = {
         ("pipeline=3",),
         ("convolutional",),
     ),
-    "Remote, both on two ranks": Way(
+    "RPCPipeline, both on two ranks": Way(
         lambda model: shoal.RPCPipeline(
             stages={"front": ("features",), "back": ("head",)},
             workers={"front": (0, 1), "back": (2, 3)},
@@ -125,60 +125,63 @@ WAYS = {
         ("tensor=2,pipeline=2", "replicate=2,tensor=2,pipeline=2"),
         ("transformer",),
     ),
-    "Recompute, GPipe": Way(
+    "ActivationCheckpointing, GPipe": Way(
         lambda model: [
-            shoal.ActivationCheckpointing(units=UNITS[model]),
-            shoal.Pipeline(split=("head",), schedule="gpipe"),
+            shoal.ActivationCheckpointing(modules=UNITS[model]),
+            shoal.Pipeline(split_points=("head",), schedule="gpipe"),
         ],
         ("pipeline=2",),
         ("convolutional",),
     ),
-    "Recompute, DDP": Way(
-        lambda model: [shoal.ActivationCheckpointing(units=UNITS[model]), shoal.DDP(bucket_mb=0.001)],
+    "ActivationCheckpointing, DDP": Way(
+        lambda model: [
+            shoal.ActivationCheckpointing(modules=UNITS[model]),
+            shoal.DDP(bucket_cap_mb=0.001),
+        ],
         ("replicate=3",),
     ),
-    "Recompute, FSDP": Way(
+    "ActivationCheckpointing, FSDP": Way(
         lambda model: [
-            shoal.ActivationCheckpointing(units=UNITS[model]),
-            shoal.FSDP(units=UNITS[model]),
+            shoal.ActivationCheckpointing(modules=UNITS[model]),
+            shoal.FSDP(modules=UNITS[model]),
         ],
         ("shard=2",),
     ),
-    "Recompute, Tensor, FSDP": Way(
+    "ActivationCheckpointing, Tensor, FSDP": Way(
         lambda model: [
-            shoal.ActivationCheckpointing(units=UNITS[model]),
+            shoal.ActivationCheckpointing(modules=UNITS[model]),
             shoal.TensorParallel(plan=PLAN),
-            shoal.FSDP(units=UNITS[model]),
+            shoal.FSDP(modules=UNITS[model]),
         ],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
-    "Tensor": Way(
+    "TensorParallel": Way(
         lambda model: shoal.TensorParallel(plan=PLAN),
         ("tensor=2", "tensor=4", "replicate=2,tensor=2"),
         ("transformer",),
     ),
     "Tensor, FSDP": Way(
-        lambda model: [shoal.TensorParallel(plan=PLAN), shoal.FSDP(units=("block",))],
+        lambda model: [shoal.TensorParallel(plan=PLAN), shoal.FSDP(modules=("block",))],
         ("shard=2,tensor=2", "shard=3,tensor=2", "replicate=2,shard=2,tensor=2"),
         ("transformer",),
     ),
-    "Context": Way(
-        lambda model: shoal.ContextParallel(units=UNITS[model]),
+    "ContextParallel": Way(
+        lambda model: shoal.ContextParallel(modules=UNITS[model]),
         ("context=2", "replicate=2,context=2"),
         ("transformer",),
     ),
-    "Recompute, Context, FSDP": Way(
+    "ActivationCheckpointing, ContextParallel, FSDP": Way(
         lambda model: [
-            shoal.ActivationCheckpointing(units=UNITS[model]),
-            shoal.ContextParallel(units=UNITS[model]),
-            shoal.FSDP(units=UNITS[model]),
+            shoal.ActivationCheckpointing(modules=UNITS[model]),
+            shoal.ContextParallel(modules=UNITS[model]),
+            shoal.FSDP(modules=UNITS[model]),
         ],
         ("shard=2,context=2",),
         ("transformer",),
     ),
-    "Context, Tensor": Way(
-        lambda model: [shoal.ContextParallel(units=UNITS[model]), shoal.TensorParallel(plan=PLAN)],
+    "ContextParallel, TensorParallel": Way(
+        lambda model: [shoal.ContextParallel(modules=UNITS[model]), shoal.TensorParallel(plan=PLAN)],
         ("context=2,tensor=2", "replicate=2,context=2,tensor=2"),
         ("transformer",),
     ),
@@ -193,40 +196,42 @@ WAYS = {
         ("transformer",),
     ),
     "Tensor logits, FSDP": Way(
-        lambda model: [shoal.TensorParallel(plan=LOGITS), shoal.FSDP(units=("block",))],
+        lambda model: [shoal.TensorParallel(plan=LOGITS), shoal.FSDP(modules=("block",))],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
-    "Recompute some, Tensor sequence, FSDP": Way(
+    "ActivationCheckpointing some, Tensor sequence, FSDP": Way(
         lambda model: [
             KEEPING[model],
             shoal.TensorParallel(plan=PLAN | NORMS),
-            shoal.FSDP(units=("block",)),
+            shoal.FSDP(modules=("block",)),
         ],
         ("shard=2,tensor=2",),
         ("transformer",),
     ),
-    "Recompute some, DDP": Way(
-        lambda model: [KEEPING[model], shoal.DDP(bucket_mb=0.001)], ("replicate=4",)
+    "ActivationCheckpointing some, DDP": Way(
+        lambda model: [KEEPING[model], shoal.DDP(bucket_cap_mb=0.001)], ("replicate=4",)
     ),
-    "Recompute some, FSDP": Way(
-        lambda model: [KEEPING[model], shoal.FSDP(units=UNITS[model])], ("shard=4",)
+    "ActivationCheckpointing some, FSDP": Way(
+        lambda model: [KEEPING[model], shoal.FSDP(modules=UNITS[model])], ("shard=4",)
     ),
-    "Placed, DDP": Way(
+    "DevicePlacement, DDP": Way(
         # The rank's device, taken for two: hooks and order are tried, and moves elsewhere.
-        lambda model: [shoal.DevicePlacement((0, 0), in_flight=2), shoal.DDP(bucket_mb=0.001)],
+        lambda model: [shoal.DevicePlacement((0, 0), in_flight=2), shoal.DDP(bucket_cap_mb=0.001)],
         ("replicate=2", "replicate=3"),
     ),
-    "DDP": Way(lambda model: shoal.DDP(bucket_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")),
+    "DDP": Way(
+        lambda model: shoal.DDP(bucket_cap_mb=0.001), ("replicate=2", "replicate=3", "replicate=4")
+    ),
     "ZeRO-3": Way(
-        lambda model: shoal.FSDP(units=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")
+        lambda model: shoal.FSDP(modules=UNITS[model]), ("shard=1", "shard=2", "shard=3", "shard=4")
     ),
     "ZeRO-2": Way(
-        lambda model: shoal.FSDP(units=UNITS[model], reshard=False, accumulate="whole"),
+        lambda model: shoal.FSDP(modules=UNITS[model], reshard_after_forward=False, accumulate="whole"),
         ("shard=2", "shard=3"),
     ),
     "HSDP": Way(
-        lambda model: shoal.FSDP(units=UNITS[model]), ("replicate=2,shard=2", "replicate=4,shard=2")
+        lambda model: shoal.FSDP(modules=UNITS[model]), ("replicate=2,shard=2", "replicate=4,shard=2")
     ),
 }
 

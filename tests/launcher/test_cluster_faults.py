@@ -50,7 +50,7 @@ with shoal.init(seed=1) as world:
                 while not Path("go on").exists():
                     time.sleep(0.1)
     result = shoal.evaluate(step, (inputs, targets))
-    world.say(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
+    world.print(f"loss {result['loss']:.9f} attempt {world.placement.attempt}")
 """
 
 

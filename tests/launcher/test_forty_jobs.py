@@ -24,7 +24,7 @@ with shoal.init() as world:
         total = world.all_reduce(torch.full((1000,), float(job)))
     assert bool((total == world.size * job).all()), total
     assert world.gather(job) == [job] * world.size
-    world.say(f"job {job}, {world.size} ranks")
+    world.print(f"job {job}, {world.size} ranks")
 """
 
 

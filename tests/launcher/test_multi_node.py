@@ -188,7 +188,7 @@ def test_from_four_ranks_to_three_and_back(nodes: Nodes, tmp_path: Path) -> None
 
 @pytest.mark.long
 def test_a_group_of_diloco_is_lost_and_comes_back(nodes: Nodes, tmp_path: Path) -> None:
-    text = textwrap.dedent(TRAIN).replace("world, None)", "world, shoal.DiLoCo(every=2))")
+    text = textwrap.dedent(TRAIN).replace("world, None)", "world, shoal.DiLoCo(sync_every=2))")
     killed_and_back(nodes, f"MOST = 4\n{text}")
     found = losses(tmp_path / "run")
     assert sorted(found) == list(range(1, 21))

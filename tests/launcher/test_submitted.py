@@ -31,7 +31,7 @@ def loss(output, batch):
 directory, size, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 with shoal.init(seed=1) as world:
     assert world.size == size, world.placement.reason
-    world.say(f"begins with {world.size} ranks, {sys.argv[4:]}")
+    world.print(f"begins with {world.size} ranks, {sys.argv[4:]}")
     inputs = torch.randn(101, 5)
     targets = inputs.sum(1, keepdim=True)
     model = shoal.parallelize(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), world)
@@ -47,7 +47,7 @@ with shoal.init(seed=1) as world:
                 time.sleep(seconds)
         run.save()
     result = shoal.evaluate(step, (inputs, targets))
-    world.say(f"loss {result['loss']:.9f}")
+    world.print(f"loss {result['loss']:.9f}")
 """
 
 
@@ -262,7 +262,7 @@ signal.signal(signal.SIGTERM, lambda *_: told_again.append(1))
 """,
 )
 TWICE = TWICE.replace(
-    '    world.say(f"begins', '    attempt = world.placement.attempt\n    world.say(f"begins'
+    '    world.print(f"begins', '    attempt = world.placement.attempt\n    world.print(f"begins'
 )
 TWICE = TWICE.replace("step, data) as run", "step, data, state={'slow': Slow()}) as run")
 TWICE = TWICE.replace(

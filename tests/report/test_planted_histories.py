@@ -90,7 +90,7 @@ CASES = {
         how={"network": 25e-3},
         sentence="exposed communication",
         finding="All ranks wait for each other's data",
-        advice='compress="auto") or shoal.DiLoCo(every=500)',
+        advice='compression="auto") or shoal.DiLoCo(sync_every=500)',
     ),
     "saves": Case(
         plants=(plant("checkpoint", 0.4, every=20),),

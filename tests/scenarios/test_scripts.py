@@ -69,7 +69,7 @@ with shoal.init() as world:
     facts = [world.rank, place.local_rank, world.size, dist.get_backend(), total.item()]
     pathlib.Path(f"facts{world.rank}.json").write_text(json.dumps(facts))
     state = p.converted(world)[0]
-    if world.first:
+    if world.is_rank_zero:
         torch.save(state, "model.pt")
 """
 

@@ -26,7 +26,7 @@ def two() -> Iterator[Ranks]:
 
 
 def both(world: shoal.World, bucket_mb: float) -> tuple[p.State, p.State]:
-    ours = p.converted(world, shoal.DDP(bucket_mb=bucket_mb))[0]
+    ours = p.converted(world, shoal.DDP(bucket_cap_mb=bucket_mb))[0]
     return ours, p.plain_ddp(bucket_mb)
 
 

@@ -1,4 +1,4 @@
-"""Recompute: units run again in backward, and nothing else changes."""
+"""ActivationCheckpointing: units run again in backward, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def trained(
 def test_units_run_twice_with_the_same_random_numbers(world: shoal.World) -> None:
     plain, once = trained(world)
     again, twice = trained(world, shoal.ActivationCheckpointing())
-    some, mixed = trained(world, shoal.ActivationCheckpointing(units=("blocks.1",)))
+    some, mixed = trained(world, shoal.ActivationCheckpointing(modules=("blocks.1",)))
     assert (once, twice, mixed) == ([1, 1], [2, 2], [1, 2])
     assert all(map(torch.equal, plain, again))
     assert all(map(torch.equal, plain, some))
@@ -107,7 +107,7 @@ def test_what_is_kept_is_not_computed_again(
     world: shoal.World, keep: tuple[str, ...], again: dict[str, int]
 ) -> None:
     gradients = []
-    for strategy in (None, shoal.ActivationCheckpointing(units=("0", "1"), keep=keep)):
+    for strategy in (None, shoal.ActivationCheckpointing(modules=("0", "1"), save=keep)):
         world.reseed("weights", by_rank=False)
         model = shoal.parallelize(nn.Sequential(Attending(), Attending()), world, strategy)
         with Counted() as counted:
@@ -125,4 +125,4 @@ def test_what_is_kept_is_not_computed_again(
 @pytest.mark.parametrize("keep", [("matmul",), "products"])
 def test_unknown_words_are_refused(keep: Any) -> None:
     with pytest.raises(shoal.StepError, match=r"'products', 'attention'"):
-        shoal.ActivationCheckpointing(keep=keep)
+        shoal.ActivationCheckpointing(save=keep)

@@ -430,7 +430,7 @@ REFUSED: list[tuple[type[Net], str]] = [
     (Hooked, "the model itself has hooks"),
 ]
 
-PIPELINE = shoal.Pipeline(split=("blocks.1",))
+PIPELINE = shoal.Pipeline(split_points=("blocks.1",))
 REMOTE = shoal.RPCPipeline(
     stages={"front": ("first", "blocks.0"), "back": ("blocks.1", "blocks.2", "head")}
 )

@@ -1,4 +1,4 @@
-"""What `shoal.DDP(compress="auto")` is tried on: gradients like most of the model's."""
+"""What `shoal.DDP(compression="auto")` is tried on: gradients like most of the model's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def chosen_for(world: shoal.World, parameters: list[Tensor]) -> tuple[list[str],
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose_compression, "choose", noted)
-        model = shoal.parallelize(Sums(parameters), world, shoal.DDP(compress="auto"))
+        model = shoal.parallelize(Sums(parameters), world, shoal.DDP(compression="auto"))
 
     def summed(output: Tensor, batch: Any) -> tuple[Tensor, int]:
         return output.sum(), len(output)

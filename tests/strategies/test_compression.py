@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 
 SIZE, WIDTH, SAMPLES, BATCH = 3, 12, 43, 12
 HALVES: list[Compress] = ["fp16", "bf16"]
-FEEDBACK: list[Compress] = ["int8", shoal.PowerSGD(rank=2, whole=2), shoal.TopK(share=0.1)]
+FEEDBACK: list[Compress] = ["int8", shoal.PowerSGD(rank=2, warmup_steps=2), shoal.TopK(ratio=0.1)]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_what_is_left_out_has_no_scale(how: Compress, ranks: Ranks) -> None:
 def scales(world: shoal.World) -> tuple[set[float], float]:
     """What the gradients that come to be compressed are multiplied by, as the engine has it."""
     net = Net()
-    model = shoal.parallelize(net.layers.float(), world, shoal.DDP(compress="int8"))
+    model = shoal.parallelize(net.layers.float(), world, shoal.DDP(compression="int8"))
     engine = engine_of(model)
     if not isinstance(engine, DDPEngine) or engine._method is None:
         raise TypeError(type(engine))
@@ -137,7 +137,7 @@ def test_with_fp16_the_scale_is_that_of_the_loss(ranks: Ranks) -> None:
 
 def in_16_bits(world: shoal.World, dtype: torch.dtype) -> list[float]:
     model = shoal.parallelize(
-        nn.Linear(WIDTH, 40).to(dtype), world, shoal.DDP(compress=shoal.PowerSGD(whole=0))
+        nn.Linear(WIDTH, 40).to(dtype), world, shoal.DDP(compression=shoal.PowerSGD(warmup_steps=0))
     )
 
     def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
@@ -164,7 +164,9 @@ def spoiled(world: shoal.World, how: Compress) -> tuple[bool, bool]:
     return seen, all(bool(each.isfinite().all()) for each in mine)
 
 
-@pytest.mark.parametrize("how", [*HALVES, "int8", shoal.PowerSGD(whole=0), shoal.TopK()], ids=str)
+@pytest.mark.parametrize(
+    "how", [*HALVES, "int8", shoal.PowerSGD(warmup_steps=0), shoal.TopK()], ids=str
+)
 def test_what_is_not_finite_is_seen_by_all_and_does_not_stay(how: Compress, ranks: Ranks) -> None:
     assert ranks.call(spoiled, how) == [(False, True)] * SIZE
 
@@ -226,7 +228,7 @@ class Failing:
 
 def through_failures(world: shoal.World, how: Compress, own: bool, skip: bool) -> list[Tensor]:
     """Where training ends whose third and sixth batch fails; with `skip`, that never had them."""
-    model = shoal.parallelize(Net(), world, shoal.DDP(compress=how, bucket_mb=0.001))
+    model = shoal.parallelize(Net(), world, shoal.DDP(compression=how, bucket_cap_mb=0.001))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     failing = Failing(world)
     step = shoal.Step(model, optimizer, shoal.Task(failing))
@@ -270,7 +272,7 @@ class Heads(nn.Module):
 
 
 def left_of_second(world: shoal.World, how: Compress) -> list[float]:
-    strategy = shoal.DDP(compress=how, unused=True, bucket_mb=0.00001)
+    strategy = shoal.DDP(compression=how, find_unused_parameters=True, bucket_cap_mb=0.00001)
     heads = Heads()
     model = shoal.parallelize(heads, world, strategy)
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
@@ -283,7 +285,7 @@ def left_of_second(world: shoal.World, how: Compress) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("how", ["int8", shoal.TopK(share=0.1)], ids=str)
+@pytest.mark.parametrize("how", ["int8", shoal.TopK(ratio=0.1)], ids=str)
 def test_what_nobody_uses_waits_for_who_does(how: Compress, ranks: Ranks) -> None:
     for found in ranks.call(left_of_second, how):
         assert found == found[:1] * 4
@@ -322,7 +324,7 @@ def train(
     strategy: Any = None,
 ) -> tuple[list[float], list[Tensor]]:
     """In many small buckets, with accumulation and clipping."""
-    made = strategy or shoal.DDP(compress=how, bucket_mb=0.001)
+    made = strategy or shoal.DDP(compression=how, bucket_cap_mb=0.001)
     model = shoal.parallelize(Net(), world, made)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
@@ -363,7 +365,7 @@ def test_it_learns_nearly_as_without(how: Compress, ranks: Ranks) -> None:
 
 
 def forgotten(world: shoal.World, how: Compress) -> bool:
-    model = shoal.parallelize(Net(), world, shoal.DDP(compress=how))
+    model = shoal.parallelize(Net(), world, shoal.DDP(compression=how))
     engine = weakref.ref(engine_of(model))
     del model
     gc.collect()
@@ -386,7 +388,7 @@ def test_a_resumed_run_ends_bit_equal(how: Compress, ranks: Ranks, tmp_path: Pat
 
 def compressed_steps(world: shoal.World) -> list[bool]:
     """Which of some steps were not exact, each in an attempt of its own."""
-    wire, options = Wire(world), shoal.PowerSGD(rank=1, whole=3)
+    wire, options = Wire(world), shoal.PowerSGD(rank=1, warmup_steps=3)
     kept: dict[str, Any] = {}
     lossy = []
     for _ in range(5):
@@ -406,14 +408,14 @@ def test_the_whole_steps_are_counted_over_all_attempts(ranks: Ranks) -> None:
 
 @pytest.mark.full
 def test_what_is_left_goes_on_with_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.call(train, shoal.TopK(share=0.1), 5, tmp_path)
+    ranks.call(train, shoal.TopK(ratio=0.1), 5, tmp_path)
     with Ranks(2) as fewer:
         found = fewer.call(_left, tmp_path)
     assert found[0] == found[1] > 0
 
 
 def _left(world: shoal.World, run: Path) -> float:
-    model = shoal.parallelize(Net(), world, shoal.DDP(compress=shoal.TopK(share=0.1)))
+    model = shoal.parallelize(Net(), world, shoal.DDP(compression=shoal.TopK(ratio=0.1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
     loader = shoal.Loader(data(), world, batch_size=BATCH, micro_batches=2)
@@ -461,10 +463,10 @@ def test_it_is_chosen_by_the_link(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: shoal.DDP(compress="int4"), r"compress='int4'"),
-        (lambda: shoal.DDP(compress=8), r"compress=8"),  # type: ignore[arg-type]
-        (lambda: shoal.TopK(share=0.0), r"share=0.0"),
-        (lambda: shoal.TopK(share="0.1"), r"share='0.1'"),  # type: ignore[arg-type]
+        (lambda: shoal.DDP(compression="int4"), r"compression='int4'"),
+        (lambda: shoal.DDP(compression=8), r"compression=8"),  # type: ignore[arg-type]
+        (lambda: shoal.TopK(ratio=0.0), r"ratio=0.0"),
+        (lambda: shoal.TopK(ratio="0.1"), r"ratio='0.1'"),  # type: ignore[arg-type]
         (lambda: shoal.PowerSGD(rank=0), r"rank=0"),
         (
             lambda: compression.reduce(None, Bucket(["n"], [torch.ones(2, dtype=torch.int64)]), None),  # type: ignore[arg-type]

@@ -107,20 +107,26 @@ def two() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        [shoal.ContextParallel(), shoal.DDP(bucket_mb=0.001)],
-        [shoal.ContextParallel(units=("blocks.*",)), shoal.FSDP()],
+        [shoal.ContextParallel(), shoal.DDP(bucket_cap_mb=0.001)],
+        [shoal.ContextParallel(modules=("blocks.*",)), shoal.FSDP()],
         [shoal.ActivationCheckpointing(), shoal.ContextParallel()],
         [
             shoal.ContextParallel(),
             shoal.ActivationCheckpointing(),
-            shoal.FSDP(reshard=False, accumulate="whole"),
+            shoal.FSDP(reshard_after_forward=False, accumulate="whole"),
         ],
         pytest.param(
-            [shoal.ContextParallel(units=("blocks.1",)), shoal.ActivationCheckpointing()],
+            [shoal.ContextParallel(modules=("blocks.1",)), shoal.ActivationCheckpointing()],
             marks=pytest.mark.full,
         ),
     ],
-    ids=["DDP", "FSDP", "Recompute before", "Recompute after", "some units"],
+    ids=[
+        "DDP",
+        "FSDP",
+        "ActivationCheckpointing before",
+        "ActivationCheckpointing after",
+        "some units",
+    ],
 )
 def test_a_causal_model_trains_like_one_process(two: Ranks, expected: Trained, strategy: Any) -> None:
     for found in two.call(trained, strategy):
@@ -133,7 +139,7 @@ def test_a_causal_model_trains_like_one_process(two: Ranks, expected: Trained, s
         shoal.FSDP(),
         *(
             pytest.param(other, marks=pytest.mark.full)
-            for other in (shoal.DDP(), shoal.FSDP(gather="bf16"))
+            for other in (shoal.DDP(), shoal.FSDP(param_dtype="bf16"))
         ),
     ],
 )
@@ -204,8 +210,8 @@ class Drawing(nn.Module):
 
 def noise(world: shoal.World, recompute: bool) -> tuple[Tensor, Tensor, Tensor]:
     world.reseed("weights", by_rank=False)
-    strategies = [shoal.ActivationCheckpointing(units=("unit",))] if recompute else []
-    model = shoal.parallelize(Noisy(), world, [*strategies, shoal.ContextParallel(units=("unit",))])
+    strategies = [shoal.ActivationCheckpointing(modules=("unit",))] if recompute else []
+    model = shoal.parallelize(Noisy(), world, [*strategies, shoal.ContextParallel(modules=("unit",))])
     inside, outside = model(torch.ones(2, 64, 8, dtype=torch.float64))
     loss = inside[..., :8].sum()
     loss.backward()
@@ -235,7 +241,7 @@ def copied(world: shoal.World, directory: Path) -> list[str]:
     tokens = texts()[0]
     before = model(tokens).detach()
     shoal.export(model, directory / "model.pt2", example=(tokens,))
-    if world.first:
+    if world.is_rank_zero:
         again = torch.export.load(directory / "model.pt2").module()
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), again):
             assert torch.allclose(other(tokens), before, rtol=0, atol=1e-12)

@@ -123,8 +123,8 @@ def run(
 ) -> Tensor:
     """One forward in training mode, each rank with the same input."""
     world.reseed("weights", by_rank=False)
-    strategy = shoal.ContextParallel(units=units)
-    model = shoal.parallelize(make(*made_of), world, [strategy, shoal.DDP(unused=True)])
+    strategy = shoal.ContextParallel(modules=units)
+    model = shoal.parallelize(make(*made_of), world, [strategy, shoal.DDP(find_unused_parameters=True)])
     world.reseed("data", by_rank=False)
     output = model(torch.randn(*size, dtype=torch.float64), **options)
     assert isinstance(output, Tensor)
@@ -136,7 +136,7 @@ def run(
     [
         (Mixed, ("", "convolution"), (3, 12, 8), {}, ["Mixed", "first in layers.1"]),
         (Mixed, ("positions", ""), (3, 12, 8), {}, ["first in layers.0", "outside of the units"]),
-        (Mixed, ("", "pooling", ""), (3, 12, 8), {}, ["first in layers.1", "units="]),
+        (Mixed, ("", "pooling", ""), (3, 12, 8), {}, ["first in layers.1", "modules="]),
         (Mixed, ("softmax", ""), (3, 12, 8), {}, ["first in layers.0", "scaled_dot_product_attention"]),
         (Mixed, ("", "weights"), (3, 12, 8), {}, ["its weights", "need_weights=False"]),
         (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "of a sequence to itself"]),
@@ -167,7 +167,7 @@ def run(
             ["shape (12, 12) for layers.0", "batch and sequence both have length 12"],
         ),
         (Odd, ((1, 0),), (3, 12, 8), {}, ["layers.1", "layers.0, where sequences are cut, did not"]),
-        (Odd, ((0,),), (3, 12, 8), {}, ["ended without layers.1", "units="]),
+        (Odd, ((0,),), (3, 12, 8), {}, ["ended without layers.1", "modules="]),
     ],
 )
 def test_what_would_change_the_numbers_is_refused_on_all_ranks(

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH, STEPS = 40, 8, 6
 TOLERANCE = 1e-9
+SMALL_COPIES = {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.0001}
 
 
 @pytest.fixture(scope="module")
@@ -167,17 +168,21 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         (Plain, {}),
         *(
             pytest.param(Plain, options, marks=pytest.mark.full)
-            for options in ({"bucket_mb": 0.0001}, {"bucket_views": False}, {"static_graph": True})
+            for options in (
+                {"bucket_cap_mb": 0.0001},
+                {"gradient_as_bucket_view": False},
+                {"static_graph": True},
+            )
         ),
-        (Plain, {"static_graph": True, "bucket_views": False, "bucket_mb": 0.0001}),
-        (Plain, {"unused": True}),
+        (Plain, {"static_graph": True, **SMALL_COPIES}),
+        (Plain, {"find_unused_parameters": True}),
         (Recomputed, {"static_graph": True}),
-        pytest.param(PerSample, {"unused": True}, marks=pytest.mark.full),
-        (PerSample, {"unused": True, "bucket_views": False, "bucket_mb": 0.0001}),
-        (Tied, {"bucket_mb": 0.0001}),
+        pytest.param(PerSample, {"find_unused_parameters": True}, marks=pytest.mark.full),
+        (PerSample, {"find_unused_parameters": True, **SMALL_COPIES}),
+        (Tied, {"bucket_cap_mb": 0.0001}),
         (Frozen, {}),
         (Complex, {}),
-        (Mixed, {"bucket_mb": 0.0001}),
+        (Mixed, {"bucket_cap_mb": 0.0001}),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "-".join(value) or "default",
 )
@@ -206,7 +211,7 @@ def unused(world: shoal.World, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_layer_that_one_rank_uses_learns_on_all(ranks: Ranks) -> None:
-    results = ranks.call(unused, {"unused": True})
+    results = ranks.call(unused, {"find_unused_parameters": True})
     first = results[0]["gradients"]
     assert first["never.weight"] is None
     assert first["sometimes.weight"].abs().sum() > 0
@@ -219,7 +224,7 @@ def test_a_layer_that_one_rank_uses_learns_on_all(ranks: Ranks) -> None:
 
 def early_use(world: shoal.World) -> list[Tensor]:
     """A layer that the first micro-batches of two ranks use, and no rank's last one."""
-    model = shoal.parallelize(build(Conditional), world, shoal.DDP(unused=True))
+    model = shoal.parallelize(build(Conditional), world, shoal.DDP(find_unused_parameters=True))
     values = data()[0][:24].abs() * -1
     values[[0, 8], 0] = 1.0  # ranks take 4 + 4 samples each
     labels = data()[1][:24]
@@ -254,12 +259,12 @@ def test_unused_parameters_are_named_by_default(ranks: Ranks) -> None:
         assert isinstance(result, RankError)
         assert isinstance(result.error, shoal.StepError), result.text
         assert result.error.found.endswith("sometimes.weight, sometimes.bias, never.weight, never.bias")
-        assert "unused=True" in result.error.fix
+        assert "find_unused_parameters=True" in result.error.fix
 
 
 def buffers(world: shoal.World, sync: bool) -> list[list[Tensor]]:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-    shoal.parallelize(model, world, shoal.DDP(sync_buffers=sync))
+    shoal.parallelize(model, world, shoal.DDP(broadcast_buffers=sync))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
     found = []
     for batch in shoal.Loader(data(), world, batch_size=20).epochs(2):
@@ -284,7 +289,7 @@ def first_gradients(world: shoal.World, static: bool) -> list[list[Tensor]]:
     torch.manual_seed(1)
     layers = [nn.Linear(31, 31), nn.Tanh()]
     model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(6) for layer in layers))
-    shoal.parallelize(model, world, shoal.DDP(bucket_mb=0.005, static_graph=static))
+    shoal.parallelize(model, world, shoal.DDP(bucket_cap_mb=0.005, static_graph=static))
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
     values = torch.randn(32, 31, generator=torch.Generator().manual_seed(4))
     batches = list(shoal.Loader((values,), world, batch_size=16).epochs(2))
@@ -479,7 +484,7 @@ def test_what_is_no_strategy(world: shoal.World, strategy: Any) -> None:
 
 def test_options_that_mean_nothing(world: shoal.World) -> None:
     with pytest.raises(shoal.StepError, match="at least one parameter"):
-        shoal.DDP(bucket_mb=0)
+        shoal.DDP(bucket_cap_mb=0)
     with pytest.raises(shoal.StepError, match="SyncBatchNorm for CUDA only"):
         shoal.parallelize(nn.Linear(1, 1), world, shoal.DDP(sync_batch_norm=True))
     with pytest.raises(shoal.StepError, match="without trainable parameters"):

@@ -300,7 +300,8 @@ def test_balanced_by_memory_before_and_after_blocks(
     world.devices = (torch.device("cpu"),) * 4
     shoal.parallelize(model, world, shoal.DevicePlacement())
     assert capsys.readouterr().out == (
-        "shoal: shoal.DevicePlacement() puts on cpu first to blocks.0, 0.000549 MiB; on cpu blocks.1 to "
+        "shoal: shoal.DevicePlacement() puts on cpu first to blocks.0, 0.000549 MiB; on cpu blocks.1 "
+        "to "
         "blocks.2, 0.000549 MiB; on cpu blocks.3 to blocks.4, 0.000549 MiB; on cpu blocks.5 to head, "
         "0.000549 MiB\n"
     )
@@ -356,7 +357,7 @@ def test_bad_input_is_refused(
     world: shoal.World, monkeypatch: pytest.MonkeyPatch, make: Any, given: Any, found: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(StepError, match=f"(?s)given: .*Placed\\(.*{found}"):
+    with pytest.raises(StepError, match=f"(?s)given: .*DevicePlacement\\(.*{found}"):
         shoal.parallelize(make(), world, shoal.DevicePlacement(given))
 
 
@@ -372,7 +373,7 @@ def test_micro_batches_in_flight_are_counted(ahead: Any) -> None:
         ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*it keeps what a process has of a model on one device"),
         ([shoal.LocalSGD()], r"shoal.LocalSGD\("),
         ([shoal.TensorParallel(plan={"first": "head"})], r"shoal.TensorParallel\("),
-        ([shoal.Pipeline(split=("heads",))], r"shoal.Pipeline\("),
+        ([shoal.Pipeline(split_points=("heads",))], r"shoal.Pipeline\("),
         ([shoal.ContextParallel(check=False), shoal.DDP()], r"shoal.ContextParallel\("),
         ([shoal.DevicePlacement((0, 1)), shoal.DDP()], "would place all of it"),
     ],

@@ -47,7 +47,7 @@ def started() -> Iterator[Callable[[str], Ranks]]:
 
 
 def place(world: shoal.World) -> tuple[str, str]:
-    backend = next(choice for choice in world.choices if choice.what == "backend")
+    backend = next(choice for choice in world.decisions if choice.what == "backend")
     return str(world.device), f"{backend.value}: {backend.reason}"
 
 
@@ -263,6 +263,6 @@ def test_a_model_placed_by_hand_stays_where_it_is(devices: tuple[str, str]) -> N
 @pytest.mark.parametrize("layout", ["shard=1", "shard=2"])
 def test_parameters_on_the_cpu_between_steps(started: Callable[[str], Ranks], layout: str) -> None:
     row = Row("transformer", 101, True, 2, False, 0.5)
-    strategy = shoal.FSDP(units=UNITS[row.model], offload=True)
+    strategy = shoal.FSDP(modules=UNITS[row.model], cpu_offload=True)
     for result in started(layout).call(train, row, "", strategy, STEPS):
         assert distance(result, specification(row, STEPS)) < TOLERANCE

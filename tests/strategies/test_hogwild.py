@@ -166,7 +166,7 @@ def test_staleness_is_counted_exactly(ranks: Ranks) -> None:
 @pytest.mark.parametrize("server", [PLACES[0], pytest.param(True, id="served", marks=pytest.mark.full)])
 def test_who_is_ahead_waits_at_the_bound(server: bool, ranks: Ranks) -> None:
     """Rank 1 reads and does nothing until rank 0 waits for it, which it does after three steps."""
-    strategy = shoal.Hogwild(staleness=2, server=server)
+    strategy = shoal.Hogwild(max_staleness=2, server=server)
     found = ranks.call(sum_up, strategy, 5, f"bound {server}", {"1 reads 1": "0 waits"})
     first, _ = found
     assert first.clocks[2] == [2, 0]
@@ -263,7 +263,7 @@ def same(found: list[Trained]) -> bool:
     "strategy",
     [
         pytest.param(shoal.Hogwild(), marks=pytest.mark.full),
-        pytest.param(shoal.Hogwild(server=True, staleness=1), marks=pytest.mark.full),
+        pytest.param(shoal.Hogwild(server=True, max_staleness=1), marks=pytest.mark.full),
     ],
 )
 def test_it_learns_and_goes_on_with_another_number_of_workers(
@@ -293,7 +293,7 @@ def test_who_is_killed_does_not_stop_the_others(
     after: int, server: bool, mortals: Ranks, tmp_path: Path
 ) -> None:
     """Beside a bound that would let the others wait for it; after its last step, too."""
-    strategy = shoal.Hogwild(server=server, staleness=3)
+    strategy = shoal.Hogwild(server=server, max_staleness=3)
     found = mortals.attempt(train, strategy, tmp_path, 4, {1: after})
     assert isinstance(found[1], RankError)
     living = [each for each in found if isinstance(each, Trained)]
@@ -381,7 +381,7 @@ def test_on_one_machine_nobody_else_can_call() -> None:
 @pytest.mark.parametrize("server", [None, False, True])
 def test_alone_it_trains_wherever_the_parameters_would_be(server: bool | None) -> None:
     with shoal.init() as world:
-        model = shoal.parallelize(linear(), world, shoal.Hogwild(server=server, staleness=0))
+        model = shoal.parallelize(linear(), world, shoal.Hogwild(server=server, max_staleness=0))
         step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-3), shoal.Task(squares))
         samples = torch.ones(8, WIDTH).double(), torch.ones(8, 1).double()
         losses = [step(batch).loss for batch in shoal.Loader(samples, world, batch_size=4).epochs(2)]
@@ -409,9 +409,9 @@ def test_ranks_that_share_no_memory_have_a_server(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: shoal.Hogwild(staleness=-1), r"staleness=-1"),
-        (lambda: shoal.Hogwild(staleness=0.5), r"staleness=0.5"),  # type: ignore[arg-type]
-        (lambda: shoal.Hogwild(staleness=True), r"staleness=True"),
+        (lambda: shoal.Hogwild(max_staleness=-1), r"staleness=-1"),
+        (lambda: shoal.Hogwild(max_staleness=0.5), r"staleness=0.5"),  # type: ignore[arg-type]
+        (lambda: shoal.Hogwild(max_staleness=True), r"staleness=True"),
         (lambda: shoal.Hogwild(server="node1"), r"server='node1'"),  # type: ignore[arg-type]
     ],
 )

@@ -29,7 +29,7 @@ def train(directory, victim, epochs):
     inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
     samples = inputs, inputs.sum(1, keepdim=True)
     net = torch.nn.Linear(4, 1)
-    model = shoal.parallelize(net, world, shoal.Hogwild(staleness=5))
+    model = shoal.parallelize(net, world, shoal.Hogwild(max_staleness=5))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
     loader = shoal.Loader(samples, world, batch_size=12)
     with shoal.Run(directory, step, loader, trackers=()) as run:

@@ -133,9 +133,9 @@ def close(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 STRATEGIES = [
-    (shoal.LocalSGD(every=4), lambda step: step % 4 == 0),
-    (shoal.LocalSGD(every=5, together=3), lambda step: step % 5 == 0 or step <= 3),
-    (shoal.DiLoCo(every=3, rate=0.6, momentum=0.8), lambda step: step % 3 == 0),
+    (shoal.LocalSGD(sync_every=4), lambda step: step % 4 == 0),
+    (shoal.LocalSGD(sync_every=5, warmup_steps=3), lambda step: step % 5 == 0 or step <= 3),
+    (shoal.DiLoCo(sync_every=3, lr=0.6, momentum=0.8), lambda step: step % 3 == 0),
 ]
 
 
@@ -155,7 +155,7 @@ def test_ranks_do_what_replicas_in_one_process_do(
         if meets(number):
             meetings += 1
             if isinstance(strategy, shoal.DiLoCo):
-                replicas.outer_step(strategy.rate, strategy.momentum)
+                replicas.outer_step(strategy.lr, strategy.momentum)
             else:
                 replicas.average()
     for each, model in zip(found, replicas.models, strict=True):
@@ -168,7 +168,7 @@ def test_ranks_do_what_replicas_in_one_process_do(
 
 def test_averaged_after_each_step_it_is_one_process(ranks: Ranks) -> None:
     """Plain SGD is linear in the gradients, and the ranks' shares are equal."""
-    found = ranks.call(train, shoal.LocalSGD(every=1), "SGD", 4, None)
+    found = ranks.call(train, shoal.LocalSGD(sync_every=1), "SGD", 4, None)
     model, (inputs, targets, _) = network(), data()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for number in range(4):
@@ -180,7 +180,7 @@ def test_averaged_after_each_step_it_is_one_process(ranks: Ranks) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", [shoal.LocalSGD(every=3), shoal.DiLoCo(every=3)])
+@pytest.mark.parametrize("strategy", [shoal.LocalSGD(sync_every=3), shoal.DiLoCo(sync_every=3)])
 def test_a_resumed_run_ends_bit_equal(strategy: Any, ranks: Ranks, tmp_path: Path) -> None:
     """Step 8 is saved between two meetings; what was saved is what the ranks go on from."""
     whole = ranks.call(train, strategy, "AdamW", 13, tmp_path / "whole")
@@ -192,9 +192,9 @@ def test_a_resumed_run_ends_bit_equal(strategy: Any, ranks: Ranks, tmp_path: Pat
 
 @pytest.mark.full
 def test_it_goes_on_with_other_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.call(train, shoal.DiLoCo(every=3), "AdamW", 8, tmp_path)
+    ranks.call(train, shoal.DiLoCo(sync_every=3), "AdamW", 8, tmp_path)
     with Ranks(2) as fewer:
-        first, second = fewer.call(train, shoal.DiLoCo(every=3), "AdamW", 13, tmp_path)
+        first, second = fewer.call(train, shoal.DiLoCo(sync_every=3), "AdamW", 13, tmp_path)
     assert close(first.parameters, second.parameters)
     assert first.loss < 4
 
@@ -203,12 +203,12 @@ def filled(world: shoal.World, late: bool) -> list[Tensor]:
     """Trained from other values than the model was made with, which it gets before or after."""
     model = network()
     if late:
-        shoal.parallelize(model, world, shoal.DiLoCo(every=2))
+        shoal.parallelize(model, world, shoal.DiLoCo(sync_every=2))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.3)
     if not late:
-        shoal.parallelize(model, world, shoal.DiLoCo(every=2))
+        shoal.parallelize(model, world, shoal.DiLoCo(sync_every=2))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=RATE), shoal.Task(loss))
     for batch in shoal.Loader(data(), world, batch_size=BATCH).epochs(1):
         step(batch)
@@ -239,8 +239,10 @@ def after(world: shoal.World, first: Any, second: Any, run: Path) -> list[list[T
     return found
 
 
-@pytest.mark.parametrize("first", [shoal.DDP(), shoal.DDP(compress="int8"), shoal.LocalSGD(every=3)])
-@pytest.mark.parametrize("second", [shoal.LocalSGD(every=4), shoal.DiLoCo(every=4)])
+@pytest.mark.parametrize(
+    "first", [shoal.DDP(), shoal.DDP(compression="int8"), shoal.LocalSGD(sync_every=3)]
+)
+@pytest.mark.parametrize("second", [shoal.LocalSGD(sync_every=4), shoal.DiLoCo(sync_every=4)])
 def test_it_goes_on_from_another_strategy(
     first: Any, second: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -258,7 +260,7 @@ def thawed(world: shoal.World, directory: Path) -> list[int]:
         torch.manual_seed(3)
         net = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 1)).double()
         net[0].requires_grad_(not frozen)
-        model = shoal.parallelize(net, world, shoal.DiLoCo(every=3))
+        model = shoal.parallelize(net, world, shoal.DiLoCo(sync_every=3))
         step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=RATE), shoal.Task(loss))
         loader = shoal.Loader(data(), world, batch_size=BATCH)
         with shoal.Run(directory, step, loader, trackers=()) as run:
@@ -307,7 +309,7 @@ def with_experts(world: shoal.World, strategy: Any) -> tuple[list[Tensor], list[
     return before[:2], moments[:2], net.table.tolist()
 
 
-@pytest.mark.parametrize("strategy", [shoal.LocalSGD(every=2), shoal.Hogwild()])
+@pytest.mark.parametrize("strategy", [shoal.LocalSGD(sync_every=2), shoal.Hogwild()])
 def test_moments_that_not_all_have_and_whole_numbers_stay(strategy: Any, ranks: Ranks) -> None:
     found = ranks.call(with_experts, strategy)
     means = [torch.stack(each).mean(0) for each in zip(*(own for own, _, _ in found), strict=True)]
@@ -319,13 +321,13 @@ def test_moments_that_not_all_have_and_whole_numbers_stay(strategy: Any, ranks: 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: shoal.LocalSGD(every=0), r"LocalSGD\(every=0\)"),
-        (lambda: shoal.LocalSGD(together=-1), r"together=-1"),
-        (lambda: shoal.DiLoCo(every=1.5), r"every=1.5"),  # type: ignore[arg-type]
+        (lambda: shoal.LocalSGD(sync_every=0), r"LocalSGD\(sync_every=0\)"),
+        (lambda: shoal.LocalSGD(warmup_steps=-1), r"warmup_steps=-1"),
+        (lambda: shoal.DiLoCo(sync_every=1.5), r"sync_every=1.5"),  # type: ignore[arg-type]
         (lambda: shoal.DiLoCo(momentum=1.0), r"momentum=1.0"),
-        (lambda: shoal.DiLoCo(rate=0.0), r"rate=0.0"),
-        (lambda: shoal.DiLoCo(rate=math.inf), r"rate=inf"),
-        (lambda: shoal.DiLoCo(rate="0.7"), r"rate='0.7'"),  # type: ignore[arg-type]
+        (lambda: shoal.DiLoCo(lr=0.0), r"lr=0.0"),
+        (lambda: shoal.DiLoCo(lr=math.inf), r"lr=inf"),
+        (lambda: shoal.DiLoCo(lr="0.7"), r"lr='0.7'"),  # type: ignore[arg-type]
         (lambda: shoal.DiLoCo(momentum=None), r"momentum=None"),  # type: ignore[arg-type]
     ],
 )

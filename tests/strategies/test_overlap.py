@@ -72,7 +72,7 @@ def through_shoal(world: shoal.World, directory: str, static: bool) -> Arrivals:
     """The first backward of a run in `directory`, from its newest checkpoint if it has one."""
     model = build()
     data = shoal.Loader((torch.randn(64, WIDTH),), world, batch_size=16)
-    shoal.parallelize(model, world, shoal.DDP(bucket_mb=BUCKET_MB, static_graph=static))
+    shoal.parallelize(model, world, shoal.DDP(bucket_cap_mb=BUCKET_MB, static_graph=static))
     engine = engine_of(model)
     assert isinstance(engine, DDPEngine)
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))

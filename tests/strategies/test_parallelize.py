@@ -84,7 +84,7 @@ def test_the_comparison_notices_mutations(mutation: str) -> None:
         "one rank silent": Row("convolutional", 96, False, 1, True, None),
     }
     row = rows[mutation]
-    strategy = shoal.FSDP(units=UNITS[row.model])
+    strategy = shoal.FSDP(modules=UNITS[row.model])
     with Ranks(4, layout="shard=4", seed=SEED) as ranks:
         mutated = ranks.call(train, row, mutation, strategy, STEPS)[0]
         assert distance(mutated, specification(row, STEPS)) > 1e-4

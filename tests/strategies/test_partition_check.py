@@ -158,7 +158,7 @@ def log(world: shoal.World, strategy: Any, make: Any, precision: Any = "fp32") -
     return [step(batch).loss for batch in itertools.islice(data.epochs(9), 3)]
 
 
-PIPELINE = shoal.Pipeline(split=("blocks.1",))
+PIPELINE = shoal.Pipeline(split_points=("blocks.1",))
 STAGES = {"front": ("first", "blocks.0"), "back": ("blocks.1", "blocks.2", "norm", "head")}
 REMOTE = shoal.RPCPipeline(stages=STAGES)
 SPREAD = shoal.RPCPipeline(stages=STAGES, workers={"front": (0,), "back": (1, 2)})
@@ -180,7 +180,7 @@ def refused(results: list[Any], found: str) -> None:
         ("replicate=2,pipeline=2", REMOTE),
         ("shard=2,pipeline=2", PIPELINE),
         ("tensor=2,pipeline=2", TENSOR),
-        ("pipeline=4", shoal.Pipeline(split=("blocks.0", "blocks.1", "blocks.2"))),
+        ("pipeline=4", shoal.Pipeline(split_points=("blocks.0", "blocks.1", "blocks.2"))),
     ],
 )
 @pytest.mark.parametrize("made", ["given", "constructed"])
@@ -280,12 +280,12 @@ def test_a_batch_of_another_structure_is_compared_anew(two: Ranks, strategy: Any
 
 def said(world: shoal.World) -> list[str]:
     lines: list[str] = []
-    say = world.say
-    world.say = lambda *parts: lines.append(" ".join(map(str, parts)))  # type: ignore[method-assign]
+    say = world.print
+    world.print = lambda *parts: lines.append(" ".join(map(str, parts)))  # type: ignore[method-assign]
     try:
         log(world, PIPELINE, Opaque)
     finally:
-        world.say = say  # type: ignore[method-assign]
+        world.print = say  # type: ignore[method-assign]
     return lines
 
 

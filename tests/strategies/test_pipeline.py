@@ -115,7 +115,7 @@ def test_a_model_made_stage_by_stage_has_the_values_of_one_process(two: Ranks) -
 
 
 def balanced(world: shoal.World) -> tuple[list[float], list[str]]:
-    strategy = shoal.Pipeline(example=(torch.randn(4, 4, dtype=torch.float64),))
+    strategy = shoal.Pipeline(example_args=(torch.randn(4, 4, dtype=torch.float64),))
     model = shoal.parallelize(build(), world, strategy)
     return log(world, strategy), [name for name, _ in model.named_parameters()]
 
@@ -135,7 +135,7 @@ def wide_at_the_end() -> nn.Module:
 
 
 def stage_sizes(world: shoal.World) -> int:
-    strategy = shoal.Pipeline(example=(torch.randn(64, 512),))
+    strategy = shoal.Pipeline(example_args=(torch.randn(64, 512),))
     return len(list(shoal.parallelize(wide_at_the_end, world, strategy).parameters()))
 
 
@@ -161,7 +161,7 @@ def test_stages_compiled(two: Ranks) -> None:
 def test_a_folded_schedule_carries_tied_parameters(two: Ranks) -> None:
     with shoal.init() as world:
         expected = log(world, None, tied)
-    strategy = shoal.Pipeline(split=("chain.1", "chain.2", "chain.4"), schedule="zbv")
+    strategy = shoal.Pipeline(split_points=("chain.1", "chain.2", "chain.4"), schedule="zbv")
     for losses in two.call(log, strategy, tied):
         assert losses == pytest.approx(expected, rel=1e-12)
 
@@ -241,7 +241,7 @@ def seeded(make: Any) -> Any:
 
 
 def log_of(world: shoal.World, make: Any, split: str) -> list[float]:
-    return log(world, shoal.Pipeline(split=(split,)), seeded(make))
+    return log(world, shoal.Pipeline(split_points=(split,)), seeded(make))
 
 
 class Noisy(Net):

@@ -86,35 +86,43 @@ class Frozen(Net):
 
 
 def one_way(**options: Any) -> shoal.Pipeline:
-    return shoal.Pipeline(**{"split": ("blocks.1",), **options})
+    return shoal.Pipeline(**{"split_points": ("blocks.1",), **options})
 
 
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
 
 REFUSED: list[tuple[Any, Any, str]] = [
-    (Net, one_way(split=("blocks.7",)), "calls no part 'blocks.7'; it calls first, blocks.0, blocks.1"),
-    (Net, one_way(split=("first",)), "not the first part"),
-    (Net, one_way(split=("blocks.2", "blocks.1"), schedule="looped"), "each split point once"),
-    (Net, one_way(split=("blocks.1", "blocks.2")), "has 1 stage(s) on each rank"),
+    (
+        Net,
+        one_way(split_points=("blocks.7",)),
+        "calls no part 'blocks.7'; it calls first, blocks.0, blocks.1",
+    ),
+    (Net, one_way(split_points=("first",)), "not the first part"),
+    (Net, one_way(split_points=("blocks.2", "blocks.1"), schedule="looped"), "each split point once"),
+    (Net, one_way(split_points=("blocks.1", "blocks.2")), "has 1 stage(s) on each rank"),
     (Net, one_way(schedule="zbv"), "3 split points for 4 stages"),
     (Net, one_way(stages_per_rank=2, schedule="looped"), "has 2 stage(s) on each rank"),
-    (tied, one_way(split=("chain.2",)), "chain.0.weight and chain.4.weight are one parameter of two"),
+    (
+        tied,
+        one_way(split_points=("chain.2",)),
+        "chain.0.weight and chain.4.weight are one parameter of two",
+    ),
     (Deciding, one_way(), "it decides by what tensors hold"),
     (Dropping, one_way(), "nn.Dropout in place of F.dropout"),
     (Doubling, one_way(), "changes mul in place"),
     (Drawing, one_way(), "makes tensors of nothing"),
     (Numbering, one_way(), "keeps what it computes on the model: scale"),
-    (Counting, one_way(split=("second",)), "only tensors travel"),
+    (Counting, one_way(split_points=("second",)), "only tensors travel"),
     (
         Net,
-        [shoal.ActivationCheckpointing(), one_way(split=BLOCKS, schedule="zbv")],
+        [shoal.ActivationCheckpointing(), one_way(split_points=BLOCKS, schedule="zbv")],
         "would run the blocks again",
     ),
-    (Again, one_way(split=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
+    (Again, one_way(split_points=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
     (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
-    (Net, shoal.DDP(), "layout='replicate=-1'), or shoal.Pipeline(split=…) for this axis"),
+    (Net, shoal.DDP(), "layout='replicate=-1'), or shoal.Pipeline(split_points=…) for this axis"),
 ]
 
 
@@ -160,7 +168,7 @@ def with_an_option(world: shoal.World) -> None:
 
 def few(world: shoal.World) -> None:
     split = ("blocks.0", "blocks.1", "blocks.2")
-    step, _ = parts(world, shoal.Pipeline(split=split, schedule="dualpipev"))
+    step, _ = parts(world, shoal.Pipeline(split_points=split, schedule="dualpipev"))
     step(next(shoal.Loader(dataset(), world, batch_size=16).epochs(1)))
 
 
@@ -170,7 +178,7 @@ def scripted(world: shoal.World) -> None:
 
 def split_and_compiled(world: shoal.World) -> None:
     split = ("blocks.0", "blocks.1", "blocks.2")
-    log(world, shoal.Pipeline(split=split, schedule="zbv"), build, "inductor")
+    log(world, shoal.Pipeline(split_points=split, schedule="zbv"), build, "inductor")
 
 
 @pytest.mark.parametrize(
@@ -192,17 +200,19 @@ def test_what_a_pipeline_cannot_do_is_said(two: Ranks, task: Any, found: str) ->
         assert found in str(result.error)
 
 
-@pytest.mark.parametrize("options", [{"split": None}, {"split": "blocks.1"}, {"schedule": "2f2b"}])
+@pytest.mark.parametrize(
+    "options", [{"split_points": None}, {"split_points": "blocks.1"}, {"schedule": "2f2b"}]
+)
 def test_options_that_say_nothing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(StepError):
         one_way(**options)
 
 
-@pytest.mark.parametrize("stage", [shoal.DDP(), shoal.FSDP(), shoal.FSDP(reshard=False)])
+@pytest.mark.parametrize("stage", [shoal.DDP(), shoal.FSDP(), shoal.FSDP(reshard_after_forward=False)])
 def test_combinations_of_torchs_that_are_wrong_are_refused(stage: Any) -> None:
     """torch gives no gradients, or wrong ones, for most of them."""
     with pytest.raises(StepError, match=r"wrong|no gradients"):
-        one_way(stage=stage)
+        one_way(stage_strategy=stage)
 
 
 class Meaning(nn.Module):
@@ -218,7 +228,7 @@ class Meaning(nn.Module):
 
 
 def its_own_loss(world: shoal.World, size: int) -> float:
-    model = shoal.parallelize(Meaning(), world, shoal.Pipeline(split=("second",)))
+    model = shoal.parallelize(Meaning(), world, shoal.Pipeline(split_points=("second",)))
     task = shoal.Task(
         lambda output, batch: (output["loss"] * len(batch[1]), len(batch[1])), inputs=lambda b: b
     )
@@ -251,7 +261,7 @@ class Heads(nn.Module):
 
 def planned(world: shoal.World, plan: dict[str, str]) -> None:
     torch.manual_seed(3)
-    log(world, [shoal.TensorParallel(plan=plan), shoal.Pipeline(split=("head",))], Heads)
+    log(world, [shoal.TensorParallel(plan=plan), shoal.Pipeline(split_points=("head",))], Heads)
 
 
 def test_a_plan_is_proved_stage_by_stage() -> None:

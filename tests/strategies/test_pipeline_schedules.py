@@ -74,7 +74,7 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
 
 
 def test_it_prints_and_draws(tmp_path: Path) -> None:
-    table = shoal.Pipeline(split=("head",)).timetable(ranks=2, micro_batches=2)
+    table = shoal.Pipeline(split_points=("head",)).timetable(ranks=2, micro_batches=2)
     assert str(table).splitlines() == [
         "rank 0  0F0 0F1 ·   ·   0B0 0B0 ·   0B1 0B1",
         "rank 1  ·   1F0 1B0 1B0 1F1 1B1 1B1 ·   ·",

@@ -28,7 +28,7 @@ def loss(output, batch):
 with shoal.init() as world:
     inputs = torch.randn(60, 4)
     samples = inputs, inputs.sum(1, keepdim=True)
-    model = shoal.parallelize(torch.nn.Linear(4, 1), world, shoal.Hogwild(staleness=8))
+    model = shoal.parallelize(torch.nn.Linear(4, 1), world, shoal.Hogwild(max_staleness=8))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.05), shoal.Task(loss))
     for batch in shoal.Loader(samples, world, batch_size=12).epochs(60):
         if step.number == 20:

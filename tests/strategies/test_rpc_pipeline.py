@@ -207,7 +207,7 @@ def exported(world: shoal.World, strategy: Any, path: Path) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", [CREWS["2"][1], shoal.Pipeline(split=["blocks.1"])])
+@pytest.mark.parametrize("strategy", [CREWS["2"][1], shoal.Pipeline(split_points=["blocks.1"])])
 @pytest.mark.parametrize("ending", ["ts", "pt2"])
 def test_no_program_is_made_of_one_stage(
     started: Callable[[str], Ranks], strategy: Any, ending: str, tmp_path: Path
@@ -249,12 +249,12 @@ def order(world: shoal.World, case: str) -> list[str]:
             layer.requires_grad_(False)
     model = shoal.parallelize(model, world, CREWS["2"][1])
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
-    if not world.first:
+    if not world.is_rank_zero:
         wide, narrow = (step.model.get_submodule(f"blocks.1.{name}") for name in ("wide", "narrow"))
         wide.register_forward_hook(lambda *_: seen.append("F") if torch.is_grad_enabled() else None)
         next(narrow.parameters()).register_hook(lambda _: time.sleep(0.02))
         next(wide.parameters()).register_hook(lambda _: seen.append("B"))
-    if not world.first and case == "differentiated":
+    if not world.is_rank_zero and case == "differentiated":
 
         def differentiate(_: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
             if torch.is_grad_enabled():
@@ -332,7 +332,7 @@ def with_late_gradients(world: shoal.World, late: int, name: str) -> list[float]
     def get_late(context: int) -> Any:
         gradients = get(context)
         begun.set()
-        if world.first:
+        if world.is_rank_zero:
             store.set("late", "")
         assert failed.wait(60)
         return gradients
@@ -356,7 +356,7 @@ def with_late_gradients(world: shoal.World, late: int, name: str) -> list[float]
     batches = shoal.Loader(dataset(), world, batch_size=12, micro_batches=2).epochs(1)
     step(next(batches))
     fails, computed = True, itertools.count(1)
-    if world.first:
+    if world.is_rank_zero:
         model.get_submodule("blocks.0").register_forward_hook(
             lambda *_: store.set("computed", "") if next(computed) == 2 else None
         )

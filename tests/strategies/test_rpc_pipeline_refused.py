@@ -111,10 +111,10 @@ MAPS: list[tuple[Any, Any, str]] = [
     (Unused, REMOTE, "parameters that its forward does not use: spare.weight"),
     (Still, remote(front=("first",), back=("act",)), "stage 'back' has no parameters"),
     (Frozen, REMOTE, "a model without trainable parameters"),
-    (Tagger, [REMOTE, shoal.DDP()], "Remote sums gradients by itself"),
+    (Tagger, [REMOTE, shoal.DDP()], "RPCPipeline sums gradients by itself"),
     (
         Tagger,
-        [shoal.ActivationCheckpointing(units=("blocks.*",)), REMOTE],
+        [shoal.ActivationCheckpointing(modules=("blocks.*",)), REMOTE],
         "draw from the same random generator",
     ),
     (

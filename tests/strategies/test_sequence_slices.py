@@ -36,7 +36,7 @@ def test_units_that_are_none_are_refused_at_once(
     world: shoal.World, model: nn.Module, units: tuple[str, ...] | None, words: str
 ) -> None:
     with pytest.raises(shoal.StepError, match=words):
-        shoal.parallelize(model, world, shoal.ContextParallel(units=units))
+        shoal.parallelize(model, world, shoal.ContextParallel(modules=units))
 
 
 @pytest.mark.parametrize(

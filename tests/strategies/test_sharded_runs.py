@@ -215,7 +215,7 @@ def test_buffers_are_those_of_rank_0_before_evaluating(two: Ranks) -> None:
 
 def judged_twice(world: shoal.World) -> tuple[float, float]:
     """Evaluate, change the parameters, evaluate."""
-    step = made(world, shoal.FSDP(reshard=False))
+    step = made(world, shoal.FSDP(reshard_after_forward=False))
     before = float(shoal.evaluate(step, data())["loss"])
     with torch.no_grad():
         for parameter in step.model.parameters():
@@ -233,7 +233,7 @@ def test_a_forward_without_backward_leaves_nothing_gathered(two: Ranks) -> None:
 
 def looked_at(world: shoal.World, reshard: bool) -> float:
     """A step, a forward whose result is dropped, other parameters, then the loss of a batch."""
-    step = made(world, shoal.FSDP(reshard=reshard))
+    step = made(world, shoal.FSDP(reshard_after_forward=reshard))
     parameters = list(step.model.parameters())
     batches = shoal.Loader(data(), world, batch_size=BATCH).epochs(1)
     step(next(batches))
@@ -272,7 +272,7 @@ def twice(world: shoal.World, strategy: shoal.FSDP) -> list[float]:
 def test_a_model_that_runs_several_times_before_its_backward_is_right(
     two: Ranks, reshard: bool, accumulate: str
 ) -> None:
-    strategy = shoal.FSDP(reshard=reshard, accumulate=accumulate)
+    strategy = shoal.FSDP(reshard_after_forward=reshard, accumulate=accumulate)
     with shoal.init() as world:
         expected = twice(world, strategy)
     for found in two.call(twice, strategy):
@@ -404,12 +404,12 @@ def spread(world: shoal.World, model: type[nn.Module], options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
-        (Tied, {}, ["blocks.0.wide.weight", "blocks.1.wide.weight", "units="]),
+        (Tied, {}, ["blocks.0.wide.weight", "blocks.1.wide.weight", "modules="]),
         (Complex, {}, ["spectrum", "complex", "view_as_complex"]),
         (Mixed, {}, ["scale", "float32", "float64"]),
-        (Net, {"units": ("layers.*",)}, ["layers.*", "blocks, head"]),
-        (Net, {"offload": True}, ["offload", "CPU"]),
-        (Net, {"gather": "half"}, ["gather='half'", "'bf16'"]),
+        (Net, {"modules": ("layers.*",)}, ["layers.*", "blocks, head"]),
+        (Net, {"cpu_offload": True}, ["cpu_offload", "CPU"]),
+        (Net, {"param_dtype": "half"}, ["param_dtype='half'", "'bf16'"]),
         (Net, {"accumulate": "never"}, ["accumulate='never'", "'whole'"]),
     ],
 )

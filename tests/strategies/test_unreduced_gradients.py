@@ -90,7 +90,7 @@ def later(world: shoal.World, change: str, options: dict[str, Any]) -> tuple[str
 
 @pytest.mark.parametrize("change", ["frozen", "off"])
 @pytest.mark.parametrize(
-    "options", [{}, {"bucket_mb": 0.0001, "bucket_views": False}, {"static_graph": True}]
+    "options", [{}, {"bucket_cap_mb": 0.0001, "gradient_as_bucket_view": False}, {"static_graph": True}]
 )
 def test_a_parameter_that_is_no_longer_used_is_no_excuse_for_unreduced_gradients(
     ranks: Ranks, change: str, options: dict[str, Any]

@@ -145,14 +145,14 @@ def test_the_parts_add_up_to_the_time_there_was(
 
 
 STRATEGIES = {
-    "fsdp": ("shard=2", shoal.FSDP(units=("blocks.*",))),
+    "fsdp": ("shard=2", shoal.FSDP(modules=("blocks.*",))),
     "tensor": (
         "tensor=2",
         shoal.TensorParallel(
             plan={"blocks.0": "column", "blocks.1": "row", "blocks.2": "column", "blocks.3": "row"}
         ),
     ),
-    "pipeline": ("pipeline=2", shoal.Pipeline(split=("blocks.2",), schedule="1f1b")),
+    "pipeline": ("pipeline=2", shoal.Pipeline(split_points=("blocks.2",), schedule="1f1b")),
 }
 
 

@@ -21,7 +21,7 @@ LATENT, WIDTH, SAMPLES, BATCH, STEPS = 3, 4, 22, 8, 9
 
 STRATEGIES: dict[str, list[shoal.DDP | shoal.FSDP]] = {
     "replicate=-1": [shoal.DDP()],
-    "shard=-1": [shoal.FSDP(), shoal.FSDP(reshard=False)],
+    "shard=-1": [shoal.FSDP(), shoal.FSDP(reshard_after_forward=False)],
 }
 
 

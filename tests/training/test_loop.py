@@ -75,7 +75,7 @@ def by_hand(world: shoal.World, directory: Path) -> list[Tensor]:
     world.reseed("weights", by_rank=False)
     model = shoal.parallelize(net(), world)
     optimizer = adam(model)
-    schedule = shoal.LRSchedule(warmup=3)(optimizer, 10)
+    schedule = shoal.LRSchedule(warmup_steps=3)(optimizer, 10)
     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=0.5, schedule=schedule)
     data = shoal.Loader(dataset(), world, batch_size=BATCH)
     with shoal.Run(directory, step, data) as run:
@@ -87,7 +87,7 @@ def by_hand(world: shoal.World, directory: Path) -> list[Tensor]:
 
 def through_train(world: shoal.World, directory: Path) -> tuple[list[Tensor], float]:
     world.reseed("weights", by_rank=False)
-    schedule = shoal.LRSchedule(warmup=3)
+    schedule = shoal.LRSchedule(warmup_steps=3)
     done = train(directory, world=world, clip=0.5, schedule=schedule)
     return [p.detach().clone() for p in done.model.parameters()], adam_rate(done)
 
@@ -113,13 +113,13 @@ def test_a_dry_run_is_the_beginning_of_the_run(tmp_path: Path) -> None:
     validation = shoal.Validation(
         dataset=dataset(1),
         every=3,
-        best="accuracy",
-        higher=True,
+        monitor="accuracy",
+        mode="max",
         metrics={"accuracy": shoal.Accuracy()},
         patience=50,
     )
     options: dict[str, Any] = {
-        "schedule": shoal.LRSchedule(warmup=2),
+        "schedule": shoal.LRSchedule(warmup_steps=2),
         "evaluate": validation,
         "ema": 0.5,
     }
@@ -198,7 +198,7 @@ def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_best_is_kept_apart(tmp_path: Path) -> None:
-    worse = shoal.Validation(dataset=dataset(1), every=1, higher=True)  # the first is the best
+    worse = shoal.Validation(dataset=dataset(1), every=1, mode="max")  # the first is the best
     done = train(tmp_path, evaluate=worse, keep=1)
     first = losses(tmp_path, "evaluation")[0]
     assert done.best == first["loss"]
@@ -247,7 +247,7 @@ def impatient(world: shoal.World, directory: Path) -> list[tuple[str, int]]:
     found = []
     for _ in range(2):
         world.reseed("weights", by_rank=False)
-        validation = shoal.Validation(dataset=dataset(1), every=1, higher=True, patience=3)
+        validation = shoal.Validation(dataset=dataset(1), every=1, mode="max", patience=3)
         done = train(directory, world=world, evaluate=validation)
         found.append((done.reason, done.step.number))
     return found
@@ -296,8 +296,8 @@ def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
         dataset=dataset(1),
         every=2,
         metrics={"own": Private(numbers)},
-        best="own",
-        higher=True,
+        monitor="own",
+        mode="max",
         patience=2,
     )
     done = train(directory, world=world, evaluate=validation, callbacks=[numbers.follow])
@@ -400,7 +400,7 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
 def test_a_best_that_is_no_number_fails_before_the_first_step(tmp_path: Path) -> None:
     recall = torchmetrics.Recall(task="multiclass", num_classes=2, average="none")
     seen: list[shoal.TrainingStatus] = []
-    validation = shoal.Validation(dataset=dataset(1), metrics={"recall": recall}, best="recall")
+    validation = shoal.Validation(dataset=dataset(1), metrics={"recall": recall}, monitor="recall")
     with pytest.raises(StepError, match="its value is not one number: tensor"):
         train(tmp_path, evaluate=validation, callbacks=[seen.append])
     assert seen == []
@@ -415,7 +415,7 @@ def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
         "metrics": accuracy,
         "best": "accuracy",
     }
-    done = train(tmp_path, evaluate=shoal.Validation(**options, higher=True))
+    done = train(tmp_path, evaluate=shoal.Validation(**options, mode="max"))
     scores = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event]
     assert len(scores) == 5
     assert done.best == max(scores)
@@ -447,7 +447,7 @@ def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> 
     ],
 )
 def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> None:
-    verdict = EarlyStoppingState(shoal.Validation(dataset=None, higher=higher))
+    verdict = EarlyStoppingState(shoal.Validation(dataset=None, mode="max" if higher else "min"))
     assert [verdict.add(value, {}, {}) for value in values] == best
 
 
@@ -456,7 +456,7 @@ def test_what_is_better(values: list[float], higher: bool, best: list[bool]) -> 
     [
         (lambda path: train(path, epochs=None), "neither epochs nor steps"),
         (lambda path: train(path, max_time=0.0), "a positive number of seconds"),
-        (lambda path: shoal.Validation(dataset=None, best="f1"), "the metrics are loss"),
+        (lambda path: shoal.Validation(dataset=None, monitor="f1"), "the metrics are loss"),
         (lambda path: shoal.Validation(dataset=None, patience=0), "1 or more"),
         (lambda path: shoal.Validation(dataset=None, every=0), "1 or more"),
     ],

@@ -334,7 +334,7 @@ def test_a_model_compiled_after_is_known_by_its_bare_model(world: shoal.World, t
 def test_models_that_can_only_be_compiled_in_parts_raise(world: shoal.World) -> None:
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     with pytest.raises(StepError, match="of which parts run again"):
-        shoal.parallelize(compiled(net, []), world, shoal.ActivationCheckpointing(units=("0", "1")))
+        shoal.parallelize(compiled(net, []), world, shoal.ActivationCheckpointing(modules=("0", "1")))
 
 
 def test_a_skipped_batch_leaves_the_parameters_to_other_code(world: shoal.World) -> None:

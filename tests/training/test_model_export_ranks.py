@@ -37,7 +37,7 @@ def exported(world: shoal.World, directory: Path, alone: bool, suffix: str) -> l
     found = []
     for number, batch in enumerate(shoal.Loader((torch.ones(16, 4),), world, batch_size=4).epochs(1)):
         step(batch)
-        if world.first or not alone or number == 3:  # the last one is called on all ranks
+        if world.is_rank_zero or not alone or number == 3:  # the last one is called on all ranks
             shoal.export(model, path, example=(torch.ones(2, 4),) if suffix == ".pt2" else None)
             if suffix == ".pt2":
                 weight = torch.export.load(path).state_dict["weight"]
@@ -74,7 +74,7 @@ def test_a_file_that_can_not_be_written_is_an_error_on_all_ranks(ranks: Ranks, t
 
 def late(world: shoal.World, path: Path) -> str:
     model = shoal.parallelize(nn.Linear(4, 1), world)
-    if world.first:
+    if world.is_rank_zero:
         world.barrier()
         return ""
     limits, world.limits = world.limits, replace(world.limits, prepare=0.2)

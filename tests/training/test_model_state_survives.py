@@ -25,8 +25,8 @@ STEPS = 9
 STRATEGIES = {
     "single": (1, shoal.SingleProcess()),
     "data parallel": (1, shoal.DataParallel()),
-    "ddp": (3, shoal.DDP(unused=True)),
-    "ddp, small buckets": (3, shoal.DDP(unused=True, bucket_mb=0.0001)),
+    "ddp": (3, shoal.DDP(find_unused_parameters=True)),
+    "ddp, small buckets": (3, shoal.DDP(find_unused_parameters=True, bucket_cap_mb=0.0001)),
 }
 
 

@@ -64,7 +64,7 @@ with shoal.init(seed=0) as world:
     except Exception:
         (here / "swallowed").touch()
         raise
-    world.say(f"the end, step {step.number}")
+    world.print(f"the end, step {step.number}")
 """.replace("AT:", f"{AT}:")
 
 Start = Callable[..., Command]

@@ -144,7 +144,7 @@ def train(world: shoal.World, directory: Path, told: Told | None, workers: int =
                 step(batch)
                 if step.number == AT:
                     shoal.evaluate(step, Samples(signals, "evaluation"))
-                    with world.first_rank_first():
+                    with world.rank_zero_first():
                         signals.at("first")
                     signals.at("group")
                 run.tick(every=AT)
@@ -336,7 +336,7 @@ def loop(world: shoal.World, directory: Path, victim: int | None) -> Any:
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
             batch_size=BATCH,
             epochs=EPOCHS,
-            evaluate=shoal.Validation(dataset=(INPUTS, LABELS), every=AT),
+            validation=shoal.Validation(dataset=(INPUTS, LABELS), every=AT),
             ema=0.9,
             world=world,
             callbacks=[tell],

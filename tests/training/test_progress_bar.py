@@ -139,7 +139,7 @@ with shoal.init() as world:
             run.tick()
             if run.step == 10:
                 print("[bold]a print that is a good deal longer than a narrow terminal is wide[/bold]")
-                world.say("said at step 10")
+                world.print("said at step 10")
                 print("to stderr", file=sys.stderr)
             if run.step == 30 and mode == "raises":
                 raise LookupError("what a user raises")

@@ -325,7 +325,7 @@ def test_a_log_on_a_full_disk_ends_no_training(
         for batch in data.epochs(1):
             step(batch)
             run.tick()
-        world.say("trained")
+        world.print("trained")
         assert run.save().is_dir()
 
 
@@ -336,7 +336,7 @@ def train_where_the_directory_goes(world: shoal.World, directory: Path, every: i
             step(batch)
             if step.number == 2:
                 world.barrier()
-                if world.first:
+                if world.is_rank_zero:
                     shutil.rmtree(directory)
                 world.barrier()
             run.tick(every=every)

@@ -25,12 +25,12 @@ def rates(schedule: LRSchedule, total: int, steps: int) -> list[float]:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (LRSchedule(shape="constant", warmup=4), [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
-        (LRSchedule(shape="linear", warmup=2), [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0]),
-        (LRSchedule(shape="linear", floor=0.5), [2.0, 2 - 1 / 6, 2 - 2 / 6, 1.5]),
-        (LRSchedule(shape="constant", warmup_ratio=0.5), [2 / 3, 4 / 3, 2.0, 2.0]),
-        (LRSchedule(shape="constant", warmup_ratio=0.4), [2 / 3, 4 / 3, 2.0, 2.0]),  # 2.4 steps
-        (LRSchedule(warmup=2), [1.0, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]),
+        (LRSchedule(decay="constant", warmup_steps=4), [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]),
+        (LRSchedule(decay="linear", warmup_steps=2), [1.0, 2.0, 2.0, 1.5, 1.0, 0.5, 0.0, 0.0]),
+        (LRSchedule(decay="linear", min_ratio=0.5), [2.0, 2 - 1 / 6, 2 - 2 / 6, 1.5]),
+        (LRSchedule(decay="constant", warmup_ratio=0.5), [2 / 3, 4 / 3, 2.0, 2.0]),
+        (LRSchedule(decay="constant", warmup_ratio=0.4), [2 / 3, 4 / 3, 2.0, 2.0]),  # 2.4 steps
+        (LRSchedule(warmup_steps=2), [1.0, 2.0, 2.0, 1 + math.sqrt(0.5), 1.0, 1 - math.sqrt(0.5), 0.0]),
     ],
     ids=str,
 )
@@ -39,15 +39,15 @@ def test_rates(schedule: LRSchedule, expected: list[float]) -> None:
 
 
 def test_a_schedule_resumes_where_it_was() -> None:
-    whole = rates(LRSchedule(warmup=3), 10, 10)
+    whole = rates(LRSchedule(warmup_steps=3), 10, 10)
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = LRSchedule(warmup=3)(optimizer, 10)
+    scheduler = LRSchedule(warmup_steps=3)(optimizer, 10)
     for _ in range(4):
         optimizer.step()
         scheduler.step()
     state, saved = scheduler.state_dict(), optimizer.state_dict()
     again = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    resumed = LRSchedule(warmup=3)(again, 10)
+    resumed = LRSchedule(warmup_steps=3)(again, 10)
     again.load_state_dict(saved)
     resumed.load_state_dict(state)
     for expected in whole[4:]:
@@ -59,18 +59,18 @@ def test_a_schedule_resumes_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"shape": "cosin"}, "the shapes are cosine, linear, constant"),
-        ({"warmup": -1}, "warmup is a number of optimizer steps"),
-        ({"warmup": 0.1}, "warmup is a number of optimizer steps"),
-        ({"warmup": 2.5}, "warmup is a number of optimizer steps"),
-        ({"warmup": True}, "warmup is a number of optimizer steps"),
-        ({"warmup": "10"}, "warmup is a number of optimizer steps"),
+        ({"decay": "cosin"}, "the decays are cosine, linear, constant"),
+        ({"warmup_steps": -1}, "warmup_steps is a number of optimizer steps"),
+        ({"warmup_steps": 0.1}, "warmup_steps is a number of optimizer steps"),
+        ({"warmup_steps": 2.5}, "warmup_steps is a number of optimizer steps"),
+        ({"warmup_steps": True}, "warmup_steps is a number of optimizer steps"),
+        ({"warmup_steps": "10"}, "warmup_steps is a number of optimizer steps"),
         ({"warmup_ratio": 10}, "warmup_ratio is a fraction of all optimizer steps"),
         ({"warmup_ratio": -0.1}, "warmup_ratio is a fraction of all optimizer steps"),
         ({"warmup_ratio": float("nan")}, "warmup_ratio is a fraction of all optimizer steps"),
-        ({"warmup": 10, "warmup_ratio": 0.1}, "both give the length of the warm-up"),
-        ({"floor": 2.0}, "floor is a fraction of the learning rate"),
-        ({"floor": "0.1"}, "floor is a fraction of the learning rate"),
+        ({"warmup_steps": 10, "warmup_ratio": 0.1}, "both give the length of the warm-up"),
+        ({"min_ratio": 2.0}, "min_ratio is a fraction of the learning rate"),
+        ({"min_ratio": "0.1"}, "min_ratio is a fraction of the learning rate"),
     ],
 )
 def test_schedules_that_can_not_be(options: dict[str, object], found: str) -> None:
@@ -80,13 +80,13 @@ def test_schedules_that_can_not_be(options: dict[str, object], found: str) -> No
 
 def test_a_fraction_given_as_warmup_is_told_the_option_that_takes_it() -> None:
     with pytest.raises(StepError) as caught:
-        LRSchedule(warmup=0.1)  # type: ignore[arg-type]
+        LRSchedule(warmup_steps=0.1)  # type: ignore[arg-type]
     assert "Schedule(warmup_ratio=0.1)" in caught.value.fix
 
 
 @pytest.mark.parametrize(("ratio", "total", "steps"), [(0.07, 100, 7), (0.1, 3, 1), (1.0, 5, 5)])
 def test_the_steps_of_a_ratio_are_rounded_up(ratio: float, total: int, steps: int) -> None:
-    schedule = LRSchedule(shape="constant", warmup_ratio=ratio)
+    schedule = LRSchedule(decay="constant", warmup_ratio=ratio)
     assert [schedule.factor(step, total) for step in range(steps)] == [
         (step + 1) / steps for step in range(steps)
     ]

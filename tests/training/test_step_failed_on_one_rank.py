@@ -81,18 +81,18 @@ def rates(world: shoal.World, strategy: Any, how: str) -> tuple[int, float]:
 
 @pytest.mark.parametrize("how", ["raises", "nan", "overflows"])
 def test_the_schedule_of_who_fails_alone_is_that_of_the_others(how: str, ranks: Ranks) -> None:
-    assert ranks.call(rates, shoal.LocalSGD(every=3), how) == [(4, 2.0**-4)] * 2
+    assert ranks.call(rates, shoal.LocalSGD(sync_every=3), how) == [(4, 2.0**-4)] * 2
 
 
 @pytest.mark.parametrize(
     ("strategy", "at", "how"),
     [
-        (shoal.LocalSGD(every=3), 2, "nan"),
+        (shoal.LocalSGD(sync_every=3), 2, "nan"),
         (shoal.Hogwild(), 0, "raises"),
-        pytest.param(shoal.Hogwild(staleness=0), 3, "nan", marks=pytest.mark.full),
+        pytest.param(shoal.Hogwild(max_staleness=0), 3, "nan", marks=pytest.mark.full),
         pytest.param(shoal.Hogwild(server=True), 3, "raises", marks=pytest.mark.full),
-        pytest.param(shoal.LocalSGD(every=3), 0, "raises", marks=pytest.mark.full),
-        pytest.param(shoal.DiLoCo(every=3), 5, "nan", marks=pytest.mark.full),
+        pytest.param(shoal.LocalSGD(sync_every=3), 0, "raises", marks=pytest.mark.full),
+        pytest.param(shoal.DiLoCo(sync_every=3), 5, "nan", marks=pytest.mark.full),
     ],
 )
 def test_who_fails_alone_goes_on_with_the_others(

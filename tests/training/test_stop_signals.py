@@ -41,7 +41,7 @@ class Part:
     survivors: None = None
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def broadcast(self, value: str) -> str:

@@ -41,16 +41,16 @@ FULL = pytest.mark.full
 LAYOUTS = {
     "DDP": "replicate=2",
     "FSDP": "shard=2",
-    "Tensor": "tensor=2",
+    "TensorParallel": "tensor=2",
     "Pipeline": "pipeline=2",
-    "Context": "context=2",
+    "ContextParallel": "context=2",
 }
 WAYS: dict[str, Any] = {
     "DDP": shoal.DDP(),
-    "FSDP": shoal.FSDP(units=("second",)),
-    "Tensor": shoal.TensorParallel(plan={"first": "column", "second": "row"}),
-    "Pipeline": shoal.Pipeline(split=("head",)),
-    "Context": shoal.ContextParallel(units=("second",)),
+    "FSDP": shoal.FSDP(modules=("second",)),
+    "TensorParallel": shoal.TensorParallel(plan={"first": "column", "second": "row"}),
+    "Pipeline": shoal.Pipeline(split_points=("head",)),
+    "ContextParallel": shoal.ContextParallel(modules=("second",)),
 }
 
 
@@ -185,7 +185,7 @@ CHANGES = [
         after,
         marks=[] if after and change is not elsewhere and way != "DDP" else pytest.mark.full,
     )
-    for way in ("DDP", "FSDP", "Tensor", "Pipeline")
+    for way in ("DDP", "FSDP", "TensorParallel", "Pipeline")
     for change in (converted, elsewhere, assigned)
     for after in (0, 1)
     # Not before the first batch: added parameters, see test_reduced; a trial that fails by itself.
@@ -205,7 +205,7 @@ def test_a_model_changed_under_its_engine_is_refused_on_all_ranks(
 
 @pytest.mark.parametrize(
     ("way", "change"),
-    [("DDP", converted), ("DDP", assigned), ("FSDP", assigned), ("Tensor", assigned)],
+    [("DDP", converted), ("DDP", assigned), ("FSDP", assigned), ("TensorParallel", assigned)],
 )
 def test_in_a_loop_of_ones_own_too(started: Callable[[str], Ranks], way: str, change: Any) -> None:
     for text in raised(started(way).attempt(changed, way, change, 1, True)):
@@ -246,7 +246,7 @@ def early(world: shoal.World, way: str, deferred: bool) -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("way", ["FSDP", "Tensor", "Pipeline"])
+@pytest.mark.parametrize("way", ["FSDP", "TensorParallel", "Pipeline"])
 def test_an_optimizer_built_before_parallelize_is_refused(
     started: Callable[[str], Ranks], way: str, deferred: bool
 ) -> None:
@@ -361,7 +361,7 @@ def used_in_part(world: shoal.World, way: str) -> tuple[list[float], str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", ["FSDP", "Tensor"])
+@pytest.mark.parametrize("way", ["FSDP", "TensorParallel"])
 def test_unused_parameters_are_named_and_stay_as_they_are(
     started: Callable[[str], Ranks], way: str
 ) -> None:
@@ -404,7 +404,7 @@ def test_torchs_clipping_in_a_loop_of_ones_own_is_that_of_one_process(
 def test_torchs_clipping_of_some_divided_parameters_fails_aloud(
     started: Callable[[str], Ranks],
 ) -> None:
-    for result in started("Tensor").attempt(clipped, "Tensor"):
+    for result in started("TensorParallel").attempt(clipped, "TensorParallel"):
         assert isinstance(result, RankError)
         assert "mixed torch.Tensor and DTensor" in result.text
 
@@ -421,7 +421,7 @@ def compiled(world: shoal.World, compile: str | None) -> tuple[list[float], int]
 
     torch._dynamo.reset()
     counters.clear()
-    model = shoal.parallelize(chain(), world, shoal.DDP(bucket_mb=1e-6))
+    model = shoal.parallelize(chain(), world, shoal.DDP(bucket_cap_mb=1e-6))
     return log(model, world, compile=compile), counters["stats"]["unique_graphs"]
 
 
@@ -475,7 +475,7 @@ def lengths(world: shoal.World, strategy: Any) -> list[float]:
 def test_sequences_of_another_length_pass_through_a_pipeline(started: Callable[[str], Ranks]) -> None:
     """torch waits for a shape that never comes."""
     expected = in_one_process(lengths, None)
-    for losses in started("Pipeline").call(lengths, shoal.Pipeline(split=("blocks.1",))):
+    for losses in started("Pipeline").call(lengths, shoal.Pipeline(split_points=("blocks.1",))):
         assert losses == pytest.approx(expected, rel=1e-11)
 
 

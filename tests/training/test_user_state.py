@@ -116,7 +116,7 @@ def test_state_that_is_the_same_on_all_ranks_is_kept(kind: str, ranks: Ranks, tm
         assert torch.equal(torch.as_tensor(first), torch.as_tensor(second))
 
 
-SPLIT = shoal.Pipeline(split=("2",))
+SPLIT = shoal.Pipeline(split_points=("2",))
 
 
 def test_state_of_a_stage_that_is_no_entry_of_a_dict_is_refused(stages: Ranks, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_state_of_stages_by_name_is_kept(stages: Ranks, tmp_path: Path) -> None:
 
 
 def test_averages_of_ranks_that_step_alone_are_saved(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks.call(saved, tmp_path, "tensor", shoal.LocalSGD(every=100))
+    first, second = ranks.call(saved, tmp_path, "tensor", shoal.LocalSGD(sync_every=100))
     assert torch.equal(first, second)  # those of rank 0
 
 

@@ -74,7 +74,10 @@ def read_tensor_index(raw: bytes, manifest: Manifest) -> dict[str, Any]:
 
 
 def rows(content: Mapping[str, Any], files: Mapping[str, FileRecord]) -> dict[str, TensorEntry]:
-    """The table in what `read_tensor_index` returned; raises DamageError for one that no tensors can have."""
+    """Return the table in what `read_tensor_index` returned.
+
+    Raises DamageError for one that no tensors can have.
+    """
     table = {name: _row(name, row) for name, row in content["tensors"].items()}
     held: Counter[str] = Counter()
     for name, row in table.items():

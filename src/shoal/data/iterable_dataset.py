@@ -35,7 +35,7 @@ class Cutting:
     drop_last: bool
     collate: Collate
     seed: int
-    augment: bool
+    seed_transforms: bool
 
 
 class Flow(Feed):
@@ -75,7 +75,7 @@ class Flow(Feed):
         if self._epoch >= epochs:
             return iter(())
         if self._offset:
-            fetch.world.say(
+            fetch.world.print(
                 f"reading and dropping {self._offset:,} samples of an IterableDataset to go on after "
                 "them; a shoal.ShardedDataset of shards seeks"
             )
@@ -158,7 +158,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
         return samples
 
     def _read(self, samples: Iterator[Any], first: int, count: int) -> list[Any]:
-        if not self._cutting.augment:
+        if not self._cutting.seed_transforms:
             return list(itertools.islice(samples, count))
         found: list[Any] = []
         with global_generators_kept():

@@ -36,21 +36,21 @@ class Loader:
     """Cuts a dataset into global batches and gives each rank its share of each.
 
     `dataset` is a tensor, an array, a tuple or dict of them, any map-style dataset (of torch, of
-    Hugging Face), a Stream of shards, or an IterableDataset, which every rank then reads whole and in
+    Hugging Face), a ShardedDataset, or an IterableDataset, which every rank then reads whole and in
     its own order. `batch_size` counts the samples of a *global* batch, over all ranks and
-    micro-batches; a Budget decides it batch by batch. The order of an epoch depends on (seed, epoch)
-    only; `seed` is the world's unless given. `order` replaces shuffling: a Weighted, a torch Sampler
-    that lists the same for the same epoch, or any object of the form of Ordering.
+    micro-batches; a TokenBudget decides it batch by batch. The order of an epoch depends on (seed,
+    epoch) only; `seed` is the world's unless given. `order` replaces shuffling: a WeightedSampling, a
+    torch Sampler that lists the same for the same epoch, or any object of the form of Ordering.
 
     Random numbers of samples depend on (seed, epoch, position) alone, whoever loads them: a dataset
-    with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and `augment=True` sets
+    with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and `seed_transforms=True` sets
     the generators of `random`, NumPy and torch before each sample.
 
     The rest is torch's DataLoader, on which it stands: `collate_fn`, `num_workers` (kept for all
     epochs), `prefetch_factor`, `pin_memory` (on CUDA unless given or the samples lie there).
 
     Its state is one number: the position, in samples since the start of training. Making one for a
-    Stream without lengths is collective.
+    ShardedDataset without lengths is collective.
 
         >>> with shoal.init() as world:
         ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
@@ -72,7 +72,7 @@ class Loader:
         order: Ordering | TorchSampler[Any] | None = None,
         drop_last: bool = False,
         seed: int | None = None,
-        augment: bool = False,
+        seed_transforms: bool = False,
         collate_fn: Collate | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
@@ -94,17 +94,17 @@ class Loader:
                 drop_last=drop_last,
                 collate=collate_fn or default_collate,
                 seed=seed,
-                augment=augment,
+                seed_transforms=seed_transforms,
             )
             self._feed = Flow(dataset, cutting)
         else:
             if isinstance(dataset, ShardedDataset):
                 counted(dataset, world)
             share = -(-self.batch_size // world.data_size)
-            samples = source(dataset, collate_fn, share, seed=seed, augment=augment)
+            samples = source(dataset, collate_fn, share, seed=seed, seed_transforms=seed_transforms)
             device = samples.device
             if isinstance(samples, Sampled):
-                samples.watched = world.first
+                samples.watched = world.is_rank_zero
             sampler = RankSampler(
                 order=self._order(dataset, samples, order, shuffle),
                 batch_size=batch_size,
@@ -155,7 +155,7 @@ class Loader:
     @property
     def batch_size(self) -> int:
         """Samples in a global batch, or in the largest that there may be."""
-        return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.at_most
+        return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.max_samples
 
     def compare_ranks(self) -> None:
         """Raise AgreementError, on all ranks, where they have other data or another order. Collective.
@@ -293,19 +293,19 @@ class Loader:
             return ordering(order, samples.size)
         if order is not None:
             raise DataError(
-                given="Loader(Stream(…), order=…)",
+                given="Loader(ShardedDataset(…), order=…)",
                 found="shards are read in sequence, not at random",
                 fix="leave order out; weights: repeat shards, or a map-style dataset",
             )
-        chunk = max(1, GROUPS * self.batch_size // dataset.lanes)
-        return Lanes(dataset.lengths or (), lanes=dataset.lanes, chunk=chunk, shuffle=shuffle)
+        chunk = max(1, GROUPS * self.batch_size // dataset.interleave)
+        return Lanes(dataset.lengths or (), lanes=dataset.interleave, chunk=chunk, shuffle=shuffle)
 
 
 def check_sizes(
     batch_size: int | BatchSize, micro_batches: int, ranks: int
 ) -> tuple[int | BatchSize, int]:
     """Both as plain integers; refuses batches that can't be cut into ranks x micro-batches."""
-    sizes = (getattr(batch_size, "at_most", batch_size), micro_batches)
+    sizes = (getattr(batch_size, "max_samples", batch_size), micro_batches)
     if not all(isinstance(n, int | np.integer) and n is not True and n > 0 for n in sizes):
         raise DataError(
             given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",

@@ -56,17 +56,17 @@ class Sampled(BlockDataset):
     watched = False
     """Whether somebody is to be told if samples draw from generators that are not their own."""
 
-    def __init__(self, collate: Collate, seed: int, *, augment: bool) -> None:
+    def __init__(self, collate: Collate, seed: int, *, seed_transforms: bool) -> None:
         self._collate = collate
         self._seed = seed
-        self._augment = augment
+        self._seed_transforms = seed_transforms
 
     def samples(self, share: Share) -> list[Any]:
         """The samples of all cells of a share, one after the other."""
         raise NotImplementedError
 
     def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
-        if not self._augment:
+        if not self._seed_transforms:
             watched, self.watched = self.watched, False
             before = _generators() if watched else ()
             found = [self.samples(share) for share in shares]
@@ -83,15 +83,17 @@ class Mapped(Sampled):
     """A map-style dataset: one `__getitems__` or many `__getitem__`.
 
     Either may have a parameter `rng`: the numpy.random.Generator of the sample, which depends on
-    (seed, epoch, position) alone, or the list of them. With `augment` the global generators are set
-    from the same before each sample.
+    (seed, epoch, position) alone, or the list of them. With `seed_transforms` the global generators
+    are set from the same before each sample.
     """
 
-    def __init__(self, dataset: Any, collate: Collate, seed: int = 0, *, augment: bool = False) -> None:
-        super().__init__(collate, seed, augment=augment)
+    def __init__(
+        self, dataset: Any, collate: Collate, seed: int = 0, *, seed_transforms: bool = False
+    ) -> None:
+        super().__init__(collate, seed, seed_transforms=seed_transforms)
         self._dataset = dataset
         # Together they can't each have the global generators to themselves.
-        self._many = None if augment else getattr(dataset, "__getitems__", None)
+        self._many = None if seed_transforms else getattr(dataset, "__getitems__", None)
         self._takes_rng = takes_rng(self._many or type(dataset).__getitem__)
         inner = dataset
         while not self._takes_rng and (inner := getattr(inner, "dataset", None)) is not None:
@@ -108,9 +110,9 @@ class Mapped(Sampled):
         own = draws(share, self._seed, SAMPLE_STREAM) if self._takes_rng else None
         if self._many is not None:
             return list(self._many(indices) if own is None else self._many(indices, rng=own))
-        if own is None and not self._augment:
+        if own is None and not self._seed_transforms:
             return [self._dataset[index] for index in indices]
-        everyones = draws(share, self._seed, GLOBAL_STREAM) if self._augment else None
+        everyones = draws(share, self._seed, GLOBAL_STREAM) if self._seed_transforms else None
         found = []
         for number, index in enumerate(indices):
             if everyones is not None:
@@ -183,7 +185,7 @@ def _tell_of_draws() -> None:
         warnings.warn(
             "the dataset draws random numbers that are not those of its samples, so results depend on "
             "the numbers of processes and workers: def __getitem__(self, index, rng) takes a NumPy "
-            "generator of the sample's own; Loader(…, augment=True) seeds the global ones",
+            "generator of the sample's own; Loader(…, seed_transforms=True) seeds the global ones",
             stacklevel=2,
         )
 

@@ -66,13 +66,13 @@ class WeightedSampling:
         table = np.asarray(weights, dtype=np.float64)
         if table.ndim != 1 or not np.isfinite(table).all() or (table < 0).any() or not table.any():
             raise DataError(
-                given=f"Weighted(weights) of shape {table.shape}",
+                given=f"WeightedSampling(weights) of shape {table.shape}",
                 found="not one finite number >= 0 per sample, or nothing but zeros",
                 fix="one weight per sample, for example 1 / count[label] for each label",
             )
         if size is not None and size < 1:
             raise DataError(
-                given=f"Weighted(weights, size={size})",
+                given=f"WeightedSampling(weights, size={size})",
                 found="an epoch has one draw or more",
                 fix="leave size out for as many draws as there are samples",
             )
@@ -95,7 +95,7 @@ class WeightedSampling:
 
 def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.float64]:
     """A number uniform in [0, 1) for each position, by SplitMix64 keyed with (seed, epoch)."""
-    digest = hashlib.sha256(f"shoal.WeightedSampling/1 seed={seed} epoch={epoch}".encode()).digest()
+    digest = hashlib.sha256(f"shoal.Weighted/1 seed={seed} epoch={epoch}".encode()).digest()
     key = np.uint64(int.from_bytes(digest[:8], "little"))
     word = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -173,7 +173,7 @@ def ordering(order: Any, size: int) -> Ordering:
         )
     if getattr(order, "samples", size) != size:
         raise DataError(
-            given=f"Weighted({order.samples:,} weights)",
+            given=f"WeightedSampling({order.samples:,} weights)",
             found=f"a dataset of {size:,} samples",
             fix="one weight per sample: print(len(weights), len(dataset))",
         )

@@ -32,10 +32,10 @@ class Permutation:
     `seed` is any integer; every (size, seed, epoch) gives an independent order.
     Raises DataError for a size or an epoch out of range, and for positions outside the order.
 
-        >>> order = Order(10**12, seed=0, epoch=3)
+        >>> order = Permutation(10**12, seed=0, epoch=3)
         >>> order[5 * 10**11] == int(order.indices(5 * 10**11, 5 * 10**11 + 4)[0])
         True
-        >>> sorted(Order(5, seed=1)), list(Order(5, seed=1, shuffle=False))
+        >>> sorted(Permutation(5, seed=1)), list(Permutation(5, seed=1, shuffle=False))
         ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
 
     Method: a Feistel network over the smallest power of two >= size, with cycle walking (Luby and
@@ -122,7 +122,7 @@ class Permutation:
     def _network(self) -> _Network:
         return _Network.keyed(
             max(2, (self.size - 1).bit_length()),
-            f"shoal.Permutation/1 size={self.size} seed={self.seed} epoch={self.epoch}",
+            f"shoal.Order/1 size={self.size} seed={self.seed} epoch={self.epoch}",
         )
 
 

@@ -90,7 +90,7 @@ class RankSampler:
     @cached_property
     def largest(self) -> int:
         """The size of the largest batch that there may be."""
-        return self.batch_size if isinstance(self.batch_size, int) else self.batch_size.at_most
+        return self.batch_size if isinstance(self.batch_size, int) else self.batch_size.max_samples
 
     @cached_property
     def _full(self) -> tuple[Cell, ...]:

@@ -29,18 +29,18 @@ SKIPPED = 1024
 
 
 class ShardedDataset(Generic[Shard]):
-    """A dataset in shards, each read in sequence: `Loader(Stream(paths, read), …)`.
+    """A dataset in shards, each read in sequence: `Loader(ShardedDataset(paths, read), …)`.
 
     `read(shard, start)` yields the samples of a shard from number `start` on: by a seek where the
     format allows it, else by dropping those before, `itertools.islice(samples, start, None)`.
     `lengths` says how many samples each shard has; without it the ranks count them, each a part,
     when the Loader is made. A shard that then gives another number is an error.
 
-    An epoch reads the shards, in an order shuffled by (seed, epoch), in `lanes` lanes at once, and
+    An epoch reads the shards, in an order shuffled by (seed, epoch), in `interleave` lanes at once, and
     takes a few samples of each in turn. Lanes are fixed: neither ranks nor workers change which
     sample stands at a position. Where the number of ranks divides a quarter of the lanes, and that
     of workers is 1, 2 or 4, each process reads lanes of its own; elsewhere several read the same
-    shards. Samples of a shard stay in its order; `lanes=1` with `shuffle=False` keeps them all.
+    shards. Samples of a shard stay in its order; `interleave=1` with `shuffle=False` keeps them all.
 
     Of a Hugging Face IterableDataset: `ShardedDataset(range(d.num_shards), lambda i, start:
     d.shard(d.num_shards, i).skip(start))`.
@@ -52,15 +52,15 @@ class ShardedDataset(Generic[Shard]):
         read: Callable[[Shard, int], Iterable[Any]],
         *,
         lengths: Sequence[int] | None = None,
-        lanes: int = 32,
+        interleave: int = 32,
     ) -> None:
         self.shards: list[Shard] = list(shards)
         self.read = read
-        self.lanes = lanes
+        self.interleave = interleave
         self.lengths: list[int] | None = None if lengths is None else [int(n) for n in lengths]
-        if not self.shards or lanes < 1:
+        if not self.shards or interleave < 1:
             raise DataError(
-                given=f"Stream of {len(self.shards)} shards, lanes={lanes}",
+                given=f"ShardedDataset of {len(self.shards)} shards, interleave={interleave}",
                 found="nothing to read, or nobody to read it",
                 fix="shoal.ShardedDataset(sorted(folder.glob('*.jsonl')), read)",
             )
@@ -68,7 +68,7 @@ class ShardedDataset(Generic[Shard]):
             len(self.lengths) != len(self.shards) or min(self.lengths) < 0
         ):
             raise DataError(
-                given=f"Stream of {len(self.shards)} shards with {len(self.lengths)} lengths",
+                given=f"ShardedDataset of {len(self.shards)} shards with {len(self.lengths)} lengths",
                 found="not one number of samples >= 0 for each",
                 fix="leave lengths out, and the shards are counted",
             )
@@ -141,9 +141,9 @@ class Streamed(Sampled):
     """A stream as a source: shards stay open between shares and are read on where they stand."""
 
     def __init__(
-        self, stream: ShardedDataset[Any], collate: Collate, seed: int, *, augment: bool
+        self, stream: ShardedDataset[Any], collate: Collate, seed: int, *, seed_transforms: bool
     ) -> None:
-        super().__init__(collate, seed, augment=augment)
+        super().__init__(collate, seed, seed_transforms=seed_transforms)
         self._stream = stream
         self._lengths = np.array(stream.lengths, dtype=np.int64)
         self._ends = np.cumsum(self._lengths)
@@ -162,7 +162,7 @@ class Streamed(Sampled):
         """The samples of all cells of a share, one after the other."""
         shards = np.searchsorted(self._ends, share.indices, side="right")
         offsets = share.indices - (self._ends - self._lengths)[shards]
-        generators = draws(share, self._seed, GLOBAL_STREAM) if self._augment else None
+        generators = draws(share, self._seed, GLOBAL_STREAM) if self._seed_transforms else None
         found = []
         for number, (shard, offset) in enumerate(zip(shards.tolist(), offsets.tolist(), strict=True)):
             samples = self._open.pop((shard, offset), None) or self._at(shard, offset)
@@ -180,7 +180,7 @@ class Streamed(Sampled):
             skipped = offset - max(behind)
             next(itertools.islice(samples, skipped, skipped), None)
             return samples
-        while len(self._open) > 2 * self._stream.lanes:
+        while len(self._open) > 2 * self._stream.interleave:
             del self._open[next(iter(self._open))]
         return iter(self._stream.read(self._stream.shards[shard], offset))
 
@@ -197,7 +197,7 @@ class Streamed(Sampled):
 
     def _other_length(self, shard: int, found: str) -> DataError:
         return DataError(
-            given=f"Stream: shard {self._stream.shards[shard]!r} (number {shard}) of "
+            given=f"ShardedDataset: shard {self._stream.shards[shard]!r} (number {shard}) of "
             f"{self._lengths[shard]:,} samples",
             found=found,
             fix="give the lengths that `read` yields, or none and they are counted; "
@@ -224,12 +224,12 @@ def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
         for rank, (_, failure) in enumerate(parts):
             if failure is not None:
                 raise DataError(
-                    given=f"Stream of {len(stream.shards)} shards, counted",
+                    given=f"ShardedDataset of {len(stream.shards)} shards, counted",
                     found=f"rank {rank} could not read one: {failure}",
                     fix="see that rank's own error; shoal.ShardedDataset(…, lengths=…) counts nothing",
                 )
         stream.lengths = [parts[n % world.size][0][n // world.size] for n in range(len(stream.shards))]
-        world.say(
+        world.print(
             f"counted {sum(stream.lengths):,} samples in {len(stream.shards):,} shards in "
             f"{time.perf_counter() - begun:.1f} s; shoal.ShardedDataset(…, lengths=…) saves that"
         )

@@ -56,7 +56,7 @@ class Arrays(BlockDataset):
 
 
 def source(
-    dataset: Any, collate: Collate | None, share: int, *, seed: int = 0, augment: bool = False
+    dataset: Any, collate: Collate | None, share: int, *, seed: int = 0, seed_transforms: bool = False
 ) -> BlockDataset:
     """What serves `dataset`; `share` is the samples a rank takes of a full batch.
 
@@ -74,10 +74,10 @@ def source(
             )
     found: BlockDataset
     if isinstance(dataset, ShardedDataset):
-        found = Streamed(dataset, collate or default_collate, seed, augment=augment)
-    elif arrays is not None and augment:
+        found = Streamed(dataset, collate or default_collate, seed, seed_transforms=seed_transforms)
+    elif arrays is not None and seed_transforms:
         raise DataError(
-            given="Loader(tensors, augment=True)",
+            given="Loader(tensors, seed_transforms=True)",
             found="tensors draw no random numbers when a sample is taken",
             fix="a map-style dataset whose __getitem__ augments, or noise in the task: batch.noise",
         )
@@ -86,7 +86,7 @@ def source(
     elif isinstance(dataset, tuple | Mapping) and arrays is not None:
         found = Mapped(ArrayDataset(structure, dataset), collate or default_collate)
     elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        found = Mapped(dataset, collate or default_collate, seed, augment=augment)
+        found = Mapped(dataset, collate or default_collate, seed, seed_transforms=seed_transforms)
     else:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",

@@ -14,47 +14,50 @@ class BatchSize(Protocol):
     """How many samples a global batch takes, decided from those that come next in the order."""
 
     @property
-    def at_most(self) -> int:
+    def max_samples(self) -> int:
         """Never more than this: so far the Loader looks ahead."""
         ...
 
     def __call__(self, indices: npt.NDArray[np.int64], /) -> int:
-        """The size of the batch that starts with `indices`: the next `at_most` or, at the end of an
+        """The size of the batch that starts with `indices`: the next `max_samples` or, at the end of an
         epoch, fewer. It must be a pure function of them."""
         ...
 
 
 class TokenBudget:
-    """Batches whose samples together have at most `budget` tokens: `Loader(batch_size=Budget(…))`.
+    """Batches whose samples together have at most `max_tokens` tokens.
+
+    Pass one as the batch size of a Loader: `Loader(dataset, world, batch_size=TokenBudget(…))`.
+
 
     `lengths` has the length of each sample of the dataset. With `padded`, samples count as long as
-    the longest of their global batch. A sample longer than the budget is a batch of its own. The
+    the longest of their global batch. A sample longer than `max_tokens` is a batch of its own. The
     samples of a batch are consecutive in the order, so batches are the same on any number of ranks
     and resume from a position like all others.
     """
 
     def __init__(
-        self, lengths: npt.ArrayLike, budget: int, *, at_most: int = 1024, padded: bool = False
+        self, lengths: npt.ArrayLike, max_tokens: int, *, max_samples: int = 1024, padded: bool = False
     ) -> None:
         table = np.asarray(lengths)
         whole = table.ndim == 1 and table.dtype.kind in "iu"
-        if not whole or (table < 0).any() or budget < 1 or at_most < 1:
+        if not whole or (table < 0).any() or max_tokens < 1 or max_samples < 1:
             raise DataError(
-                given=f"Budget(lengths of shape {table.shape}, dtype {table.dtype}, {budget}, "
-                f"at_most={at_most})",
+                given=f"TokenBudget(lengths of shape {table.shape}, dtype {table.dtype}, {max_tokens}, "
+                f"max_samples={max_samples})",
                 found="not one whole number >= 0 per sample, or a limit below 1",
                 fix="shoal.TokenBudget([len(text) for text in texts], 8192)",
             )
         self._lengths = table.astype(np.int64)
-        self.budget = budget
-        self.at_most = at_most
+        self.max_tokens = max_tokens
+        self.max_samples = max_samples
         self._padded = padded
 
     def __call__(self, indices: npt.NDArray[np.int64], /) -> int:
         """As many of `indices` as fit, one at least."""
         if int(indices.max()) >= len(self._lengths):
             raise DataError(
-                given=f"Budget of {len(self._lengths):,} lengths",
+                given=f"TokenBudget of {len(self._lengths):,} lengths",
                 found=f"the order has sample {int(indices.max()):,}",
                 fix="one length per sample: print(len(lengths), len(dataset))",
             )
@@ -63,4 +66,4 @@ class TokenBudget:
             tokens = np.maximum.accumulate(lengths) * np.arange(1, len(lengths) + 1)
         else:
             tokens = np.cumsum(lengths)
-        return max(1, int(np.searchsorted(tokens, self.budget, side="right")))
+        return max(1, int(np.searchsorted(tokens, self.max_tokens, side="right")))

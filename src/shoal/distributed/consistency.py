@@ -58,7 +58,7 @@ def warn_of_other_arrays(world: World, arrays: Mapping[str, str]) -> None:
         return
     for found in differences(world.gather(dict(arrays))):
         ranks = sorted(rank for others in found.others.values() for rank in others)
-        world.say(
+        world.print(
             f"shoal: the dataset's {found.name} differs between ranks (rank {spans(ranks)}): all ranks "
             "need the same dataset, since the Loader divides the samples; draw it before "
             "shoal.parallelize, or with torch.Generator().manual_seed(0)"

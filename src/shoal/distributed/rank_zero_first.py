@@ -31,7 +31,7 @@ class Sections:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[bool]:
-        """Rank 0 runs the body alone, then the others do; see `World.first_rank_first`."""
+        """Rank 0 runs the body alone, then the others do; see `World.rank_zero_first`."""
         self._count += 1
         with self.named(f"{self._count}") as first:
             yield first
@@ -43,7 +43,7 @@ class Sections:
         Raises LaunchError on a rank that has waited longer than `within` seconds for rank 0.
         """
         self._last = key
-        if self._world.first:
+        if self._world.is_rank_zero:
             try:
                 yield True
             except BaseException as error:
@@ -72,7 +72,7 @@ class Sections:
 
     def close(self) -> None:
         """Rank 0 may host the store: it stays until all have heard how its last section ended."""
-        if not self._world.first or not dist.is_initialized():
+        if not self._world.is_rank_zero or not dist.is_initialized():
             return
         others, until = self._world.size - 1, time.monotonic() + _HEAR_SECONDS
         while self._store.add(f"{self._last}/heard", 0) < others and time.monotonic() < until:

@@ -83,7 +83,7 @@ def init(
     OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
     stderr. Call `torch.set_num_threads` afterwards for another number.
 
-    `World.choices` has what was decided and why; `shoal info` prints it.
+    `World.decisions` has what was decided and why; `shoal info` prints it.
 
     Raises LaunchError for an environment that contradicts itself or a group that can't form,
     LayoutError for a layout that does not fit.
@@ -97,7 +97,7 @@ def init(
         prepare_timeout=prepare_timeout,
     )
     if joined.told:
-        with contextlib.suppress(OSError):  # as in `say`
+        with contextlib.suppress(OSError):  # as in `World.print`
             print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
     if folder := env_vars.failures():
         from shoal.distributed.failure_reports import (
@@ -155,7 +155,7 @@ class World:
             value=deterministic,
             reason=GIVEN if deterministic else "the default: deterministic algorithms are slower",
         )
-        self.choices = (*joined.choices, mode)
+        self.decisions = (*joined.choices, mode)
         self.reseed("weights", by_rank=False)
         self._matching: Matching | None = None
         self._watch: Watch | None = None
@@ -178,7 +178,7 @@ class World:
         )
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on global rank 0, and on no other, however many ranks believe to be local rank 0."""
         return self.rank == 0
 
@@ -271,10 +271,10 @@ class World:
         return value
 
     @contextlib.contextmanager
-    def first_rank_first(self) -> Iterator[bool]:
+    def rank_zero_first(self) -> Iterator[bool]:
         """Rank 0 runs the body alone, then the others do: to download or prepare something once.
 
-            with world.first_rank_first():
+            with world.rank_zero_first():
                 data = prepare("cache/")
 
         The wait has no time limit, since it polls a key and starts no collective. If rank 0 fails,
@@ -325,7 +325,7 @@ class World:
         self.layout = Layout.parse(LAYOUT).resolve(self.size)
         self._mesh = self._data_group = None
         self._let_torch_wait()
-        self.say(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
+        self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
 
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
         """A generator of its own for `purpose`; see `seed_for`."""
@@ -349,9 +349,9 @@ class World:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def say(self, *parts: object) -> None:
+    def print(self, *parts: object) -> None:
         """Print `parts` once, as `print` does: on rank 0. A log on a full disk ends no training."""
-        if self.first:
+        if self.is_rank_zero:
             with contextlib.suppress(OSError):
                 print(*parts, flush=True)
 
@@ -406,11 +406,11 @@ class World:
         """Let one rank take its time while the others wait for it: `prepare_timeout` holds inside.
 
             with world.preparing():
-                if world.first:
+                if world.is_rank_zero:
                     build_index("cache/")
                 world.barrier()
 
-        All ranks enter it. See `first_rank_first` where the others need no collective.
+        All ranks enter it. See `rank_zero_first` where the others need no collective.
         """
         if self._watch is None:
             yield

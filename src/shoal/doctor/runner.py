@@ -291,7 +291,7 @@ def examine_together(world: World, request: DoctorRequest) -> tuple[Examination 
         seen = watched.look()
     rounds.end()
     cut_off = [one["host"] for one in seen if not one["over"]]
-    return doctor.result(cut_off) if world.first else None, not rounds.going
+    return doctor.result(cut_off) if world.is_rank_zero else None, not rounds.going
 
 
 def _examine_all(world: World, doctor: Doctor) -> None:

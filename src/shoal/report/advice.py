@@ -178,7 +178,7 @@ def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
         text += f", inside of {hosts[0]}"
     strategy = attempt.starts.get(min(attempt.starts, default=0), {}).get("strategy", "DDP")
     fewer = (
-        'shoal.DDP(compress="auto") or shoal.DiLoCo(every=500) send fewer bytes; '
+        'shoal.DDP(compression="auto") or shoal.DiLoCo(sync_every=500) send fewer bytes; '
         if str(strategy).startswith("DDP")
         else ""
     )

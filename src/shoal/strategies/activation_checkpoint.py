@@ -33,40 +33,41 @@ OPERATIONS = {
 class ActivationCheckpointing:
     """Units keep their inputs only and run again in backward, with the same random numbers.
 
-    `units` are patterns of module names such as "blocks.*", or None for the repeated blocks of the
-    model. `keep` names results that are kept as well, so that only the rest is computed again
+    `modules` are patterns of module names such as "blocks.*", or None for the repeated blocks of the
+    model. `save` names results that are kept as well, so that only the rest is computed again
     (Korthikanti et al. 2022): "products" of matrices and convolutions, and fused "attention". Comes
-    before the strategy that sums gradients: `[shoal.ActivationCheckpointing(), shoal.FSDP()]`; alone it is followed
-    by the one of the layout. What a unit counts in forward, such as the running statistics of
-    BatchNorm, it counts twice.
+    before the strategy that sums gradients: `[shoal.ActivationCheckpointing(), shoal.FSDP()]`; alone
+    it is followed by the one of the layout. What a unit counts in forward, such as the running
+    statistics of BatchNorm, it counts twice.
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
     several: ClassVar[bool] = True
 
-    units: Sequence[str] | None = None
-    keep: Collection[str] = ()
+    modules: Sequence[str] | None = None
+    save: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, str) or not set(self.keep) <= OPERATIONS.keys():
+        if isinstance(self.save, str) or not set(self.save) <= OPERATIONS.keys():
             raise StepError(
-                given=f"shoal.ActivationCheckpointing(keep={self.keep!r})",
+                given=f"shoal.ActivationCheckpointing(save={self.save!r})",
                 found=f"a tuple of these can be kept: {', '.join(map(repr, OPERATIONS))}",
-                fix='shoal.ActivationCheckpointing(keep=("products", "attention"))',
+                fix='shoal.ActivationCheckpointing(save=("products", "attention"))',
             )
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Let the units run again in backward; names stay as they are."""
-        units = find_units(model, self.units)
+        units = find_units(model, self.modules)
         if not units:
             raise StepError(
                 given=f"shoal.ActivationCheckpointing() for a {type(model).__name__}",
                 found="no blocks that repeat",
-                fix='shoal.ActivationCheckpointing(units=("encoder", "decoder")), with names as in named_modules()',
+                fix='shoal.ActivationCheckpointing(modules=("encoder", "decoder")), with names as in '
+                "named_modules()",
             )
         options: dict[str, Any] = {}
-        if self.keep:
-            names = [name for word in self.keep for name in OPERATIONS[word]]
+        if self.save:
+            names = [name for word in self.save for name in OPERATIONS[word]]
             policy = partial(_decide, {getattr(torch.ops.aten, name).default for name in names})
             options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         for unit in units:

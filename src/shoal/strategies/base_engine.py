@@ -175,7 +175,7 @@ class HoldingEngine(Engine):
             self._report_unused(names)
 
     def _report_unused(self, names: Sequence[str]) -> None:
-        self.world.say(f"shoal: parameters that the loss does not use: {', '.join(names)}")
+        self.world.print(f"shoal: parameters that the loss does not use: {', '.join(names)}")
 
 
 def first(names: Sequence[str], shown: int = 3) -> str:

@@ -35,7 +35,7 @@ def say_division(engine: Engine, micro_batches: int) -> None:
         f"{_listed(drops)}: each rank draws its own random numbers" if drops else "",
     ]
     if norms or drops:
-        world.say(
+        world.print(
             f"shoal: results depend on how the batch is split, here over {world.data_size} data "
             f"rank(s) and {micro_batches} micro-batch(es), because of " + "; ".join(filter(None, found))
         )

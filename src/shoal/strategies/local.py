@@ -99,7 +99,8 @@ class LocalEngine(HoldingEngine, OpenEngine):
             raise StepError(
                 given=f"{given} with shoal.ActivationCheckpointing()",
                 found="torch can't compile a whole model of which parts run again in backward",
-                fix="shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; or leave out one",
+                fix="shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; or "
+                "leave out one",
             )
 
     def gradients(

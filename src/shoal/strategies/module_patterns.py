@@ -18,7 +18,9 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Modu
     """
     if patterns is None:
         return _repeated(model)
-    names = {name for pattern in patterns for name in named_like(model, pattern, f"units={patterns!r}")}
+    names = {
+        name for pattern in patterns for name in named_like(model, pattern, f"modules={patterns!r}")
+    }
     deepest_first = sorted(names, key=lambda name: -name.count("."))
     return [model.get_submodule(name) for name in deepest_first]
 

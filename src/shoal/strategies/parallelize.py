@@ -33,7 +33,7 @@ _SERVING = {
     "shard": "shoal.FSDP()",
     "context": "shoal.ContextParallel()",
     "tensor": "shoal.TensorParallel(plan=…)",
-    "pipeline": "shoal.Pipeline(split=…)",
+    "pipeline": "shoal.Pipeline(split_points=…)",
 }
 """What to type for each axis of a layout."""
 

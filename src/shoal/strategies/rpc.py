@@ -169,7 +169,7 @@ def _here() -> None:
 
 def _interface(world: World) -> dict[str, str]:
     """What tells torch where to listen: else it takes the address that the host's own name has."""
-    chosen = [str(each.value) for each in world.choices if each.what == "interface"]
+    chosen = [str(each.value) for each in world.decisions if each.what == "interface"]
     if world.placement.nodes == 1:
         chosen = [each.name for each in interfaces.interfaces() if each.loopback]
     return {env_vars.TENSORPIPE: chosen[0]} if chosen else {}

@@ -16,11 +16,11 @@ from shoal.util.errors import StepError
 class Validation:
     """On what a training run is evaluated, when, and what follows from it.
 
-    `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `best` names
-    the metric by which checkpoints are compared, `higher` says which way; the best one is kept in
-    `best/` of the run directory. After `patience` evaluations without a better one training stops.
-    `collate_fn` defaults to that of `shoal.train`; pass `torch.utils.data.default_collate` for torch's.
-    The other fields are those of `shoal.evaluate`.
+    `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `monitor`
+    names the metric by which checkpoints are compared, `mode` is "max" where more of it is better;
+    the best one is kept in `best/` of the run directory. After `patience` evaluations without a
+    better one training stops. `collate_fn` defaults to that of `shoal.train`; pass
+    `torch.utils.data.default_collate` for torch's. The other fields are those of `shoal.evaluate`.
     """
 
     dataset: Any
@@ -31,37 +31,43 @@ class Validation:
     batch_size: int | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
-    best: str = "loss"
-    higher: bool = False
+    monitor: str = "loss"
+    mode: str = "min"
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        if self.best != "loss" and self.best not in self.metrics:
+        if self.monitor != "loss" and self.monitor not in self.metrics:
             raise StepError(
-                given=f"Evaluation(best={self.best!r})",
+                given=f"Validation(monitor={self.monitor!r})",
                 found=f"the metrics are {', '.join(('loss', *self.metrics))}",
-                fix="best='loss', or the name of a metric, with higher=True where more is better",
+                fix="monitor='loss', or the name of a metric, with mode='max' where more is better",
+            )
+        if self.mode not in ("min", "max"):
+            raise StepError(
+                given=f"Validation(mode={self.mode!r})",
+                found="the mode is 'min' or 'max'",
+                fix="mode='max' where more is better",
             )
         for name, value in (("every", self.every), ("patience", self.patience)):
             if value is not None and value < 1:
                 raise StepError(
-                    given=f"Evaluation({name}={value})",
+                    given=f"Validation({name}={value})",
                     found="it is a number of 1 or more",
                     fix=f"leave {name} out, or give a positive number",
                 )
 
     def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Validation:
-        """This Evaluation, with the `collate_fn` given where it has none of its own."""
+        """This Validation, with the `collate_fn` given where it has none of its own."""
         return self if self.collate_fn is not None else replace(self, collate_fn=collate_fn)
 
     def compared(self, metrics: Mapping[str, Any]) -> float:
         """The number of an evaluation's `metrics` that decides. Raises StepError if it is none."""
         try:
-            return float(metrics[self.best])
+            return float(metrics[self.monitor])
         except (TypeError, ValueError, RuntimeError):
             raise StepError(
-                given=f"Evaluation(best={self.best!r})",
-                found=f"its value is not one number: {metrics[self.best]!r:.60}",
+                given=f"Validation(monitor={self.monitor!r})",
+                found=f"its value is not one number: {metrics[self.monitor]!r:.60}",
                 fix="a metric of one number, such as the mean over the classes",
             ) from None
 
@@ -98,13 +104,13 @@ class EarlyStoppingState:
 
     @property
     def _higher(self) -> bool:
-        return self.evaluation is not None and self.evaluation.higher
+        return self.evaluation is not None and self.evaluation.mode == "max"
 
     @property
     def _by(self) -> str:
         """By what evaluations are compared."""
         way = "higher" if self._higher else "lower"
-        return "" if self.evaluation is None else f"{way} {self.evaluation.best}"
+        return "" if self.evaluation is None else f"{way} {self.evaluation.monitor}"
 
     @property
     def impatient(self) -> bool:

@@ -73,17 +73,17 @@ def train(
     schedule: Callable[[torch.optim.Optimizer, int], LRScheduler] | None = None,
     micro_batches: int = 1,
     order: Ordering | TorchSampler[Any] | None = None,
-    augment: bool = False,
+    seed_transforms: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     precision: str = "fp32",
     clip: float | None = None,
     compile: str | None = None,
-    parallel: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
+    strategy: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
     layout: str | Layout = "replicate=-1",
     seed: int = 0,
     world: World | None = None,
-    evaluate: Validation | None = None,
+    validation: Validation | None = None,
     save: Every | None = None,
     checkpoints: str | Path | None = None,
     keep: int = 3,
@@ -109,14 +109,14 @@ def train(
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
-        made = parallelize(model, world, parallel)
+        made = parallelize(model, world, strategy)
         loader = Loader(
             dataset,
             world,
             batch_size=batch_size,
             micro_batches=micro_batches,
             order=order,
-            augment=augment,
+            seed_transforms=seed_transforms,
             collate_fn=collate_fn,
             num_workers=num_workers,
         )
@@ -124,7 +124,7 @@ def train(
         rates = schedule and schedule(chosen, len(loader) * epochs if epochs else steps or 0)
         step = Step(made, chosen, task, precision=precision, clip=clip, compile=compile, schedule=rates)
         average = None if ema is None else EMA(made, decay=ema)
-        verdict = EarlyStoppingState(evaluate and evaluate.collating(collate_fn))
+        verdict = EarlyStoppingState(validation and validation.collating(collate_fn))
         state: dict[str, Any] = {"verdict": verdict} | ({} if average is None else {"ema": average})
         run = Run(directory, step, loader, state=state, checkpoints=checkpoints, keep=keep)
         stack.enter_context(run)
@@ -222,7 +222,7 @@ class _Loop:
         shown = ", ".join(
             f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)
         )
-        self.run.world.say(f"step {self.step.number:,}: {shown}")
+        self.run.world.print(f"step {self.step.number:,}: {shown}")
         # Rank 0 decides for all: a metric may differ in its last bit between ranks.
         value, kept = self.run.world.broadcast((evaluation.compared(metrics), numbers(metrics)))
         if self.verdict.add(value, metrics, kept):

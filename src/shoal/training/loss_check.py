@@ -54,7 +54,7 @@ def check_loss_adds_up(
     tried, obstacles = zip(*world.gather((bool(trial.sums), trial.obstacle)), strict=True)
     reason = next(filter(None, obstacles), None)
     if reason is not None and not any(tried):
-        world.say(
+        world.print(
             f"shoal: the loss function {place(task.loss)} could not be tried: {reason}. Make sure that "
             "it returns the sum of the losses of its samples, not their mean"
         )

@@ -56,7 +56,7 @@ def export(
     `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of those left out.
 
     Call it on all ranks. If each rank has the whole model (as under `DDP`), rank 0 may call it alone;
-    if the model is sharded or split (FSDP, Tensor, Pipeline, Remote), it is collective.
+    if the model is sharded or split (FSDP, Tensor, Pipeline, RPCPipeline), it is collective.
 
     Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
     """
@@ -73,11 +73,11 @@ def export(
         _refuse_divided(model, path)
     replicated = _replicated(model)
     state: dict[str, Any] = {}
-    if path.suffix in _STATES and not (replicated and not world.first):
-        state = _whole_state(model, keep=world.first, alone=replicated)
+    if path.suffix in _STATES and not (replicated and not world.is_rank_zero):
+        state = _whole_state(model, keep=world.is_rank_zero, alone=replicated)
 
     def save() -> None:
-        if not world.first:
+        if not world.is_rank_zero:
             return
         with appearing(path) as partial, evaluation(model), torch.no_grad():
             if path.suffix in _STATES:
@@ -138,7 +138,7 @@ def _held(state: dict[str, Any], path: Path, world: World) -> dict[str, Any]:
             if path.suffix != ".pt"
             else "not readable by torch.load with weights_only=True"
         )
-        world.say(
+        world.print(
             f"shoal: {path} does not hold {', '.join(left)} of the state_dict, {why}; shoal.load "
             "keeps the model's own values for these"
         )
@@ -234,7 +234,7 @@ def _program(model: nn.Module, example: tuple[Any, ...] | None, path: Path) -> N
     program = torch.export.export(alone, inputs, dynamic_shapes=sizes.dynamic_shapes(alone, inputs))
     fixed = _fixed_sizes(program)
     if fixed:
-        world.say(
+        world.print(
             f"shoal: the .pt2 program takes these sizes of the first dimension only: {fixed}; the "
             "model's code fixes them, or the example has a single sample (give two or more)"
         )

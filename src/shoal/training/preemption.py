@@ -189,7 +189,7 @@ class Stopping:
             kind = "interrupted"
             # A rank in a collective would not hear a handler in Python.
             signal.signal(signum, former if self._size == 1 else signal.SIG_DFL)
-            if self._world.first:
+            if self._world.is_rank_zero:
                 os.write(2, _CLEAR_LINE * os.isatty(2) + _HINT)
         self.request(signal.Signals(signum).name, kind=kind)
         if callable(former) and former is not signal.default_int_handler:

@@ -144,14 +144,12 @@ class Run:
         events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._saves = SavePolicy(self.world, self.events, must=must_save)
-        # Others give rank 0 a terminal whose output may go into a file (mpirun).
-        live = self.world.placement.launcher in ("none", "shoal run", "torchrun")
-        self._progress = ProgressBar(sys.stdout, live=live) if self.world.first and sys.stdout else None
+        self._progress = _progress_bar(self.world)
         chosen = default_trackers() if trackers is None else trackers
         self._observer = RunMonitor(
             self.world, self.directory, self.train_states, loader, self.events, window
         )
-        self._curves = Curves(self.directory.absolute(), chosen, first=self.world.first)
+        self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
         self.world.recorder = self.log
         self.world.directory = self.directory
         self._folders: dict[str, Checkpoints] = {}
@@ -196,14 +194,14 @@ class Run:
         if loaded is None:
             return None
         for skipped in loaded.skipped:
-            self.world.say(f"skipped {skipped.path}: {skipped.reason}")
+            self.world.print(f"skipped {skipped.path}: {skipped.reason}")
         self.contents.load(loaded, f"a Run in {self.directory}")
         self._curves.begins = loaded.step
         restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
         self.events.write(
             "restore", {"step": loaded.step, "position": restored.position, "path": str(loaded.path)}
         )
-        self.world.say(
+        self.world.print(
             f"resumed at sample {restored.position:,} "
             f"(step {restored.step:,}, epoch {restored.epoch}) from {restored.path}"
         )
@@ -329,7 +327,7 @@ class Run:
             self._saves.check()
         path = self.save()
         self.note(reason.kind, {"by": reason.what, "on": reason.rank, "path": path})
-        self.world.say(
+        self.world.print(
             f"{reason}: saved step {self.step:,} in {path}; the same command goes on from there"
         )
         raise Stopped(reason)
@@ -447,6 +445,12 @@ class Run:
 def _window(profile: tuple[int, int]) -> Window:
     call = f"shoal.Run(…, profile={profile})"
     return recordable(checked(profile, call), call)
+
+
+def _progress_bar(world: World) -> ProgressBar | None:
+    # Other launchers give rank 0 a terminal whose output may go into a file (mpirun).
+    live = world.placement.launcher in ("none", "shoal run", "torchrun")
+    return ProgressBar(sys.stdout, live=live) if world.is_rank_zero and sys.stdout else None
 
 
 def _own_directory(given: str | Path) -> Path:

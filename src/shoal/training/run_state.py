@@ -106,7 +106,7 @@ class RunState:
         }
         self._check_same(state["state"])
         held = self._world.gather(list(shapes(state["state"]))) if self.in_parts else []
-        if not self._world.first:
+        if not self._world.is_rank_zero:
             # Else each tensor would be that of the rank which happens to write it.
             before = {at for paths in held[: self._world.rank] for at in paths}
             state["state"] = some(

@@ -146,7 +146,7 @@ class SavePolicy:
             self._failure = error
             self._events.write("save_failed", {"step": saving.step, "error": error.found})
             if not self._must:
-                self._world.say(
+                self._world.print(
                     f"shoal: the checkpoint of step {saving.step:,} was not saved: {error.found}; "
                     f"training goes on ({error.fix})"
                 )

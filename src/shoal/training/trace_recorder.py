@@ -74,7 +74,7 @@ class Recorder:
         elif asked is not None and asked[1]:
             self._start(asked[0], step)
         elif asked is not None:
-            self._world.say(
+            self._world.print(
                 f"shoal: steps {asked[0]} are not recorded: not all ranks saw the request in time; "
                 "ask for later ones"
             )
@@ -99,7 +99,7 @@ class Recorder:
             if failed is not None:
                 if error is None:
                     profiler.stop()
-                self._world.say(f"shoal: steps {window} are not recorded: {failed}")
+                self._world.print(f"shoal: steps {window} are not recorded: {failed}")
                 return
             name = self._world.broadcast(secrets.token_hex(8))
             recording = self._under_way = _Recording(window, profiler, name)
@@ -151,11 +151,11 @@ class Recorder:
                 part.replace(path)
                 self._forget_others(recording.window)
             except OSError as error:
-                self._world.say(f"shoal: steps {recording.window} are not kept: {error}")
+                self._world.print(f"shoal: steps {recording.window} are not kept: {error}")
 
     def _forget_others(self, window: Window) -> None:
         """Remove what an earlier start has recorded of these steps on ranks that there are no more."""
-        if self._world.first:
+        if self._world.is_rank_zero:
             here = {file_of(self._folder, rank, window) for rank in range(self._world.size)}
             for path in {*self._folder.glob(file_of(self._folder, "*", window).name)} - here:
                 path.unlink(missing_ok=True)

@@ -212,7 +212,8 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="shoal.LRSchedule(warmup=100)(optimizer, steps), or a scheduler of torch's; a plateau is "
+        fix="shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a scheduler of torch's; a "
+        "plateau is "
         "yours to step: plateau.step(shoal.evaluate(step, data)['loss']), "
         "Run(…, state={'plateau': plateau})",
     )

@@ -19,7 +19,7 @@ class Decision(Generic[T_co]):
     It is made where the decision is made. A choice of the user's has "given" as its reason, or,
     by a variable of the environment, "given: NAME=value".
 
-        >>> Choice(what="backend", value="gloo", reason="the device is a CPU").value
+        >>> Decision(what="backend", value="gloo", reason="the device is a CPU").value
         'gloo'
     """
 

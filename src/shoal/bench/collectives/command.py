@@ -150,7 +150,7 @@ def measure_here(asked: CollectivesOptions) -> int:
             sizes=asked.sizes,
             bounds=Bounds(repeats=asked.repeats, seconds=asked.seconds),
             asked_to_stop=lambda: bool(interrupts.asked),
-            tell=lambda text: print_line(screen, text) if world.first else None,
+            tell=lambda text: print_line(screen, text) if world.is_rank_zero else None,
         )
         pairs = None
         if asked.pairs and outcome.complete:
@@ -158,7 +158,7 @@ def measure_here(asked: CollectivesOptions) -> int:
         machine = _describe(
             world, began, perf_counter() - begun, outcome.series, pairs, complete=outcome.complete
         )
-        if world.first:
+        if world.is_rank_zero:
             _report(asked, machine, outcome.left_out, pairs)
         return 128 + (interrupts.asked or signal.SIGINT) if not outcome.complete else 0
 
@@ -172,7 +172,7 @@ def _describe(
     *,
     complete: bool,
 ) -> MachineFile:
-    interface = [choice.value for choice in world.choices if choice.what == "interface"]
+    interface = [choice.value for choice in world.decisions if choice.what == "interface"]
     return MachineFile(
         measured=began.isoformat(timespec="seconds"),
         seconds=seconds,

@@ -36,7 +36,7 @@ def measure_links(world: World, among: Sequence[int]) -> dict[str, Any] | None:
     if len(among) < 2:
         return None
     measured = pairs(world, bytes=BYTES, repeats=REPEATS, among=among)
-    return asdict(measured) if world.first else None
+    return asdict(measured) if world.is_rank_zero else None
 
 
 def better(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:

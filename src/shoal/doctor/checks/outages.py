@@ -70,7 +70,7 @@ def _address(world: World) -> str:
 
     It chooses none where all ranks share one machine, whatever their host names are.
     """
-    chosen = {choice.what: str(choice.value) for choice in world.choices}
+    chosen = {choice.what: str(choice.value) for choice in world.decisions}
     own = {one.name: one.addresses for one in interfaces()}
     return next(iter(own.get(chosen.get("interface", ""), ())), "127.0.0.1")
 

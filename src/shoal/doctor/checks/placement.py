@@ -32,7 +32,7 @@ class RankPlacement(TypedDict):
 
 def describe_placement(world: World) -> RankPlacement:
     """What `shoal.init` has chosen here."""
-    chosen = {choice.what: choice for choice in world.choices}
+    chosen = {choice.what: choice for choice in world.decisions}
     place = RankPlacement(
         device=str(world.device),
         gpu="",

@@ -32,7 +32,7 @@ def show(console: Console) -> None:
         raise
     try:
         with init(prepare_timeout=JOIN_SECONDS) as world:
-            ranks, choices = gather(world), world.choices
+            ranks, choices = gather(world), world.decisions
     except ShoalError:
         if placement.rank == 0:
             display.machine(console, describe())

@@ -44,25 +44,26 @@ class Hogwild:
 
     Lock-free asynchronous updates (Recht et al. 2011). The parameters are in memory that the ranks
     share, or where they can't, as on several machines, with a `server` in rank 0, which others reach
-    over torch RPC; True or False decides otherwise. With `staleness`, a worker that has taken so many
-    steps more than the slowest waits for it (Ho et al. 2013); 0 lets all take the same step at the
-    same time, and without it nobody waits. Moments of the optimizer stay each worker's own, but for
-    what a checkpoint keeps, which is their mean. A worker that is killed does not stop the others.
+    over torch RPC; True or False decides otherwise. With `max_staleness`, a worker that has taken so
+    many steps more than the slowest waits for it (Ho et al. 2013); 0 lets all take the same step at
+    the same time, and without it nobody waits. Moments of the optimizer stay each worker's own, but
+    for what a checkpoint keeps, which is their mean. A worker that is killed does not stop the
+    others.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
     defers: ClassVar[bool] = False
 
-    staleness: int | None = None
+    max_staleness: int | None = None
     server: bool | None = None
 
     def __post_init__(self) -> None:
-        bound = self.staleness
+        bound = self.max_staleness
         if bound is not None and (type(bound) is not int or bound < 0):
             raise StepError(
-                given=f"shoal.Hogwild(staleness={bound!r})",
+                given=f"shoal.Hogwild(max_staleness={bound!r})",
                 found="it is how many steps a worker may be ahead of the slowest, 0 or more",
-                fix="staleness=8, or leave it out for no bound",
+                fix="max_staleness=8, or leave it out for no bound",
             )
         if self.server is not None and type(self.server) is not bool:
             raise StepError(
@@ -99,7 +100,7 @@ class HogwildEngine(Engine):
             if world.size > 1:
                 torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
         self._worker = world.rank
-        self._bound = options.staleness
+        self._bound = options.max_staleness
         self._commons, choice = _commons(options.server, self._parameters, world)
         self._read: list[int] = []
         self._versions = self._now()
@@ -107,10 +108,10 @@ class HogwildEngine(Engine):
         self._gone: set[int] = set()
         self._staleness: Counter[int] = Counter()
         self._logged: Counter[int] = Counter()
-        world.survive(essential=choice.value == SERVED and world.first)
+        world.survive(essential=choice.value == SERVED and world.is_rank_zero)
         self._ranks = [0] if world.survivors is None else list(world.survivors.members)
         bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
-        world.say(
+        world.print(
             "shoal: Hogwild, whose results are not those of one process: parameters in "
             f"{choice.value}, since {choice.reason}; {bound} ahead of the slowest"
         )
@@ -203,7 +204,7 @@ class HogwildEngine(Engine):
     def _part(self) -> None:
         """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""
         self.world.barrier()
-        if self.world.first:
+        if self.world.is_rank_zero:
             self._commons.put(self._parameters)
         self.world.barrier()
         self._apart = True
@@ -238,7 +239,7 @@ class HogwildEngine(Engine):
         if left:
             raise StepError(
                 given=f"a wait of more than {self.world.limits.step:g} s in "
-                f"shoal.Hogwild(staleness={self._bound})",
+                f"shoal.Hogwild(max_staleness={self._bound})",
                 found=f"rank {left[0]} lives and takes no step",
                 fix="see what keeps it; if a step may take so long, shoal.init(timeout=…)",
             )

@@ -125,7 +125,7 @@ def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
     descriptor, path = -1, ""
     token = bytes.fromhex(world.broadcast(secrets.token_hex(_TOKEN)))
     try:
-        if world.first:
+        if world.is_rank_zero:
             descriptor = os.memfd_create("shoal")
             os.truncate(descriptor, size)
             os.pwrite(descriptor, token, 0)
@@ -133,7 +133,7 @@ def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
         path = world.broadcast(path)
         found: mmap.mmap | str
         try:
-            if not world.first:
+            if not world.is_rank_zero:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             found = mmap.mmap(descriptor, size)
             if found[:_TOKEN] != token:  # a process of this number on another machine

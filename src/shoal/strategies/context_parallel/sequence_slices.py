@@ -130,11 +130,12 @@ class _SlicedForward(_Forward):
     def _misplaced(self, hidden: Tensor) -> StepError:
         whole, first = self._stack.length, self._stack.names[0]
         return StepError(
-            given=f"shoal.ContextParallel() and {self._name}, run with a tensor of {tuple(hidden.shape)}",
+            given=f"shoal.ContextParallel() and {self._name}, run with a tensor of "
+            f"{tuple(hidden.shape)}",
             found=f"{first}, where sequences are cut, did not run before it"
             if whole is None
             else f"slices have length {whole // self._peers.size} since {first}",
-            fix="units=(…) that run one after the other, in the order of their names, each time",
+            fix="modules=(…) that run one after the other, in the order of their names, each time",
         )
 
     def _cut(self, value: Any, batch: int, length: int) -> Any:
@@ -186,7 +187,7 @@ class _ModelForward(_Forward):
                 raise StepError(
                     given=f"shoal.ContextParallel() around {type(self._module).__name__}",
                     found=f"its forward ended without {stack.names[-1]}, where sequences are gathered",
-                    fix="units=(…) that all run, each time",
+                    fix="modules=(…) that all run, each time",
                 )
         return output
 
@@ -240,7 +241,7 @@ class _ModelForward(_Forward):
             given=f"shoal.ContextParallel() around {type(self._module).__name__}",
             found=found,
             fix="nothing but scaled_dot_product_attention between positions; positions computed "
-            "outside of the units and given to them; units=(…) without convolutions or pooling",
+            "outside of the units and given to them; modules=(…) without convolutions or pooling",
         )
 
 
@@ -301,7 +302,7 @@ def _hidden(name: str, values: Any) -> Tensor:
     raise StepError(
         given=f"shoal.ContextParallel() and {name or 'the model'}",
         found=f"no tensor of shape (batch, length, features) goes in, or none comes out: {shapes}",
-        fix="units=(…) that map such a tensor to another; embeddings and images stay outside",
+        fix="modules=(…) that map such a tensor to another; embeddings and images stay outside",
     )
 
 

@@ -109,7 +109,7 @@ class Heads(TorchFunctionMode):
                 given=f"shoal.ContextParallel() and attention in {self._unit}",
                 found=f"queries of shape {tuple(query.shape)} and keys of {tuple(key.shape)}, not one "
                 "sequence of (batch, heads, length, features)",
-                fix="units=(…) whose attention is of a sequence to itself",
+                fix="modules=(…) whose attention is of a sequence to itself",
             )
         heads = {query.size(1), key.size(1)}
         odd = [count for count in sorted(heads) if count % self._peers.size]

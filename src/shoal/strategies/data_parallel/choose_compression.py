@@ -58,7 +58,7 @@ def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Decision[Comp
 
 
 def _eager(compress: Compress) -> Method:
-    return method(replace(compress, whole=0) if isinstance(compress, PowerSGD) else compress)
+    return method(replace(compress, warmup_steps=0) if isinstance(compress, PowerSGD) else compress)
 
 
 def _seconds(chosen: Method | None, gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> float:

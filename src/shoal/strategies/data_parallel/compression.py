@@ -31,39 +31,39 @@ _LEVELS = 127
 class PowerSGD:
     """Gradients of matrices as products of two narrow ones (Vogels et al. 2019), of rank `rank`.
 
-    The first `whole` steps are not compressed: gradients are large and change fast there.
+    The first `warmup_steps` steps are not compressed: gradients are large and change fast there.
     """
 
     rank: int = 4
-    whole: int = 10
+    warmup_steps: int = 10
 
     def __post_init__(self) -> None:
-        for option, value, least in (("rank", self.rank, 1), ("whole", self.whole, 0)):
+        for option, value, least in (("rank", self.rank, 1), ("warmup_steps", self.warmup_steps, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise StepError(
                     given=f"shoal.PowerSGD({option}={value!r})",
                     found=f"it is a number, {least} or more",
-                    fix="shoal.PowerSGD(rank=4, whole=10)",
+                    fix="shoal.PowerSGD(rank=4, warmup_steps=10)",
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK:
-    """Of each bucket the `share` of its elements that are largest (Aji and Heafield 2017)."""
+    """Of each bucket the `ratio` of its elements that are largest (Aji and Heafield 2017)."""
 
-    share: float = 0.01
+    ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if not isinstance(self.share, int | float) or not 0 < self.share <= 1:
+        if not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
             raise StepError(
-                given=f"shoal.TopK(share={self.share!r})",
+                given=f"shoal.TopK(ratio={self.ratio!r})",
                 found="the share of elements that is sent is in (0, 1]",
-                fix="shoal.TopK(share=0.01)",
+                fix="shoal.TopK(ratio=0.01)",
             )
 
 
 Compress: TypeAlias = str | PowerSGD | TopK
-"""What `shoal.DDP(compress=…)` takes: "fp16", "bf16", "int8", "auto", or options."""
+"""What `shoal.DDP(compression=…)` takes: "fp16", "bf16", "int8", "auto", or options."""
 
 
 class Bucket(NamedTuple):
@@ -110,10 +110,10 @@ def check_compression(compress: object) -> Compress:
     if isinstance(compress, PowerSGD | TopK) or compress in (*HALVES, "int8", "auto"):
         return compress
     raise StepError(
-        given=f"shoal.DDP(compress={compress!r})",
+        given=f"shoal.DDP(compression={compress!r})",
         found="the ways to compress gradients are 'fp16', 'bf16', 'int8', shoal.PowerSGD(…), "
         "shoal.TopK(…) and 'auto'",
-        fix="shoal.DDP(compress='auto'), which measures the link and chooses",
+        fix="shoal.DDP(compression='auto'), which measures the link and chooses",
     )
 
 
@@ -134,9 +134,9 @@ def reduce(chosen: Method | None, bucket: Bucket, wire: Wire) -> None:
     dtype = bucket.gradients[0].dtype
     if not dtype.is_floating_point:
         raise StepError(
-            given=f"compress=… for gradients of {str(dtype).removeprefix('torch.')}",
+            given=f"compression=… for gradients of {str(dtype).removeprefix('torch.')}",
             found="only gradients of real floating-point numbers can be compressed",
-            fix="freeze these parameters, or leave compress out",
+            fix="freeze these parameters, or leave compression out",
         )
     if chosen is None:
         put_back(wire.mean(joined(bucket.gradients)), bucket.gradients)
@@ -288,7 +288,7 @@ class Largest(Feedback):
 
     def __init__(self, options: TopK) -> None:
         super().__init__()
-        self._share = options.share
+        self._share = options.ratio
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
         """See the protocol."""
@@ -314,7 +314,7 @@ class LowRank(Feedback):
     def __init__(self, options: PowerSGD) -> None:
         super().__init__()
         self._rank = options.rank
-        self._whole = options.whole
+        self._whole = options.warmup_steps
         self._taken = 0
         """The steps that other attempts of the run have taken."""
         self._steps: dict[str, int] = {}

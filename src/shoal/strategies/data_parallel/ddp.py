@@ -60,16 +60,16 @@ class SingleProcess:
 class DDP:
     """Replicas that average gradients in buckets during backward (Li et al. 2020).
 
-    `bucket_mb` is the size of a bucket in MiB. `bucket_views` lets gradients live inside the buckets,
-    which saves a copy and their memory. `static_graph` promises that the same parameters are used in
-    the same way at every step, as re-entrant activation checkpointing needs. `unused` allows
-    parameters without a gradient, at the price of a walk over the graph; they are named once.
-    `sync_buffers` sends rank 0's buffers to all after each batch, not only before evaluating and
-    saving. `sync_batch_norm` replaces
-    BatchNorm by SyncBatchNorm (CUDA only, a limit of torch's).
+    `bucket_cap_mb` is the size of a bucket in MiB. `gradient_as_bucket_view` lets gradients live
+    inside the buckets, which saves a copy and their memory. `static_graph` promises that the same
+    parameters are used in the same way at every step, as re-entrant activation checkpointing needs.
+    `find_unused_parameters` allows parameters without a gradient, at the price of a walk over the
+    graph; they are named once. `broadcast_buffers` sends rank 0's buffers to all after each batch,
+    not only before evaluating and saving. `sync_batch_norm` replaces BatchNorm by SyncBatchNorm (CUDA
+    only, a limit of torch's).
 
-    `compress` sends fewer bytes, which loses something and leaves the promise that one process is the
-    specification: "fp16", "bf16", "int8", `shoal.PowerSGD()`, `shoal.TopK()`, or "auto", which
+    `compression` sends fewer bytes, which loses something and leaves the promise that one process is
+    the specification: "fp16", "bf16", "int8", `shoal.PowerSGD()`, `shoal.TopK()`, or "auto", which
     measures the link and takes the one that is worth it, or none.
     """
 
@@ -77,22 +77,22 @@ class DDP:
     defers: ClassVar[bool] = False
     several: ClassVar[bool] = True
 
-    bucket_mb: float = 25.0
-    bucket_views: bool = True
+    bucket_cap_mb: float = 25.0
+    gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    unused: bool = False
-    sync_buffers: bool = True
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
     sync_batch_norm: bool = False
-    compress: Compress | None = None
+    compression: Compress | None = None
 
     def __post_init__(self) -> None:
-        if self.compress is not None:
-            compression.check_compression(self.compress)
-        if self.bucket_mb <= 0:
+        if self.compression is not None:
+            compression.check_compression(self.compression)
+        if self.bucket_cap_mb <= 0:
             raise StepError(
-                given=f"shoal.DDP(bucket_mb={self.bucket_mb})",
+                given=f"shoal.DDP(bucket_cap_mb={self.bucket_cap_mb})",
                 found="a bucket holds at least one parameter",
-                fix="bucket_mb=25, torch's default",
+                fix="bucket_cap_mb=25, torch's default",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -138,21 +138,21 @@ class DDPEngine(LocalEngine):
         self._reducer = GradientReducer(
             _Holder(module, self._tally),
             process_group=world.group,
-            bucket_cap_mb=options.bucket_mb,
-            gradient_as_bucket_view=options.bucket_views,
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
-            find_unused_parameters=options.unused,
+            find_unused_parameters=options.find_unused_parameters,
         )
         self._buffers = any(True for _ in module.buffers())
         self._method: compression.Method | None = None
         self._scale = 1.0
         self._names = {id(p): name for name, p in module.named_parameters()}
-        if options.compress is not None:
-            self._compress(options.compress)
-        # With `unused`, torch never rebuilds the buckets, and a static graph is primed by the first
-        # real backward, because it records how often each parameter is used.
-        self._primed = options.unused and not options.static_graph
-        if not options.unused and not options.static_graph:
+        if options.compression is not None:
+            self._compress(options.compression)
+        # With `find_unused_parameters`, torch never rebuilds the buckets, and a static graph is
+        # primed by the first real backward, because it records how often each parameter is used.
+        self._primed = options.find_unused_parameters and not options.static_graph
+        if not options.find_unused_parameters and not options.static_graph:
             self._prime()
         self._last = False
         self._tally.register_hook(_weakly(self._mark_end))
@@ -178,7 +178,9 @@ class DDPEngine(LocalEngine):
             # Before any other backward: the reducer takes the first that it sees for the graph.
             self._prime_static(loss, value)
         if last:
-            roots = [loss, self._tally.view_as(self._tally)] if self.options.unused else []
+            roots = (
+                [loss, self._tally.view_as(self._tally)] if self.options.find_unused_parameters else []
+            )
             self._reducer.begin(roots)
         self._last, self._scale = last, scale
         torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
@@ -188,7 +190,7 @@ class DDPEngine(LocalEngine):
     def totals(self) -> Totals:
         """As in one process; then rank 0's buffers go to all, as DDP has it."""
         totals = super().totals()
-        if self._buffers and self.options.sync_buffers:
+        if self._buffers and self.options.broadcast_buffers:
             with self.world.timeline.within(COMMUNICATION):
                 self._reducer.broadcast_buffers()
         return totals
@@ -223,12 +225,12 @@ class DDPEngine(LocalEngine):
         """Let each bucket pass through here on its way to the other ranks."""
         named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
         if how == "auto":
-            some = list(_first_bytes(named, self.options.bucket_mb * (1 << 20)))
+            some = list(_first_bytes(named, self.options.bucket_cap_mb * (1 << 20)))
             if not some:
-                self.world.say("shoal: compression of gradients: none, since there are no real ones")
+                self.world.print("shoal: compression of gradients: none, since there are no real ones")
                 return
             choice = choose_compression.choose(some, self.wire)
-            self.world.say(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
+            self.world.print(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
             if choice.value is None:
                 return
             how = choice.value
@@ -292,7 +294,8 @@ class DDPEngine(LocalEngine):
                 given=f"shoal.DDP() around {type(self.module).__name__}",
                 found="parameters that earlier batches used got no gradient in the last micro-batch "
                 f"of this one{some}; the parameters were not touched",
-                fix="shoal.DDP(unused=True) where the loss does not always use all of them; freeze or "
+                fix="shoal.DDP(find_unused_parameters=True) where the loss does not always use all of "
+                "them; freeze or "
                 "convert parameters before parallelize",
             ) from None
 
@@ -355,13 +358,14 @@ class DDPEngine(LocalEngine):
         self._primed = True
 
     def _report_unused(self, names: Sequence[str]) -> None:
-        if self.options.unused or self.options.static_graph:
+        if self.options.find_unused_parameters or self.options.static_graph:
             super()._report_unused(names)
             return
         raise StepError(
             given=f"shoal.DDP() around {type(self.module).__name__}",
             found=f"parameters that the loss does not use: {', '.join(names)}",
-            fix="shoal.DDP(unused=True), or freeze them with requires_grad_(False) beforehand",
+            fix="shoal.DDP(find_unused_parameters=True), or freeze them with requires_grad_(False) "
+            "beforehand",
         )
 
 
@@ -438,7 +442,7 @@ class DataParallel:
             )
         visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
         if visible < 2:
-            world.say(
+            world.print(
                 f"shoal: DataParallel does nothing here: it needs two GPUs, and {visible} are visible "
                 f"on {world.device}"
             )

@@ -31,51 +31,52 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD:
-    """Each rank takes its own steps; every `every` steps the parameters are averaged (Stich 2019).
+    """Each rank takes its own steps; every `sync_every` steps the parameters are averaged (Stich 2019).
 
-    The first `together` steps are averaged each, as Lin et al. 2020 advise (post-local SGD). Moments
-    of the optimizer stay each rank's own, but for what a checkpoint keeps, which is their mean.
+    The first `warmup_steps` steps are averaged each, as Lin et al. 2020 advise (post-local SGD).
+    Moments of the optimizer stay each rank's own, but for what a checkpoint keeps, which is their
+    mean.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
     defers: ClassVar[bool] = False
 
-    every: int = 8
-    together: int = 0
+    sync_every: int = 8
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check_steps("LocalSGD", "every", self.every, least=1)
-        _check_steps("LocalSGD", "together", self.together, least=0)
+        _check_steps("LocalSGD", "sync_every", self.sync_every, least=1)
+        _check_steps("LocalSGD", "warmup_steps", self.warmup_steps, least=0)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Give all ranks rank 0's parameters and buffers, and return the engine."""
-        return AveragingEngine(model.to(world.device), world, self.every, self.together)
+        return AveragingEngine(model.to(world.device), world, self.sync_every, self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo:
-    """Every `every` steps the mean way that the ranks have gone is one step of an outer optimizer.
+    """Every `sync_every` steps the mean way that the ranks have gone is one step of an outer optimizer.
 
-    Douillard et al. 2023: the outer optimizer is SGD with Nesterov momentum, `rate` and `momentum`
-    are theirs, and so is what `every` is by default. Moments of the inner optimizer stay each rank's
-    own, but for what a checkpoint keeps, which is their mean.
+    Douillard et al. 2023: the outer optimizer is SGD with Nesterov momentum, `lr` and `momentum`
+    are theirs, and so is what `sync_every` is by default. Moments of the inner optimizer stay each
+    rank's own, but for what a checkpoint keeps, which is their mean.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
     defers: ClassVar[bool] = False
 
-    every: int = 500
-    rate: float = 0.7
+    sync_every: int = 500
+    lr: float = 0.7
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _check_steps("DiLoCo", "every", self.every, least=1)
-        numbers = all(isinstance(value, int | float) for value in (self.rate, self.momentum))
-        if not (numbers and 0 < self.rate < math.inf and 0 <= self.momentum < 1):
+        _check_steps("DiLoCo", "sync_every", self.sync_every, least=1)
+        numbers = all(isinstance(value, int | float) for value in (self.lr, self.momentum))
+        if not (numbers and 0 < self.lr < math.inf and 0 <= self.momentum < 1):
             raise StepError(
-                given=f"shoal.DiLoCo(rate={self.rate!r}, momentum={self.momentum!r})",
+                given=f"shoal.DiLoCo(lr={self.lr!r}, momentum={self.momentum!r})",
                 found="the outer rate is positive and the momentum in [0, 1)",
-                fix="rate=0.7, momentum=0.9, those of the paper",
+                fix="lr=0.7, momentum=0.9, those of the paper",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
@@ -170,11 +171,11 @@ class OuterEngine(AveragingEngine):
     """Takes the mean way of the ranks since they met last for the gradient of an outer step."""
 
     def __init__(self, module: nn.Module, world: World, options: DiLoCo) -> None:
-        super().__init__(module, world, options.every)
+        super().__init__(module, world, options.sync_every)
         self._names = [name for name, p in module.named_parameters() if p.requires_grad]
         self._anchors = [p.detach().clone() for p in self._local.parameters]
         self._outer = torch.optim.SGD(
-            self._anchors, lr=options.rate, momentum=options.momentum, nesterov=options.momentum > 0
+            self._anchors, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
         )
 
     def gradients(

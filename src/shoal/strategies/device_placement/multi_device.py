@@ -18,8 +18,11 @@ ATTRIBUTE = "_shoal_placing"
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """What `shoal.DevicePlacement` leaves on a model: how many micro-batches are to be under way at once, None
-    for what the devices are good for, and whether hooks move what its modules are called with."""
+    """What `shoal.DevicePlacement` leaves on a model.
+
+    `in_flight` is how many micro-batches run at once, None for as many as the devices can use;
+    `hooked` says whether hooks move the arguments of its modules.
+    """
 
     in_flight: int | None
     hooked: bool
@@ -49,7 +52,7 @@ def span_of(model: nn.Module) -> Span | None:
 
 
 def bring(model: nn.Module, world: World) -> None:
-    """Move `model` to the device of this rank, unless it was placed, by hand or by `shoal.DevicePlacement`."""
+    """Move `model` to the device of this rank, unless it has been placed on several."""
     if span_of(model) is None:
         model.to(world.device)
 
@@ -65,7 +68,8 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
             raise StepError(
                 given=f"shoal.{name}(…) around {_described(model, span)}",
                 found="it keeps what a process has of a model on one device",
-                fix="[shoal.DevicePlacement(…), shoal.DDP()]; or no shoal.DevicePlacement(…), a model that is on one "
+                fix="[shoal.DevicePlacement(…), shoal.DDP()]; or no shoal.DevicePlacement(…), a model "
+                "that is on one "
                 "device, and a process for each device",
             )
     for unit in units_that_run_again(model):
@@ -74,7 +78,7 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
                 given=f"shoal.ActivationCheckpointing(…) around {_described(model, span)}",
                 found=f"a {type(unit).__name__} that runs again is on several devices, and torch keeps "
                 "the random state of one",
-                fix="shoal.ActivationCheckpointing(units=…) with units that are on one device each",
+                fix="shoal.ActivationCheckpointing(modules=…) with units that are on one device each",
             )
 
 

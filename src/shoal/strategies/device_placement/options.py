@@ -24,10 +24,10 @@ MAP = 'shoal.DevicePlacement({"encoder": 0, "decoder": 1})'
 class DevicePlacement:
     """Modules on devices of this process; what they are called with is moved to them.
 
-    `devices` is a map from modules to devices, or the devices themselves, over which the model is then
-    balanced by the memory of its parameters and buffers; without it, those that each rank was given:
-    `shoal.init(devices_per_rank=2)`. A device is a name such as "cuda:1", or a number, which counts the
-    devices of the rank, so that the same map is right on every rank. A map has names as in
+    `device_map` is a map from modules to devices, or the devices themselves, over which the model is
+    then balanced by the memory of its parameters and buffers; without it, those that each rank was
+    given: `shoal.init(devices_per_rank=2)`. A device is a name such as "cuda:1", or a number, which
+    counts the devices of the rank, so that the same map is right on every rank. A map has names as in
     `named_modules()`, in which `*` stands for one part of a name; modules inside of a named one are
     where it is, unless they are named too, and "" is the whole model.
 
@@ -44,15 +44,23 @@ class DevicePlacement:
     axes: ClassVar[tuple[str, ...]] = ()
     several: ClassVar[bool] = True
 
-    devices: Mapping[str, str | int | torch.device] | Sequence[str | int | torch.device] | None = None
+    device_map: Mapping[str, str | int | torch.device] | Sequence[str | int | torch.device] | None = (
+        None
+    )
     in_flight: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.devices, Mapping | Sequence | None) or isinstance(self.devices, str):
-            found = f"a {type(self.devices).__name__} is neither a map of modules nor several devices"
-        elif isinstance(self.devices, Mapping) and not all(isinstance(n, str) for n in self.devices):
+        if not isinstance(self.device_map, Mapping | Sequence | None) or isinstance(
+            self.device_map, str
+        ):
+            found = (
+                f"a {type(self.device_map).__name__} is neither a map of modules nor several devices"
+            )
+        elif isinstance(self.device_map, Mapping) and not all(
+            isinstance(n, str) for n in self.device_map
+        ):
             found = "a map has names of modules, which are texts"
-        elif self.devices is not None and not self.devices:
+        elif self.device_map is not None and not self.device_map:
             found = "no device at all"
         elif self.in_flight is not None and not _positive(self.in_flight):
             found = f"in_flight={self.in_flight!r} is no number of micro-batches, 1 or more"
@@ -66,15 +74,15 @@ class DevicePlacement:
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Move the modules, and hook those that are called."""
-        given = f"shoal.DevicePlacement({'' if self.devices is None else repr(self.devices)})"
+        given = f"shoal.DevicePlacement({'' if self.device_map is None else repr(self.device_map)})"
         if hasattr(model, ATTRIBUTE):
             raise StepError(
                 given=f"two of shoal.DevicePlacement(…) for one {type(model).__name__}",
                 found="each of them would place all of it",
                 fix="one, with a map of all modules",
             )
-        if isinstance(self.devices, Mapping):
-            entries = {n: Spot(*self._located(w, world, given)) for n, w in self.devices.items()}
+        if isinstance(self.device_map, Mapping):
+            entries = {n: Spot(*self._located(w, world, given)) for n, w in self.device_map.items()}
         else:
             entries = self._balanced(model, world, given)
         spots = assigned(model, entries, given)
@@ -86,11 +94,11 @@ class DevicePlacement:
 
     def _balanced(self, model: nn.Module, world: World, given: str) -> dict[str, Spot]:
         own = range(len(world.devices))
-        listed: Sequence[Any] = own if self.devices is None else list(self.devices)
+        listed: Sequence[Any] = own if self.device_map is None else list(self.device_map)
         if len(listed) < 2:
             raise StepError(
                 given=given,
-                found=f"one device, {world.devices[0]}" if self.devices is None else "one device",
+                found=f"one device, {world.devices[0]}" if self.device_map is None else "one device",
                 fix="shoal.init(devices_per_rank=2), or shoal.DevicePlacement(('cuda:0', 'cuda:1'))",
             )
         met: Counter[torch.device] = Counter()
@@ -101,7 +109,7 @@ class DevicePlacement:
             met[device] += 1
         entries, held = balance(model, spots, given)
         parts = [f"on {spot.device} {part}" for spot, part in zip(spots, held, strict=True)]
-        world.say(f"shoal: shoal.DevicePlacement() puts {'; '.join(parts)}")
+        world.print(f"shoal: shoal.DevicePlacement() puts {'; '.join(parts)}")
         return entries
 
     def _located(self, where: Any, world: World, given: str) -> tuple[torch.device, int]:

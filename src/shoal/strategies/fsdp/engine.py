@@ -42,12 +42,12 @@ class FSDPEngine(PlannedEngine):
     ) -> None:
         divide(module, units, options, world)
         if any(p.is_meta for p in module.parameters()):
-            module.to_empty(device="cpu" if options.offload else world.device)
+            module.to_empty(device="cpu" if options.cpu_offload else world.device)
         super().__init__(module, world)
         self._whole = options.accumulate == "whole"
         self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._reshard = options.reshard
-        for part in self._sharded[:1] if options.reshard else self._sharded:
+        self._reshard = options.reshard_after_forward
+        for part in self._sharded[:1] if options.reshard_after_forward else self._sharded:
             part.register_forward_pre_hook(_gather_anew, prepend=True)
         self._unsummed = False
 
@@ -104,7 +104,7 @@ def divide(module: nn.Module, units: Sequence[nn.Module], options: FSDP, world: 
     """Let FSDP2 divide `module` by `units`, and sum gradients over ranks."""
     given = _torchs(options, world)
     for part in (*units, module):
-        sharded: Any = fully_shard(part, reshard_after_forward=options.reshard, **given)
+        sharded: Any = fully_shard(part, reshard_after_forward=options.reshard_after_forward, **given)
         # Sums, exactly: what they are divided by is known only afterwards.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -133,11 +133,11 @@ def _gather_anew(part: nn.Module, *_: object) -> None:
 
 def _torchs(options: FSDP, world: World) -> dict[str, Any]:
     """What `fully_shard` calls the options."""
-    gather = None if options.gather is None else DTYPES[options.gather]
+    gather = None if options.param_dtype is None else DTYPES[options.param_dtype]
     return {
         "mesh": _mesh(world),
-        "mp_policy": MixedPrecisionPolicy(gather, DTYPES[options.reduce] if gather else None),
-        "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(gather, DTYPES[options.reduce_dtype] if gather else None),
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
 
 

@@ -27,14 +27,15 @@ class FSDP:
     """Each rank keeps a share of every parameter, its gradient and its moments (FSDP2, HSDP).
 
     On the axis `shard` of the layout; with `replicate` besides, shares are kept that many times and
-    gradients are summed over both (HSDP). `units` are the modules whose parameters are gathered at
-    once: patterns of names such as "blocks.*", or None for the repeated blocks of the model. `reshard`
-    frees a unit's parameters between forward and backward (ZeRO-3); without it they stay gathered
-    until the backward has used them (ZeRO-2). `gather` is the dtype in which parameters are gathered
-    and computed with, "bf16" or "fp16" (default: their own), `reduce` the one in which gradients are
-    summed. `accumulate` is "sharded" to sum gradients over ranks after each micro-batch, which keeps
-    only a share of them, or "whole" to do so after the last one, which moves fewer bytes. `offload`
-    keeps the shares in the memory of the CPU (CUDA only).
+    gradients are summed over both (HSDP). `modules` are the modules whose parameters are gathered at
+    once: patterns of names such as "blocks.*", or None for the repeated blocks of the model.
+    `reshard_after_forward` frees a unit's parameters between forward and backward (ZeRO-3); without
+    it they stay gathered until the backward has used them (ZeRO-2). `param_dtype` is the dtype in
+    which parameters are gathered and computed with, "bf16" or "fp16" (default: their own),
+    `reduce_dtype` the one in which gradients are summed. `accumulate` is "sharded" to sum gradients
+    over ranks after each micro-batch, which keeps only a share of them, or "whole" to do so after the
+    last one, which moves fewer bytes. `cpu_offload` keeps the shares in the memory of the CPU (CUDA
+    only).
 
     `parallelize(Model, world, FSDP())`, with a function that makes the model instead of the model,
     never has the whole of it in memory; it gets the same values.
@@ -43,17 +44,17 @@ class FSDP:
     axes: ClassVar[tuple[str, ...]] = ("replicate", "shard")
     defers: ClassVar[bool] = True
 
-    units: Sequence[str] | None = None
-    reshard: bool = True
-    gather: str | None = None
-    reduce: str = "fp32"
+    modules: Sequence[str] | None = None
+    reshard_after_forward: bool = True
+    param_dtype: str | None = None
+    reduce_dtype: str = "fp32"
     accumulate: str = "sharded"
-    offload: bool = False
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         chosen: dict[str, tuple[str | None, tuple[str | None, ...]]] = {
-            "gather": (self.gather, (None, *DTYPES)),
-            "reduce": (self.reduce, DTYPES),
+            "param_dtype": (self.param_dtype, (None, *DTYPES)),
+            "reduce_dtype": (self.reduce_dtype, DTYPES),
             "accumulate": (self.accumulate, ("sharded", "whole")),
         }
         for option, (value, allowed) in chosen.items():
@@ -61,18 +62,18 @@ class FSDP:
                 raise StepError(
                     given=f"shoal.FSDP({option}={value!r})",
                     found=f"it is one of {', '.join(map(repr, allowed))}",
-                    fix="shoal.FSDP(gather='bf16', reduce='fp32'), or leave it out",
+                    fix="shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
                 )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the model in place; in a world of one there is nothing to divide."""
-        if self.offload and world.device.type != "cuda":
+        if self.cpu_offload and world.device.type != "cuda":
             raise StepError(
-                given="shoal.FSDP(offload=True) on the CPU",
+                given="shoal.FSDP(cpu_offload=True) on the CPU",
                 found="the shares are in its memory already",
-                fix="leave offload out",
+                fix="leave cpu_offload out",
             )
-        units = find_units(model, self.units)
+        units = find_units(model, self.modules)
         _check_parameters(model, units)
         if world.size == 1:
             return LocalEngine(model.to(world.device), world)
@@ -106,10 +107,10 @@ def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
                 found = (
                     f"{other} and {name} are one parameter of two units, gathered at different times"
                 )
-                fix = "units that hold both or neither: shoal.FSDP(units=()) makes the model one unit"
+                fix = "units that hold both or neither: shoal.FSDP(modules=()) makes the model one unit"
             elif dtype != parameter.dtype:
                 found = f"{typical} is {dtype} and {name} {parameter.dtype}; a unit has one dtype"
-                fix = "model.to(torch.float32), or units=(…) that separate them"
+                fix = "model.to(torch.float32), or modules=(…) that separate them"
             else:
                 continue
             raise StepError(

@@ -163,7 +163,7 @@ class CutProof:
         return any(_differ(*pair, dtypes) for pair in zip(ours, theirs, strict=True))
 
     def _say(self, why: str) -> None:
-        self._world.say(f"shoal: {self._given} can't be compared with the whole model: {why}")
+        self._world.print(f"shoal: {self._given} can't be compared with the whole model: {why}")
 
     @contextmanager
     def _aside(self, inputs: Callable[[], Inputs]) -> Iterator[None]:

@@ -405,7 +405,8 @@ def _check_frames(frames: Sequence[FrameType]) -> None:
         if frame.f_code.co_filename == checkpoint.__file__:
             raise _RefusedError(
                 "it calls torch.utils.checkpoint, which a graph would lose",
-                "[shoal.ActivationCheckpointing(…), shoal.Pipeline(…)] in place of it, or a module of its own that "
+                "[shoal.ActivationCheckpointing(…), shoal.Pipeline(…)] in place of it, or a module of "
+                "its own that "
                 "calls it",
             )
 

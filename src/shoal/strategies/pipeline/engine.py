@@ -76,7 +76,7 @@ class PipelineEngine(MeshEngine):
         }
         self._sharded = world.layout.degree("shard") > 1
         kept = [stages[number] for number in mine]
-        units = find_units(module, options.stage.units) if self._sharded else []
+        units = find_units(module, options.stage_strategy.modules) if self._sharded else []
         members = StageRanks(self._group, self._place, self._owners, world.device)
         uncut = Uncut(outer, stages, members, self._compute_alone)
         self._proof = CutProof(uncut, module, world, outer.given)
@@ -198,7 +198,9 @@ class PipelineEngine(MeshEngine):
             meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
                 inside = {id(one) for one in part.modules()}
-                divide(part, [unit for unit in units if id(unit) in inside], options.stage, world)
+                divide(
+                    part, [unit for unit in units if id(unit) in inside], options.stage_strategy, world
+                )
                 if meta:
                     part.to_empty(device=world.device)
             bring(module, kept, world.device)

@@ -32,27 +32,30 @@ from shoal.util.errors import LayoutError, StepError
 class Pipeline:
     """Consecutive stages of the model on the ranks of the axis `pipeline`.
 
-    `split` names the modules before which the model is cut; the module that holds them may be any
-    whose forward makes no decision by what tensors hold. Without it, `example`, the positional
-    arguments of one micro-batch, is run once to measure what each part costs, and the model is cut so
-    that the slowest stage is as fast as can be. `schedule` is the order of the work: "gpipe", "1f1b",
-    and, with several stages on each rank, "interleaved", "looped", "zero-bubble", "zbv", "dualpipev"
-    (Huang 2019; Narayanan 2019, 2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025).
-    `stages_per_rank` says how many where the schedule leaves it open and `split` is not given.
+    `split_points` names the modules before which the model is cut; the module that holds them may be
+    any whose forward makes no decision by what tensors hold. Without it, `example_args`, the
+    positional arguments of one micro-batch, is run once to measure what each part costs, and the
+    model is cut so that the slowest stage is as fast as can be. `schedule` is the order of the work:
+    "gpipe", "1f1b", and, with several stages on each rank, "interleaved", "looped", "zero-bubble",
+    "zbv", "dualpipev" (Huang 2019; Narayanan 2019, 2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek
+    2025). `stages_per_rank` says how many where the schedule leaves it open and `split_points` is not
+    given.
 
     With `replicate` in the layout gradients are summed over replicas after the last micro-batch; with
-    `shard`, `stage` says how the parameters of each stage are divided (see FSDP).
+    `shard`, `stage_strategy` says how the parameters of each stage are divided (see FSDP).
 
-        shoal.Pipeline(split=("blocks.4", "blocks.8", "blocks.12"), schedule="1f1b")
+        shoal.Pipeline(split_points=("blocks.4", "blocks.8", "blocks.12"), schedule="1f1b")
     """
 
     axes: ClassVar[tuple[str, ...]] = ("pipeline", "replicate", "shard")
 
-    split: Sequence[str] | None = None
-    example: tuple[Any, ...] | None = None
+    split_points: Sequence[str] | None = None
+    example_args: tuple[Any, ...] | None = None
     schedule: str = "1f1b"
     stages_per_rank: int | None = None
-    stage: FSDP = field(default_factory=lambda: FSDP(reshard=False, accumulate="whole"))
+    stage_strategy: FSDP = field(
+        default_factory=lambda: FSDP(reshard_after_forward=False, accumulate="whole")
+    )
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -61,35 +64,37 @@ class Pipeline:
                 found=f"the schedules are {', '.join(SCHEDULES)}",
                 fix="schedule='1f1b', or 'interleaved' with two stages per rank",
             )
-        if isinstance(self.split, str) or (self.split is None) == (self.example is None):
+        if isinstance(self.split_points, str) or (self.split_points is None) == (
+            self.example_args is None
+        ):
             raise StepError(
-                given=f"shoal.Pipeline(split={self.split!r}, example="
-                f"{'…' if self.example is not None else None})",
+                given=f"shoal.Pipeline(split_points={self.split_points!r}, example_args="
+                f"{'…' if self.example_args is not None else None})",
                 found="a model is cut before modules that are named, or by what its parts cost on an "
                 "example",
-                fix="split=('blocks.4',), or example=(inputs,) of one micro-batch",
+                fix="split_points=('blocks.4',), or example_args=(inputs,) of one micro-batch",
             )
-        if not isinstance(self.stage, FSDP):
+        if not isinstance(self.stage_strategy, FSDP):
             raise StepError(
-                given=f"shoal.Pipeline(stage={self.stage!r})",
+                given=f"shoal.Pipeline(stage_strategy={self.stage_strategy!r})",
                 found="torch's DDP sums gradients of a pipeline wrongly in most schedules; replicas "
                 "need no word, as their gradients are summed after the last micro-batch",
-                fix="layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or stage=shoal.FSDP("
-                "reshard=False, accumulate='whole') with layout='shard=2,pipeline=2'",
+                fix="layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or stage_strategy="
+                "shoal.FSDP(reshard_after_forward=False, accumulate='whole') with "
+                "layout='shard=2,pipeline=2'",
             )
-        if self.stage.reshard or self.stage.accumulate != "whole":
+        if self.stage_strategy.reshard_after_forward or self.stage_strategy.accumulate != "whole":
             raise StepError(
-                given=f"shoal.Pipeline(stage=shoal.FSDP(reshard={self.stage.reshard}, "
-                f"accumulate={self.stage.accumulate!r}))",
+                given=f"shoal.Pipeline(stage_strategy={self.stage_strategy!r})",
                 found="freed between the micro-batches of a pipeline, parameters get no gradients or "
                 "wrong ones in some schedules, and sums after each cost more than they save",
-                fix="shoal.FSDP(reshard=False, accumulate='whole')",
+                fix="shoal.FSDP(reshard_after_forward=False, accumulate='whole')",
             )
 
     @property
     def defers(self) -> bool:
         """With split points; to be measured, a model has to be there."""
-        return self.example is None
+        return self.example_args is None
 
     def timetable(self, ranks: int, micro_batches: int) -> Timetable:
         """Who does what when; `print` it, or `draw` it into an SVG file."""
@@ -111,12 +116,13 @@ class Pipeline:
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
                 found="slices of sequences are cut before the first block and joined after the last, "
                 "which are on different ranks",
-                fix="layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), shoal.Pipeline(…)], or "
+                fix="layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
+                "shoal.Pipeline(…)], or "
                 "shoal.ContextParallel() with shoal.FSDP()",
             )
-        outer = trace(model, opened_by(self.split) if self.split else _wide(model))
-        points = self.split or self._balanced(outer, self.example or (), ranks, world)
-        stages = outer.cut(points, f"shoal.Pipeline(split={tuple(points)!r})")
+        outer = trace(model, opened_by(self.split_points) if self.split_points else _wide(model))
+        points = self.split_points or self._balanced(outer, self.example_args or (), ranks, world)
+        stages = outer.cut(points, f"shoal.Pipeline(split_points={tuple(points)!r})")
         owners = self._owners(len(stages), ranks)
         _check(model, stages, owners, splits=SCHEDULES[self.schedule].splits)
         from shoal.strategies.pipeline.engine import PipelineEngine  # which brings torch's pipelining
@@ -168,14 +174,15 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
         stages,
         owners,
         given,
-        fix="split points that leave them in one stage, a schedule that has the first and the "
+        fix="split_points points that leave them in one stage, a schedule that has the first and the "
         "last stage on one rank ('zbv', 'dualpipev'), or copies of their own",
     )
     if splits and runs_again(model):
         raise StepError(
             given=f"[shoal.ActivationCheckpointing(…), {given}]",
             found="this schedule runs backward in two parts, of which each would run the blocks again",
-            fix="schedule='1f1b' or 'interleaved' with shoal.ActivationCheckpointing(), or no shoal.ActivationCheckpointing()",
+            fix="schedule='1f1b' or 'interleaved' with shoal.ActivationCheckpointing(), or no "
+            "shoal.ActivationCheckpointing()",
         )
     twice = [name for stage in stages for name in stage.learning_twice()] if splits else []
     if twice:
@@ -204,5 +211,5 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             raise StepError(
                 given=given,
                 found=f"the stage of {parts} has no trainable parameters",
-                fix="split points with something to learn on each rank",
+                fix="split_points points with something to learn on each rank",
             )

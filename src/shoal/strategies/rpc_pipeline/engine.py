@@ -13,7 +13,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, ref
@@ -46,6 +46,7 @@ from shoal.strategies.rpc_pipeline.messages import (
     ForwardRequest,
     Inbox,
     Over,
+    TurnWork,
 )
 from shoal.strategies.rpc_pipeline.threads import Carriers
 from shoal.strategies.task import Task
@@ -58,17 +59,6 @@ Answer: TypeAlias = tuple[ShoalError | None, Any]
 _CPU = torch.device("cpu")
 _ENGINES: WeakValueDictionary[str, RemoteEngine] = WeakValueDictionary()
 """By the key that the ranks share: what torch calls are functions, which find their engine here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnWork:
-    """What there is to do in a turn; `factor` is what losses are multiplied by, None for inference."""
-
-    task: Task
-    micros: Sequence[Micro]
-    seed: int
-    autocast: torch.dtype | None
-    factor: float | None
 
 
 class RemoteEngine(MeshEngine):

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
+from shoal.data.micro import Micro
+from shoal.strategies.task import Task
 from shoal.util.errors import ShoalError
 
 LOOK_SECONDS = 1.0
 """After so long without a message a rank looks whether the others live."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnWork:
+    """The micro-batches of a turn; `factor` is what losses are multiplied by, None for inference."""
+
+    task: Task
+    micros: Sequence[Micro]
+    seed: int
+    autocast: torch.dtype | None
+    factor: float | None
 
 
 class Arrived(NamedTuple):

@@ -129,14 +129,14 @@ def _refuse_others(model: nn.Module, world: World, given: str) -> None:
         raise StepError(
             given=f"[shoal.TensorParallel(…), {given}]",
             found="stages that are divided themselves would each have to be called on several ranks",
-            fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split=…)]",
+            fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split_points=…)]",
         )
     if runs_again(model):
         raise StepError(
             given=f"[shoal.ActivationCheckpointing(…), {given}]",
             found="what runs again in backward does so in threads of distributed autograd, while other "
             "micro-batches run forward and draw from the same random generator",
-            fix="[shoal.ActivationCheckpointing(…), shoal.Pipeline(split=…)]",
+            fix="[shoal.ActivationCheckpointing(…), shoal.Pipeline(split_points=…)]",
         )
 
 

@@ -131,7 +131,8 @@ class TensorEngine(PlannedEngine):
             if at_once and len(set(map(is_divided, group["params"]))) > 1:
                 self.discard()
                 raise StepError(
-                    given=f"{type(optimizer).__name__}(…, {at_once[0]}=True) with shoal.TensorParallel()",
+                    given=f"{type(optimizer).__name__}(…, {at_once[0]}=True) with "
+                    "shoal.TensorParallel()",
                     found="it updates all parameters at once, and only some of them are divided; they "
                     "were not touched",
                     fix=f"leave {at_once[0]} out, or give it two groups: the layers of the plan, and "
@@ -183,7 +184,8 @@ def _check_graph(loss: Tensor) -> None:
 
 def _refused(found: str) -> StepError:
     return StepError(
-        given='a loss of logits that stay divided, as shoal.TensorParallel(plan={…: "logits"}) leaves them',
+        given='a loss of logits that stay divided, as shoal.TensorParallel(plan={…: "logits"}) leaves '
+        "them",
         found=found,
         fix="F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction='sum'), without label "
         'smoothing; or "head" in place of "logits", which gathers them',

@@ -53,7 +53,8 @@ class TensorParallel:
                 raise StepError(
                     given=f"shoal.TensorParallel(plan={{{pattern!r}: {way!r}}})",
                     found=f"a layer is divided in one of these ways: {', '.join(KINDS)}",
-                    fix='shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
+                    fix='shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": '
+                    '"row"})',
                 )
 
     def spread(self, model: nn.Module, world: World) -> None:
@@ -63,7 +64,7 @@ class TensorParallel:
         plan = self.plan or carried_plan(model)
         if not plan:
             plan = derived_plan(model, degree)
-            world.say(f"shoal: derived shoal.TensorParallel(plan={plan!r})")
+            world.print(f"shoal: derived shoal.TensorParallel(plan={plan!r})")
         layers = planned(model, plan)
         check_divisible(model, layers, degree)
         if degree > 1:
