@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.autograd import averages
 from shoal.compiled import bare
 from shoal.coupled import say_division
 from shoal.engine import Correction, Engine, OpenEngine, Result, check_clip, correct
@@ -148,9 +149,10 @@ class Batch:
         the count may be 0, since there is no mean then. `model` is the model to train; it is required
         if several have been parallelized.
 
-        Raises StepError for a loss that does not say which of the two it is; where the batch before
-        was not finished; for a Step over the model with options that a loop ignores; and
-        AgreementError, on all ranks, where at the first batch of a Loader the ranks have other data.
+        Raises StepError for a loss that does not say which of the two it is, or whose last operation
+        is the other reduction; where the batch before was not finished, or its gradients were not
+        cleared after, or were cleared before, `optimizer.step()`; for a Step over the model with
+        options that a loop ignores; and AgreementError, on all ranks, where at the first batch of a Loader the ranks have other data.
         """
         micro = self.micro
         loss = _loss_sum(positional, total, mean, count)
@@ -188,6 +190,7 @@ class Batch:
                 engine.discard()
                 raise
             engine.multiply(decided.factor)
+        engine.note_finish()
         result = Result(decided.loss, decided.norm, decided.counted)
         for state in states:
             state.count(result)
@@ -289,6 +292,7 @@ def _loss_sum(
         found = "no count, the number of samples or tokens in the loss"
     else:
         loss, count = check_loss((total if mean is None else mean, count), call=call)
+        _check_reduction(loss, count, named_mean=mean is not None)
         if mean is None:
             return loss, count
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed float16
@@ -298,4 +302,21 @@ def _loss_sum(
         found=found,
         fix="batch.backward(total=loss, count=len(y)) with reduction='sum', or "
         "batch.backward(mean=loss, count=len(y)) with a mean loss",
+    )
+
+
+def _check_reduction(loss: Tensor, count: Count, *, named_mean: bool) -> None:
+    """Raise StepError for a loss whose last operation is a mean or a sum and that is named the other.
+
+    With a count of 1 the sum equals the mean. A loss that was computed further can't be checked.
+    """
+    averaged = averages(loss)
+    if averaged is None or averaged == named_mean or float(count) == 1:
+        return
+    found, other = ("a mean, not a sum", "mean") if averaged else ("a sum, not a mean", "total")
+    raise StepError(
+        given=f"batch.backward({'mean' if named_mean else 'total'}=loss, count={float(count):g})",
+        found=f"by the operation that computed the loss, it is {found}",
+        fix=f"batch.backward({other}=loss, count=n), or "
+        f"reduction='{'sum' if averaged else 'mean'}' in the loss function",
     )
