@@ -152,7 +152,8 @@ class Batch:
         Raises StepError for a loss that does not say which of the two it is, or whose last operation
         is the other reduction; where the batch before was not finished, or its gradients were not
         cleared after, or were cleared before, `optimizer.step()`; for a Step over the model with
-        options that a loop ignores; and AgreementError, on all ranks, where at the first batch of a Loader the ranks have other data.
+        options that a loop ignores; and AgreementError, on all ranks, where at the first batch of a
+        Loader the ranks have other data.
         """
         micro = self.micro
         loss = _loss_sum(positional, total, mean, count)
