@@ -57,6 +57,7 @@ def take(batch: shoal.Batch, model: nn.Module, loss: Any, step: shoal.Step | Non
         value, count = loss(model(micro[0]), micro)
         batch.backward(total=value, count=count, model=model)
     batch.finish(model)
+    model.zero_grad()
 
 
 def counted(world: shoal.World, own: bool) -> tuple[list[int], str, str]:
@@ -193,3 +194,22 @@ def test_a_dataset_that_holds_other_arrays_on_a_rank_is_named(ranks: Ranks) -> N
     first, *others = ranks.call(printed, False)
     assert "dataset's dataset.images differs between ranks (rank 1)" in first
     assert ranks.call(printed, True) == [""] * (1 + len(others))
+
+
+def stepped_apart(world: shoal.World) -> str:
+    """What is printed when a plain loop trains a parallelized model."""
+    model = shoal.parallelize(nn.Linear(6, 3), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        optimizer.step()  # without gradients nothing happens
+        for _ in range(2):
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+    return printed.getvalue()
+
+
+def test_a_plain_loop_over_a_parallelized_model_is_reported_once(ranks: Ranks) -> None:
+    first, second = ranks.call(stepped_apart)
+    assert first.count("each rank trains on its own gradients") == 1
+    assert second == ""

@@ -38,6 +38,18 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def averages(loss: Tensor) -> bool | None:
+    """Return whether the operation that computed `loss` averages its input; None if it can't be known.
+
+    True for `reduction="mean"` and `Tensor.mean` over several elements, False for `reduction="sum"`.
+    """
+    node: Any = loss.grad_fn
+    if node is not None and node.name().startswith("MeanBackward"):
+        return bool(node._saved_self_sym_numel > 1) or None
+    reduction = getattr(node, "_saved_reduction", 0)
+    return None if reduction not in (1, 2) else reduction == 1
+
+
 def saved_result(node: Any) -> Tensor:
     """Return the output that a node such as LogSoftmaxBackward saved for its backward."""
     result: Tensor = node._saved_result

@@ -190,9 +190,11 @@ class Batch:
         the count may be 0, since there is no mean then. `model` is the model to train; it is required
         if several have been parallelized.
 
-        Raises StepError for a loss that does not say which of the two it is; where the batch before
-        was not finished; for a Step over the model with options that a loop ignores; and
-        AgreementError, on all ranks, where at the first batch of a Loader the ranks have other data.
+        Raises StepError for a loss that does not say which of the two it is, or whose last operation
+        is the other reduction; where the batch before was not finished, or its gradients were not
+        cleared after, or were cleared before, `optimizer.step()`; for a Step over the model with
+        options that a loop ignores; and AgreementError, on all ranks, where at the first batch of a
+        Loader the ranks have other data.
         """
         self._manual_loop.backward(self, positional, total=total, mean=mean, count=count, model=model)
 

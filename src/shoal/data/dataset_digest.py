@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ def arrays_in(dataset: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
     if isinstance(dataset, Tensor):
         yield name, dataset
     elif isinstance(dataset, np.ndarray) and dataset.dtype.kind in "biufc":
-        yield name, torch.from_numpy(np.ascontiguousarray(dataset).view(np.uint8))
+        yield name, _bytes(dataset)
     elif depth < _DEEPEST:
         if isinstance(dataset, tuple | list):
             inside: Iterable[tuple[str, Any]] = (
@@ -33,6 +34,13 @@ def arrays_in(dataset: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
             return
         for key, value in inside:
             yield from arrays_in(value, key, depth + 1)
+
+
+def _bytes(array: np.ndarray) -> Tensor:
+    """The bytes of an array, which may be read-only like a memory-mapped file."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

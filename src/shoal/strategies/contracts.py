@@ -253,7 +253,9 @@ class OpenEngine(Engine):
         """The first `batch.backward` of a batch calls it.
 
         Forgets a batch that the loop skipped: one whose gradients were cleared, and after which no
-        optimizer has stepped. Raises StepError where a batch was neither skipped nor finished.
+        optimizer has stepped. Raises StepError where a batch was neither skipped nor finished, where
+        its gradients were not cleared after `batch.finish`, and where they were cleared before the
+        optimizer stepped.
         """
 
     @abstractmethod
@@ -269,6 +271,10 @@ class OpenEngine(Engine):
     @abstractmethod
     def note_gradients(self) -> None:
         """The last `batch.backward` has run; only `batch.finish` may change the gradients now."""
+
+    @abstractmethod
+    def note_finish(self) -> None:
+        """`batch.finish` has made the gradients those of the mean; the optimizer step comes next."""
 
     @abstractmethod
     def check_gradients(self) -> None:

@@ -18,7 +18,7 @@ from shoal.data.micro import Micro
 from shoal.distributed.to_device import device_in, move
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
-from shoal.strategies.base_engine import HoldingEngine
+from shoal.strategies.base_engine import HoldingEngine, first
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import OpenEngine, Totals
 from shoal.strategies.device_placement.multi_device import Span
@@ -41,8 +41,16 @@ class LocalEngine(HoldingEngine, OpenEngine):
         OpenEngine.__init__(self)
         self.call: Callable[..., Any] = module
         self._stepped = False
-        self._noted: list[tuple[int, int]] = []
         """Whether an optimizer has stepped since the first backward of a batch that is not finished."""
+        self._noted: list[tuple[int, int]] = []
+        self._finished: dict[int, tuple[int, int]] = {}
+        """The gradients of the last finished batch, as `batch.finish` or the optimizer left them."""
+        self._awaited = False
+        """Whether the optimizer has yet to step on them."""
+        self._emptied = False
+        """Whether it stepped after they had been cleared."""
+        self._apart = False
+        self._own = frozenset(map(id, self.parameters))
         handle = register_optimizer_step_post_hook(_noting_steps(weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
@@ -111,13 +119,13 @@ class LocalEngine(HoldingEngine, OpenEngine):
         micros = batch.micros
         enter = self.world.timeline.enter
         ahead = 1 if self._span is None else self._span.in_flight or len(micros)
-        for first in range(0, len(micros), ahead):
+        for start in range(0, len(micros), ahead):
             losses = deque(
                 self._forward(task, micro, batch.seed, autocast)
-                for micro in micros[first : first + ahead]
+                for micro in micros[start : start + ahead]
             )
             enter(BACKWARD)
-            for index in range(first, first + len(losses)):
+            for index in range(start, start + len(losses)):
                 loss, count = losses.popleft()
                 last = index == len(micros) - 1
                 self.backward(loss, count, micros[index], batch.size, scale=scale, last=last)
@@ -150,6 +158,7 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def begin(self) -> None:
         """Forget the sums of a batch that was skipped; see the contract."""
+        self._check_cleared()
         stepped, self._stepped = self._stepped, False
         if not self._pending():
             return
@@ -168,6 +177,32 @@ class LocalEngine(HoldingEngine, OpenEngine):
                 "gradients were not those of the mean over the global batch",
                 fix="batch.finish(model) before optimizer.step()",
             )
+
+    def _check_cleared(self) -> None:
+        """Raise StepError where the gradients of a finished batch were cleared too early or never."""
+        finished, self._finished = self._finished, {}
+        emptied, self._emptied = self._emptied, False
+        self._awaited = False
+        kept = [p for p in self.parameters if p.requires_grad and _unchanged(p, finished)]
+        fix = "batch.finish(model), optimizer.step(), optimizer.zero_grad(), in this order; to "
+        fix += "accumulate, shoal.Loader(…, micro_batches=4)"
+        if kept:
+            ids = set(map(id, kept))
+            names = first([name for name, p in self.module.named_parameters() if id(p) in ids])
+            self.discard()
+            found = f"the gradients of the batch before it would be added to its own: {names}"
+        elif emptied:
+            found = "the gradients of the batch before it were cleared between batch.finish and "
+            found += "optimizer.step(), which therefore changed nothing"
+        else:
+            return
+        raise StepError(given="batch.backward on a new batch", found=found, fix=fix)
+
+    def note_finish(self) -> None:
+        """See the contract."""
+        self._finished = self._finished_now()
+        self._awaited = bool(self._finished)
+        self._emptied = False
 
     def note_gradients(self) -> None:
         """See the contract."""
@@ -190,8 +225,10 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
     def _gradients_now(self) -> list[tuple[int, int]]:
         """Which gradients there are, and how often each was changed."""
-        gradients = (share(p.grad) for p in self.parameters if p.grad is not None)
-        return [(gradient.data_ptr(), version(gradient)) for gradient in gradients]
+        return [_state(p.grad) for p in self.parameters if p.grad is not None]
+
+    def _finished_now(self) -> dict[int, tuple[int, int]]:
+        return {id(p): _state(p.grad) for p in self.parameters if p.grad is not None}
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has stepped: is it on gradients of a batch that is not finished?"""
@@ -199,6 +236,28 @@ class LocalEngine(HoldingEngine, OpenEngine):
             own = {id(p) for p in self.parameters if p.grad is not None}
             groups = optimizer.param_groups
             self._stepped = any(id(p) in own for group in groups for p in group["params"])
+        if not self._unused_checked and self.world.size > 1 and self._steps_on_own(optimizer):
+            self._report_apart()
+        if self._awaited and self._steps_on_own(optimizer):
+            self._awaited = False
+            given = (p.grad for group in optimizer.param_groups for p in group["params"])
+            self._emptied = all(gradient is None for gradient in given)
+            # The loop may have clipped them since, and may never clear those of other parameters.
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._finished = {k: v for k, v in self._finished_now().items() if k in own}
+
+    def _report_apart(self) -> None:
+        """Say once that an optimizer has stepped on gradients that no rank has summed."""
+        if not self._apart and any(p.grad is not None for p in self.parameters):
+            self._apart = True
+            self.world.print(
+                f"shoal: an optimizer has stepped on a {type(self.module).__name__} before any "
+                "batch.backward or step(batch): each rank trains on its own gradients. Take batches "
+                "from shoal.Loader, and call batch.backward and batch.finish in place of loss.backward"
+            )
+
+    def _steps_on_own(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output of the module as it stands; the caller has chosen mode and no_grad."""
@@ -247,6 +306,17 @@ class LocalEngine(HoldingEngine, OpenEngine):
     def _pending(self) -> bool:
         """Whether there are sums of a batch that was not finished."""
         return bool(self._shown)
+
+
+def _state(gradient: Tensor) -> tuple[int, int]:
+    """Where a gradient is, and how often it was changed."""
+    own = share(gradient)
+    return own.data_ptr(), version(own)
+
+
+def _unchanged(parameter: nn.Parameter, before: dict[int, tuple[int, int]]) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and before.get(id(parameter)) == _state(gradient)
 
 
 def _noting_steps(engine: weakref.ref[LocalEngine]) -> Callable[..., None]:

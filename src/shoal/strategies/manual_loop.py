@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.autograd import averages
 from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, StepResult, not_one_model
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
@@ -68,6 +69,7 @@ class EngineLoop(ManualLoop):
                 engine.discard()
                 raise
             engine.multiply(decided.factor)
+        engine.note_finish()
         result = StepResult(decided.loss, decided.norm, decided.counted)
         for state in states:
             state.count(result)
@@ -155,6 +157,7 @@ def _loss_sum(
         found = "no count, the number of samples or tokens in the loss"
     else:
         loss, count = check_loss((total if mean is None else mean, count), call=call)
+        _check_reduction(loss, count, named_mean=mean is not None)
         if mean is None:
             return loss, count
         loss = loss.to(torch.promote_types(loss.dtype, torch.float32))  # a sum may exceed float16
@@ -164,4 +167,21 @@ def _loss_sum(
         found=found,
         fix="batch.backward(total=loss, count=len(y)) with reduction='sum', or "
         "batch.backward(mean=loss, count=len(y)) with a mean loss",
+    )
+
+
+def _check_reduction(loss: Tensor, count: Count, *, named_mean: bool) -> None:
+    """Raise StepError for a loss whose last operation is a mean or a sum and that is named the other.
+
+    With a count of 1 the sum equals the mean. A loss that was computed further can't be checked.
+    """
+    averaged = averages(loss)
+    if averaged is None or averaged == named_mean or float(count) == 1:
+        return
+    found, other = ("a mean, not a sum", "mean") if averaged else ("a sum, not a mean", "total")
+    raise StepError(
+        given=f"batch.backward({'mean' if named_mean else 'total'}=loss, count={float(count):g})",
+        found=f"by the operation that computed the loss, it is {found}",
+        fix=f"batch.backward({other}=loss, count=n), or "
+        f"reduction='{'sum' if averaged else 'mean'}' in the loss function",
     )
