@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import StepError
-from shoal.modes import evaluation, random_states_kept
+from shoal.modes import evaluation, untouched
 from shoal.parallel.compared import TOLERANCES, distance
 from shoal.parallel.heads import Heads, Peers
 from shoal.parallel.waits import waiting
@@ -218,16 +218,16 @@ class _ModelForward(_Forward):
     def _noted(self, args: Any, named: Any, *, whole: bool) -> tuple[Any, list[tuple[str, Tensor]]]:
         self._view.comparing, self._view.seen = whole, []
         try:
-            with self._aside():
+            with self._aside((args, named)):
                 return self._run(args, named), self._view.seen
         finally:
             self._view.comparing, self._view.seen = False, None
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, values: Any) -> Iterator[None]:
         # Autocast off: it keeps what it has cast, and what is cast here has no gradient.
         exact = torch.autocast(self._view.world.device.type, enabled=False)
-        with torch.no_grad(), exact, evaluation(self._module), random_states_kept(self._module):
+        with torch.no_grad(), exact, untouched(self._module, values), evaluation(self._module):
             yield
 
     def _reduce(self, value: float, how: str) -> float:
