@@ -121,6 +121,17 @@ def test_samples_are_fetched_together_where_the_dataset_can(world: shoal.World) 
     assert dataset.fetched == [chosen.tolist() for chosen in indices()]
 
 
+def test_a_micro_batch_may_change_while_the_backward_of_another_is_to_come(world: shoal.World) -> None:
+    """As in a pipeline: autograd takes views for changed where any of them was."""
+    loader = shoal.Loader((X, Y), world, batch_size=BATCH, micro_batches=2)
+    (first, _), (second, _) = next(loader.epochs(1))
+    scale = torch.ones(2, requires_grad=True)
+    loss = (first.mul_(2) * scale).sum()
+    second.mul_(2)
+    loss.backward()
+    assert torch.equal(scale.grad, first.sum(0))  # type: ignore[arg-type]
+
+
 def test_arrays_that_are_no_contiguous_memory(world: shoal.World) -> None:
     reversed_rows = X.numpy()[::-1]
     for batch, chosen in zip(values(world, reversed_rows), indices(), strict=True):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import shoal
+from shoal.distributed.to_device import values_kept
 from shoal.strategies.eval_mode import evaluation
 from shoal.training.loss_check import is_mean
 
@@ -387,3 +388,50 @@ def test_a_model_that_works_in_place_trains_on_the_batch_as_it_was(
     loader = shoal.Loader(samples, world, batch_size=8, shuffle=False, collate_fn=collate)
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(loss))
     assert step(next(loader.epochs(1))).loss == pytest.approx(expected, rel=1e-5)
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes, in all the ways that Python has."""
+
+    buffer: Tensor
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("buffer", torch.zeros(()))
+        self.calls, self.list, self.tensor = 0, [0.0], torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.list.append(1.0)
+        self.tensor += 1
+        self.buffer = self.buffer + 1
+        self.last = x
+        self.linear.weight.data.mul_(2)
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_the_trial_leaves_no_trace_in_the_model(world: shoal.World) -> None:
+    def total(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        return F.cross_entropy(output, batch[1], reduction="sum"), len(output)
+
+    model = shoal.parallelize(Keeping(), world)
+    weight, buffer = model.linear.weight.clone(), model.buffer
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), shoal.Task(total))
+    data = shoal.Loader((torch.randn(8, 3), torch.arange(8) % 2), world, batch_size=8)
+    step.try_loss(next(data.epochs(1)))
+    assert torch.equal(model.linear.weight, weight)
+    assert model.buffer is buffer
+    assert not model.buffer
+    assert (model.calls, model.list, float(model.tensor)) == (0, [0.0], 0.0)
+    assert not hasattr(model, "last")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_values_are_put_back_whose_shape_has_changed(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        value = torch.arange(6.0).view(2, 3)
+    with values_kept({"x": value}), torch.inference_mode(inference):
+        value.unsqueeze_(1).mul_(2)
+    assert torch.equal(value, torch.arange(6.0).view(2, 3))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from shoal.util.errors import StepError
 from torch import Tensor
 
 import shoal
+from shoal.util.errors import StepError
 
 SAMPLES, BATCH = 24, 8
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,11 @@ BLOCK_BYTES = 4 * 2**20
 
 
 class Arrays(BlockDataset):
-    """Tensors in memory: one gather per tensor and block, micro-batches are views of it."""
+    """Tensors in memory: one gather per tensor and block, micro-batches are parts of its memory.
+
+    Each part has a version counter of its own, which views do not have: a model may change one
+    micro-batch in place while autograd keeps another for its backward.
+    """
 
     def __init__(self, structure: Any, tensors: dict[Any, Tensor], share: int) -> None:
         self._structure = structure
@@ -36,7 +40,7 @@ class Arrays(BlockDataset):
         indices = torch.from_numpy(np.concatenate([share.indices for share in shares]))
         lengths = [cell.stop - cell.start for share in shares for cell in share.cells]
         pieces = {
-            key: tensor.index_select(0, indices.to(tensor.device)).split(lengths)
+            key: tensor.index_select(0, indices.to(tensor.device)).unsafe_split_with_sizes(lengths)
             for key, tensor in self._tensors.items()
         }
         count = len(shares[0].cells)

@@ -82,12 +82,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def values_kept(value: Any) -> Iterator[None]:
     """Afterwards the tensors in `value` hold what they hold now, though a model works in place."""
     kept = [(tensor, version(tensor), tensor.clone()) for tensor in tensors_in(value)]
+    shapes = [tensor.shape for tensor, _, _ in kept]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, before, values in kept:
-                if before is None or version(tensor) != before:
+        for (tensor, before, values), shape in zip(kept, shapes, strict=True):
+            if before is None or version(tensor) != before:
+                with torch.inference_mode(before is None), torch.no_grad():
+                    if tensor.shape != shape:  # as unsqueeze_ changes it
+                        tensor.resize_(shape)
                     tensor.copy_(values)
 
 

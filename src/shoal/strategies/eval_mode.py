@@ -1,14 +1,22 @@
-"""A model run on the side: in evaluation mode, with the random states as before."""
+"""A model run on the side: in evaluation mode, and without a trace in what it holds."""
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from shoal.distributed.to_device import values_kept
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps what it registers, among its attributes."""
 
 
 @contextmanager
@@ -41,3 +49,68 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
+    """Run `model` inside without a trace: afterwards what its forward may have changed is as before.
+
+    That is: the global random states, the tensors in `values`, and in the modules the buffers, the
+    trainable parameters and the attributes, such as counters. Random generators and other objects
+    among the attributes are not copied. Memory: copies of these tensors, which together take about
+    what the gradients will.
+    """
+    held = [attributes for module in model.modules() for attributes in tables(module)]
+    attributes = [value for table in held for value in table.values() if type(value) is Tensor]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kept = [(each, each.detach().clone()) for each in (*attributes, *model.buffers(), *learning)]
+    try:
+        with random_states_kept(model), values_kept(values), attributes_kept(held):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in kept:
+                tensor.copy_(value)
+
+
+def tables(module: nn.Module) -> list[dict[str, Any]]:
+    """The attributes of a module and its buffers, by name; none of TorchScript's, kept in C++."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    return [vars(module), module._buffers]
+
+
+@contextmanager
+def attributes_kept(held: Sequence[dict[str, Any]]) -> Iterator[set[str]]:
+    """Put back afterwards what changes in the tables `held` of modules; yields the names of that.
+
+    The names are in the set once the context has ended. Of lists, dicts, sets and deques among the
+    values the items are put back too.
+    """
+    changed: set[str] = set()
+    before = [dict(table) for table in held]
+    inside = [
+        (name, value, copy.copy(value))
+        for table in held
+        for name, value in table.items()
+        if type(value) in (list, dict, set, deque) and name not in _TABLES
+    ]
+    try:
+        yield changed
+    finally:
+        for now, was in zip(held, before, strict=True):
+            names = {name for name, value in now.items() if was.get(name, was) is not value}
+            names |= was.keys() - now.keys()
+            changed |= names
+            for name in names - was.keys():
+                del now[name]
+            now.update({name: was[name] for name in names & was.keys()})
+        for name, value, content in inside:
+            if [*map(id, _items(value))] != [*map(id, _items(content))]:
+                changed.add(name)
+                value.clear()
+                (value.update if isinstance(value, dict | set) else value.extend)(content)
+
+
+def _items(container: Any) -> list[Any]:
+    return [*container.keys(), *container.values()] if isinstance(container, dict) else [*container]

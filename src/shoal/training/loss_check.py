@@ -15,7 +15,7 @@ from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.contracts import Engine
-from shoal.strategies.eval_mode import evaluation, random_states_kept
+from shoal.strategies.eval_mode import evaluation, random_states_kept, untouched
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import Task, place
 from shoal.util.errors import ShoalError, StepError
@@ -34,16 +34,16 @@ def check_loss_adds_up(
 
     The loss of a rank's first micro-batch is compared with the losses of its halves. One that can't be
     cut in halves is collated anew from the samples of each; one of a single sample is tried together
-    with another sample. The model runs in eval mode, without gradients, and random states, modes and
-    the tensors of the batch are put back, so that nothing else changes. Rank 0 says so where no rank
-    could try the loss. Raises ShoalError on all ranks if on any.
+    with another sample. The model runs in eval mode, without gradients, and random states, modes, what
+    the model holds and the tensors of the batch are put back, so that nothing else changes. Rank 0
+    says so where no rank could try the loss. Raises ShoalError on all ranks if on any.
     """
     world = engine.world
     trial = _Trial(engine, task, batch, autocast)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(random_states_kept(engine.module))
         for one in engines_of(world):  # a GAN's loss runs through the other model
+            stack.enter_context(untouched(one.module))
             stack.enter_context(evaluation(one.module))
         trial.on_all_ranks(trial.divide)
         trial.on_all_ranks(trial.whole)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import waiting
 from shoal.strategies.context_parallel.ulysses import Heads, Peers
-from shoal.strategies.eval_mode import evaluation, random_states_kept
+from shoal.strategies.eval_mode import evaluation, untouched
 from shoal.strategies.tolerance import TOLERANCES, distance
 from shoal.util.errors import StepError
 
@@ -219,16 +219,16 @@ class _ModelForward(_Forward):
     def _noted(self, args: Any, named: Any, *, whole: bool) -> tuple[Any, list[tuple[str, Tensor]]]:
         self._view.comparing, self._view.seen = whole, []
         try:
-            with self._aside():
+            with self._aside((args, named)):
                 return self._run(args, named), self._view.seen
         finally:
             self._view.comparing, self._view.seen = False, None
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, values: Any) -> Iterator[None]:
         # Autocast off: it keeps what it has cast, and what is cast here has no gradient.
         exact = torch.autocast(self._view.world.device.type, enabled=False)
-        with torch.no_grad(), exact, evaluation(self._module), random_states_kept(self._module):
+        with torch.no_grad(), exact, untouched(self._module, values), evaluation(self._module):
             yield
 
     def _reduce(self, value: float, how: str) -> float:

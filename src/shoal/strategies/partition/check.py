@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.distributed.to_device import values_kept
+from shoal.distributed.to_device import tensors_in as batch_tensors
+from shoal.distributed.to_device import version
 from shoal.distributed.world import World
-from shoal.strategies.eval_mode import random_states_kept
+from shoal.strategies.eval_mode import untouched
 from shoal.strategies.local import mixed
 from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.members import CannotTravelError
@@ -24,8 +25,8 @@ from shoal.util.errors import ShoalError, StepError
 class CutProof:
     """Runs stages and uncut model on the first batch of each structure, in each mode, and compares.
 
-    Memory: the outputs, and where they differ what comes to each module of this rank. Random states
-    buffers and the tensors of the batch are put back.
+    Memory: the outputs, copies of what `untouched` puts back, and where the two differ what comes to
+    each module of this rank.
     """
 
     def __init__(self, uncut: Uncut, model: nn.Module, world: World, given: str) -> None:
@@ -39,22 +40,22 @@ class CutProof:
     def check(
         self,
         structure: object,
+        batch: object,
         inputs: Callable[[], Inputs],
         flow: Callable[[], Any],
         autocast: torch.dtype | None,
     ) -> None:
         """Raise StepError on all ranks where the two differ on a batch of a new structure. Collective.
 
-        `structure` is that of the batch, the same on all ranks of the line.
+        `structure` is that of the batch, the same on all ranks of the line. Raises StepError too where
+        the stages change a tensor of `batch`, the user's own, in place.
         """
         key = (structure_of(structure), self._model.training, autocast)
         if key in self._proved:
             return
         # The first proof is of all ranks at the same time, a later one of those that share the batch.
         gather = self._uncut.members.gather if self._proved else self._world.gather
-        runs, output = self._run(inputs, flow, gather)
-        if not runs:
-            return
+        output = self._run(batch, inputs, flow, gather)
         found = self._found(output, inputs, flow, autocast)
         found = next(filter(None, gather(found)), None)
         if found is not None:
@@ -68,33 +69,41 @@ class CutProof:
 
     def _run(
         self,
+        batch: object,
         inputs: Callable[[], Inputs],
         flow: Callable[[], Any],
         gather: Callable[[object], list[Any]],
-    ) -> tuple[bool, Any]:
-        """Whether the stages run on all ranks, and their output; a ShoalError of one is raised on all.
-
-        Any other error shows where the stages run again, with its own traceback.
-        """
-        output, error = None, None
+    ) -> Any:
+        """The output of the stages. An error of one rank is raised on all, there from its cause."""
+        output, error, told = None, None, None
         try:
-            with self._aside(inputs):
+            with untouched(self._model, (batch, inputs())):
+                noted = [(tensor, version(tensor)) for tensor in batch_tensors(batch)]
                 output = flow()
+                self._refuse_changes([tensor for tensor, before in noted if version(tensor) != before])
         except Exception as caught:
             error = caught
-        shown = error if error is None or isinstance(error, ShoalError) else repr(error)
+            told = error if isinstance(error, ShoalError) else self._described(error)
         try:
-            errors = [other for other in gather(shown) if other is not None]
+            errors = [other for other in gather(told) if other is not None]
         except RuntimeError:
             if error is not None:  # it explains more than the loss of a rank
                 raise error from None
             raise
-        if error is not None:
+        if isinstance(error, ShoalError):
             raise error
-        for other in errors:
-            if isinstance(other, ShoalError):
-                raise other
-        return not errors, output
+        if told is not None:
+            raise told from error
+        if errors:
+            raise errors[0]
+        return output
+
+    def _described(self, error: Exception) -> StepError:
+        return StepError(
+            given=f"{self._given}, on rank {self._world.rank}",
+            found=f"{type(error).__name__}: {error}",
+            fix="see the traceback on that rank; python train.py, in one process, may show more",
+        )
 
     def _found(
         self,
@@ -121,7 +130,7 @@ class CutProof:
         return self._place(inputs, flow, output, autocast)
 
     def _expected(self, inputs: Callable[[], Inputs], autocast: torch.dtype | None) -> Any:
-        with self._aside(inputs), mixed(self._world.device, autocast):
+        with untouched(self._model, inputs()), mixed(self._world.device, autocast):
             return self._uncut(inputs())
 
     def _place(
@@ -133,7 +142,7 @@ class CutProof:
     ) -> str | None:
         """Where the two differ first: both run again, and what comes to each module is compared."""
         found: dict[int, list[Tensor]] = {}
-        with self._aside(inputs), _noting(self._uncut, found):
+        with untouched(self._model, inputs()), _noting(self._uncut, found):
             again = flow()
         self._uncut.seen = []
         self._expected(inputs, autocast)
@@ -162,18 +171,19 @@ class CutProof:
             return True
         return any(_differ(*pair, dtypes) for pair in zip(ours, theirs, strict=True))
 
+    def _refuse_changes(self, changed: Sequence[Tensor]) -> None:
+        """Each rank has the batch of its own: what one stage changes in it, the loss does not see."""
+        if changed:
+            raise StepError(
+                given=self._given,
+                found="one of its modules changes a tensor of the batch in place, of shape "
+                f"{tuple(changed[0].shape)}, which the loss and the other stages get unchanged on "
+                "their ranks",
+                fix="x = x * 2 in place of x.mul_(2) or x *= 2 in that module",
+            )
+
     def _say(self, why: str) -> None:
         self._world.print(f"shoal: {self._given} can't be compared with the whole model: {why}")
-
-    @contextmanager
-    def _aside(self, inputs: Callable[[], Inputs]) -> Iterator[None]:
-        kept = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        try:
-            with random_states_kept(self._model), values_kept(inputs()):
-                yield
-        finally:
-            for buffer, value in kept:
-                buffer.copy_(value)
 
 
 @contextmanager

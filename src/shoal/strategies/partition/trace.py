@@ -9,12 +9,10 @@ whatever a graph can't hold raises StepError with the line of the forward.
 from __future__ import annotations
 
 import builtins
-import copy
 import inspect
 import operator
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import checkpoint
 
-from shoal.strategies.eval_mode import random_states_kept
+from shoal.strategies.eval_mode import attributes_kept, random_states_kept, tables
 from shoal.util.errors import ShoalError, StepError
 
 IN_PLACE = (
@@ -259,10 +257,11 @@ def _traced(
     given: str,
 ) -> fx.Graph:
     opened_parts = [model, *(model.get_submodule(name) for name in opened)]
+    held = [table for part in opened_parts for table in (*tables(part), part._parameters)]
     with ExitStack() as aside:
         aside.enter_context(random_states_kept(model))
         aside.enter_context(_in_mode(model, mode))
-        kept = aside.enter_context(_unchanged(opened_parts))
+        kept = aside.enter_context(attributes_kept(held))
         states = _random_states()
         try:
             with _answering():
@@ -303,36 +302,6 @@ def _in_mode(model: nn.Module, mode: _TraceMode) -> Iterator[None]:
         finally:
             for module, was in modes:
                 module.training = was
-
-
-@contextmanager
-def _unchanged(parts: Sequence[nn.Module]) -> Iterator[set[str]]:
-    """Put back afterwards what changes on `parts`; the names of that are yielded."""
-    changed: set[str] = set()
-    held: list[dict[str, Any]] = [h for part in parts for h in (vars(part), part._buffers)]
-    before = [dict(attributes) for attributes in held]
-    inside = [
-        (name, value, copy.copy(value))
-        for attributes in held
-        for name, value in attributes.items()
-        if type(value) in (list, dict, set, deque) and name not in ("_modules", "_buffers")
-    ]
-    try:
-        yield changed
-    finally:
-        for now, was in zip(held, before, strict=True):
-            changed |= {name for name, value in now.items() if was.get(name, was) is not value}
-            now.clear()
-            now.update(was)
-        for name, value, content in inside:
-            if [*map(id, _items(value))] != [*map(id, _items(content))]:
-                changed.add(name)
-                value.clear()
-                (value.update if isinstance(value, dict | set) else value.extend)(content)
-
-
-def _items(container: Any) -> list[Any]:
-    return [*container.keys(), *container.values()] if isinstance(container, dict) else [*container]
 
 
 def _random_states() -> list[Any]:

@@ -22,7 +22,7 @@ from shoal.distributed.to_device import version
 from shoal.strategies.deferred_init import like
 from shoal.strategies.dtensor import whole
 from shoal.strategies.partition.inputs import Inputs
-from shoal.strategies.partition.members import StageRanks
+from shoal.strategies.partition.members import CannotTravelError, StageRanks
 from shoal.strategies.partition.stages import Outer, Stage
 from shoal.strategies.partition.trace import HOOKS, by_kind
 
@@ -34,7 +34,7 @@ class DiffersError(Exception):
 
 
 class FailsUncutError(Exception):
-    """A module fails in the uncut model, on the rank that holds it."""
+    """The forward fails in the uncut model, in a module or outside of them, on one rank or on all."""
 
 
 class Uncut:
@@ -83,7 +83,14 @@ class Uncut:
         try:
             _set_random_states(self.members.device, self.members.tell(self._running, self._states))
             positional, named = by_kind(self._signature, inputs)
-            output = self._shell.forward(*positional, **named)
+            try:
+                output = self._shell.forward(*positional, **named)
+            except (DiffersError, FailsUncutError, CannotTravelError):
+                raise  # as on the other ranks
+            except Exception as error:  # perhaps of this rank alone, while the others call a module
+                self._meet("", f"{type(error).__name__}: {error}")
+                raise
+            self._meet("")
         finally:
             self._empty()
         made = self._made_calls
@@ -105,8 +112,18 @@ class Uncut:
                 found.setdefault(name, (module, []))[1].append(index)
         return list(found.values())
 
+    def _meet(self, call: str, error: str | None = None) -> None:
+        """Wait until all ranks call this module, or have ended; raise on all where they differ."""
+        met = self.members.gather((call, error))
+        failed = next((text for _, text in met if text is not None), None)
+        if failed is not None:
+            raise FailsUncutError(failed)
+        if any(other != call for other, _ in met):
+            raise DiffersError("its forward calls other modules on one rank than on another")
+
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """A module is called: its rank computes, draws as in its stage, and tells the others."""
+        self._meet(name)
         number = self._made_calls[name]
         self._made_calls[name] += 1
         if number >= len(self._places[name]):
@@ -242,6 +259,8 @@ class _Given:
     def follow(self, output: Any, changed: dict[int, Tensor], same: dict[int, int]) -> Any:
         """Make the same changes where another rank has run the module, and return its output."""
         for index, value in changed.items():
+            if self._tensors[index].shape != value.shape:  # as unsqueeze_ changes it
+                self._tensors[index].resize_(value.shape)
             self._tensors[index].copy_(value)
         if not same:
             return output

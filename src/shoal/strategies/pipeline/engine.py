@@ -17,9 +17,9 @@ from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed import objects
 from shoal.distributed.layout import AXES
-from shoal.distributed.to_device import values_kept
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Totals
+from shoal.strategies.eval_mode import untouched
 from shoal.strategies.local import mixed
 from shoal.strategies.mesh_engine import MeshEngine, sum_over, summing_group
 from shoal.strategies.module_patterns import find_units
@@ -33,7 +33,11 @@ from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, schedule_marked
 from shoal.strategies.task import Task
 from shoal.strategies.tensor_parallel.plan_check import prove
-from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, divide_alike, division_of
+from shoal.strategies.tensor_parallel.sharded_modules import (
+    ShardedLayers,
+    divide_alike,
+    division_of,
+)
 from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 
@@ -106,8 +110,8 @@ class PipelineEngine(MeshEngine):
         self._check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
-        for one in inputs:
-            self._prove(one, autocast)
+        for one, micro in zip(inputs, batch.micros, strict=True):
+            self._prove(one, micro, autocast)
         # Of this batch alone: a run that resumes here must not know of the batches before.
         rows = max(micro.samples for micro in batch.micros)
         for one, micro in zip(inputs, batch.micros, strict=True):
@@ -155,8 +159,8 @@ class PipelineEngine(MeshEngine):
         self._compute_in(autocast)
         inputs = self._inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
-            prove(self._division, self.module, self.world, lambda: self._flow(inputs)[0])
-        self._prove(inputs, autocast)
+            prove(self._division, self.module, self.world, lambda: self._flow(inputs)[0], inputs)
+        self._prove(inputs, micro, autocast)
         output, _ = self._flow(inputs)
         return output
 
@@ -207,13 +211,15 @@ class PipelineEngine(MeshEngine):
         else:
             hold(module, kept, world.device)
 
-    def _prove(self, inputs: Inputs, autocast: torch.dtype | None) -> None:
+    def _prove(self, inputs: Inputs, micro: Micro, autocast: torch.dtype | None) -> None:
         """Compare the stages with the uncut model, if inputs like these come for the first time."""
         if self._compiled and self.module.training:
             return  # compiled code draws other numbers than the same code that is not
         # Divided stages are gathered by ranks with other samples, which may have been proved already.
         structure = None if self._sharded else inputs
-        self._proof.check(structure, lambda: inputs, lambda: self._flow(inputs)[0], autocast)
+        self._proof.check(
+            structure, micro.value, lambda: inputs, lambda: self._flow(inputs)[0], autocast
+        )
 
     def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
         """Call one module of a stage, as within the stage."""
@@ -253,11 +259,8 @@ class PipelineEngine(MeshEngine):
 
         In the mode that there is: in the other one layers may compute in another dtype.
         """
-        kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        with torch.random.fork_rng(), values_kept(inputs):
+        with untouched(self.module, inputs):
             _, forms = self._flow(inputs)
-        for buffer, value in kept:
-            buffer.copy_(value)
         return forms
 
     def _build(
@@ -338,16 +341,20 @@ class PipelineEngine(MeshEngine):
         forms: dict[int, tuple[Form, Form]] = {}
         handed: tuple[Tensor, ...] = ()
         result = None
+        failure: Exception | None = None
         for number, part in self._parts.items():
             before = self._owners[number - 1] if number else self._place
             part.inputs = [inputs]
             try:
+                if before == self._place and failure is not None:
+                    raise failure
                 received = handed if before == self._place else self._receive(before)
                 output = part(*received, micro=0)
-            except Exception as error:
+            except Exception as error:  # later stages of this rank hear of it too, and pass it on
+                failure = failure or error
                 if number < len(self._owners) - 1 and self._owners[number + 1] != self._place:
                     self._send_failure(error, self._owners[number + 1])
-                raise
+                continue
             forms[number] = (_form(received), _form(output))
             if number == len(self._owners) - 1:
                 result = part.whole(output)
@@ -355,6 +362,8 @@ class PipelineEngine(MeshEngine):
                 handed = output
             else:
                 self._send(output, self._owners[number + 1])
+        if failure is not None:
+            raise failure
         return result, forms
 
     def _send_failure(self, error: Exception, to: int) -> None:

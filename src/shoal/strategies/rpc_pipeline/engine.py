@@ -161,13 +161,9 @@ class RemoteEngine(MeshEngine):
         if self._compiled and self.module.training:
             return  # compiled code draws other numbers than the same code that is not
         for micro in work.micros:
-            alone = replace(work, micros=[micro], factor=None)
-            self._proof.check(
-                micro.value,
-                partial(self._inputs, work, micro),
-                partial(self._output, alone),
-                work.autocast,
-            )
+            alone, value = replace(work, micros=[micro], factor=None), micro.value
+            inputs, flow = partial(self._inputs, work, micro), partial(self._output, alone)
+            self._proof.check(value, value, inputs, flow, work.autocast)
 
     def _output(self, work: TurnWork) -> Any:
         """The output of the one micro-batch on the driver, None elsewhere."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.strategies.dtensor import whole
-from shoal.strategies.eval_mode import random_states_kept
+from shoal.strategies.eval_mode import untouched
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -108,11 +108,16 @@ class Proof:
 
 
 def prove(
-    division: ShardedLayers, model: nn.Module, world: World, call: Callable[[], Any] | None = None
+    division: ShardedLayers,
+    model: nn.Module,
+    world: World,
+    call: Callable[[], Any] | None = None,
+    values: Any = None,
 ) -> None:
     """Compare the divided `model` with the whole one, once it has been called everywhere. Collective.
 
-    `call` runs it; by default as it was called. Raises StepError on all ranks where they differ.
+    `call` runs it on `values`; by default as it was called. Raises StepError on all ranks where they
+    differ.
     """
     if division.proved:
         return
@@ -120,11 +125,11 @@ def prove(
     if call is None:
         if not all(world.gather(called is not None)) or called is None:
             return
-        call = partial(model, *called[0], **called[1])
+        call, values = partial(model, *called[0], **called[1]), called
     proof = division.proof = Proof(division)
     try:
         with _calm(model):
-            proof.run(partial(_drawing_alike, model, call))
+            proof.run(partial(_without_trace, model, call, values))
     finally:
         division.proof = None
     findings = [found for found in world.gather(proof.found) if found is not None]
@@ -143,8 +148,8 @@ def prove(
         )
 
 
-def _drawing_alike(model: nn.Module, call: Callable[[], Any]) -> Any:
-    with random_states_kept(model):
+def _without_trace(model: nn.Module, call: Callable[[], Any], values: Any) -> Any:
+    with untouched(model, values):
         return call()
 
 
