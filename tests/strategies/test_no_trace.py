@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
+import shoal
 from helpers.ranks import RankError, Ranks
 from shoal.util.errors import StepError
 
 pytestmark = pytest.mark.processes
-from torch import Tensor, nn
-
-import shoal
 
 WIDTH, SAMPLES = 6, 27
 
@@ -203,7 +202,7 @@ def two() -> Iterator[Ranks]:
 PIPELINE = shoal.Pipeline(split_points=("blocks.2",))
 LOOPED = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "blocks.3"), schedule="interleaved")
 FOLDED = shoal.Pipeline(split_points=("blocks.1", "blocks.2", "blocks.3"), schedule="zbv")
-REMOTE = shoal.Remote(stages={"front": ("blocks.0", "blocks.1"), "back": ("blocks.2", "blocks.3")})
+REMOTE = shoal.RPCPipeline(stages={"front": ("blocks.0", "blocks.1"), "back": ("blocks.2", "blocks.3")})
 NAMED: dict[str, Any] = {"pipeline": PIPELINE, "remote": REMOTE, "interleaved": LOOPED, "zbv": FOLDED}
 BOTH, ALL = ["pipeline", "remote"], [*NAMED]
 KEEPING = [Counting, Listing, PlainTensor, NewBuffer, Spectral, Viewing]
@@ -299,8 +298,8 @@ def in_place(world: shoal.World, strategy: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     [
-        ("tensor=2", shoal.Tensor(plan={"blocks.2.1": "column", "blocks.3.1": "row"})),
-        ("context=2", shoal.Context(units=("blocks.1", "blocks.2"))),
+        ("tensor=2", shoal.TensorParallel(plan={"blocks.2.1": "column", "blocks.3.1": "row"})),
+        ("context=2", shoal.ContextParallel(modules=("blocks.1", "blocks.2"))),
     ],
 )
 def test_strategies_with_the_whole_batch_on_each_rank_may_change_it(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.distributed.to_device import values_kept
+from shoal.strategies.dtensor import share
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 """Where a module keeps what it registers, among its attributes."""
@@ -63,14 +64,18 @@ def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
     held = [attributes for module in model.modules() for attributes in tables(module)]
     attributes = [value for table in held for value in table.values() if type(value) is Tensor]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    kept = [(each, each.detach().clone()) for each in (*attributes, *model.buffers(), *learning)]
+    tensors = [share(each.detach()) for each in (*attributes, *model.buffers(), *learning)]
+    kept = [(each, each.clone()) for each in tensors if not each.is_meta]
     try:
         with random_states_kept(model), values_kept(values), attributes_kept(held):
             yield
     finally:
         with torch.no_grad():
             for tensor, value in kept:
-                tensor.copy_(value)
+                # A copy of equal values would count as a change, and fail the backward of a forward
+                # that your own loop has run before.
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
 
 def tables(module: nn.Module) -> list[dict[str, Any]]:
