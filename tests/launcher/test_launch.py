@@ -184,8 +184,8 @@ from shoal.launcher import function
 
 import_main = "from shoal.launcher.function_process import main"
 long_grace = "from shoal.launcher import workers; workers.GRACE = GRACE"
-assert import_main in caller._PROGRAM
-caller._PROGRAM = caller._PROGRAM.replace(import_main, f"{long_grace}; {import_main}")
+assert import_main in function._PROGRAM
+function._PROGRAM = function._PROGRAM.replace(import_main, f"{long_grace}; {import_main}")
 
 def work():
     here, rank = Path.cwd(), int(os.environ["RANK"])

@@ -120,7 +120,7 @@ def test_a_dry_run_is_the_beginning_of_the_run(tmp_path: Path) -> None:
     )
     options: dict[str, Any] = {
         "schedule": shoal.LRSchedule(warmup_steps=2),
-        "evaluate": validation,
+        "validation": validation,
         "ema": 0.5,
     }
     dry = train(tmp_path / "a", steps=2, **options)
@@ -147,7 +147,7 @@ def test_evaluations_come_when_asked_and_are_recorded(tmp_path: Path) -> None:
         assert moment.result is not None
         seen.append((moment.kind, moment.run.step))
 
-    train(tmp_path, evaluate=shoal.Validation(dataset=dataset(1)), callbacks=[callback])
+    train(tmp_path, validation=shoal.Validation(dataset=dataset(1)), callbacks=[callback])
     steps = [("step", number) for number in range(1, 11)]
     assert seen == [*steps[:5], ("evaluation", 5), *steps[5:], ("evaluation", 10), ("end", 10)]
     events = losses(tmp_path, "evaluation")
@@ -176,7 +176,7 @@ def test_a_finished_run_still_knows_its_last_evaluation(tmp_path: Path) -> None:
     )
     seen: list[dict[str, Any]] = []
     for _ in range(2):  # the second time there is nothing left to do
-        done = train(tmp_path, evaluate=validation, callbacks=[lambda m: seen.append({**m.metrics})])
+        done = train(tmp_path, validation=validation, callbacks=[lambda m: seen.append({**m.metrics})])
         classes = done.metrics["by class"]
         assert isinstance(classes, Tensor)
         seen.append({**done.metrics, "by class": classes.tolist()})
@@ -199,7 +199,7 @@ def test_the_line_knows_where_it_ends(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_best_is_kept_apart(tmp_path: Path) -> None:
     worse = shoal.Validation(dataset=dataset(1), every=1, mode="max")  # the first is the best
-    done = train(tmp_path, evaluate=worse, keep=1)
+    done = train(tmp_path, validation=worse, keep=1)
     first = losses(tmp_path, "evaluation")[0]
     assert done.best == first["loss"]
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-1"]
@@ -207,7 +207,7 @@ def test_the_best_is_kept_apart(tmp_path: Path) -> None:
 
 
 def test_averaged_parameters_are_what_is_evaluated(tmp_path: Path) -> None:
-    done = train(tmp_path, evaluate=shoal.Validation(dataset=dataset(1), every=10), ema=0.9)
+    done = train(tmp_path, validation=shoal.Validation(dataset=dataset(1), every=10), ema=0.9)
     assert done.ema is not None
     with shoal.init() as world, done.ema.applied():
         net = shoal.parallelize(done.model, world)
@@ -234,7 +234,7 @@ class ByRank:
 def stopped(world: shoal.World, directory: Path) -> tuple[str, int]:
     world.reseed("weights", by_rank=False)
     validation = shoal.Validation(dataset=dataset(1), every=2)
-    done = train(directory, world=world, evaluate=validation, callbacks=[ByRank(world.rank)])
+    done = train(directory, world=world, validation=validation, callbacks=[ByRank(world.rank)])
     return done.reason, done.step.number
 
 
@@ -248,7 +248,7 @@ def impatient(world: shoal.World, directory: Path) -> list[tuple[str, int]]:
     for _ in range(2):
         world.reseed("weights", by_rank=False)
         validation = shoal.Validation(dataset=dataset(1), every=1, mode="max", patience=3)
-        done = train(directory, world=world, evaluate=validation)
+        done = train(directory, world=world, validation=validation)
         found.append((done.reason, done.step.number))
     return found
 
@@ -300,7 +300,7 @@ def apart(world: shoal.World, directory: Path, growing: int) -> tuple[Any, ...]:
         mode="max",
         patience=2,
     )
-    done = train(directory, world=world, evaluate=validation, callbacks=[numbers.follow])
+    done = train(directory, world=world, validation=validation, callbacks=[numbers.follow])
     world.barrier()
     kept = [path.name for path in (directory / "best").iterdir()]
     return done.reason, done.step.number, done.best, kept, done.metrics["own"]
@@ -393,7 +393,7 @@ def test_what_can_not_be_evaluated_fails_before_the_first_step(tmp_path: Path) -
     seen: list[shoal.TrainingStatus] = []
     validation = shoal.Validation(dataset=dataset(1), metrics={"broken": broken})
     with pytest.raises(KeyError, match="broken"):
-        train(tmp_path, evaluate=validation, callbacks=[seen.append])
+        train(tmp_path, validation=validation, callbacks=[seen.append])
     assert seen == []
 
 
@@ -402,24 +402,24 @@ def test_a_best_that_is_no_number_fails_before_the_first_step(tmp_path: Path) ->
     seen: list[shoal.TrainingStatus] = []
     validation = shoal.Validation(dataset=dataset(1), metrics={"recall": recall}, monitor="recall")
     with pytest.raises(StepError, match="its value is not one number: tensor"):
-        train(tmp_path, evaluate=validation, callbacks=[seen.append])
+        train(tmp_path, validation=validation, callbacks=[seen.append])
     assert seen == []
 
 
 def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
-    train(tmp_path, epochs=1, evaluate=shoal.Validation(dataset=dataset(1), every=1))
+    train(tmp_path, epochs=1, validation=shoal.Validation(dataset=dataset(1), every=1))
     accuracy = {"accuracy": shoal.Accuracy()}
     options: dict[str, Any] = {
         "dataset": dataset(1),
         "every": 1,
         "metrics": accuracy,
-        "best": "accuracy",
+        "monitor": "accuracy",
     }
-    done = train(tmp_path, evaluate=shoal.Validation(**options, mode="max"))
+    done = train(tmp_path, validation=shoal.Validation(**options, mode="max"))
     scores = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event]
     assert len(scores) == 5
     assert done.best == max(scores)
-    lowest = train(tmp_path, epochs=3, evaluate=shoal.Validation(**options))
+    lowest = train(tmp_path, epochs=3, validation=shoal.Validation(**options))
     later = [event["accuracy"] for event in losses(tmp_path, "evaluation") if "accuracy" in event][5:]
     assert lowest.best == min(later)
 
@@ -427,7 +427,7 @@ def test_the_best_by_one_metric_is_none_by_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", [np.bool_(True), torch.tensor(True)])
 def test_what_a_comparison_says_ends_it_too(tmp_path: Path, answer: object) -> None:
     validation = shoal.Validation(dataset=dataset(1), every=2)
-    done = train(tmp_path, evaluate=validation, callbacks=[lambda _: answer])
+    done = train(tmp_path, validation=validation, callbacks=[lambda _: answer])
     assert (done.reason, done.step.number) == ("callback", 2)
 
 
@@ -481,6 +481,6 @@ def test_an_evaluation_collates_as_training_does(tmp_path: Path, own: bool) -> N
         metrics={"accuracy": shoal.Accuracy()},
         outputs=lambda output: output,
     )
-    train(tmp_path, epochs=1, collate_fn=joined, evaluate=validation)
+    train(tmp_path, epochs=1, collate_fn=joined, validation=validation)
     assert set(calls) == ({"train", "evaluation"} if own else {"train"})
     assert calls[0] == ("evaluation" if own else "train")  # the first evaluation is tried at the start
