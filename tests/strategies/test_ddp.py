@@ -25,7 +25,8 @@ pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH, STEPS = 40, 8, 6
 TOLERANCE = 1e-9
-SMALL_COPIES = {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.0001}
+COPIES = {"gradient_as_bucket_view": False}
+SMALL_COPIES = {**COPIES, "bucket_cap_mb": 0.0001}
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +169,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         (Plain, {}),
         *(
             pytest.param(Plain, options, marks=pytest.mark.full)
-            for options in (
-                {"bucket_cap_mb": 0.0001},
-                {"gradient_as_bucket_view": False},
-                {"static_graph": True},
-            )
+            for options in ({"bucket_cap_mb": 0.0001}, COPIES, {"static_graph": True})
         ),
         (Plain, {"static_graph": True, **SMALL_COPIES}),
         (Plain, {"find_unused_parameters": True}),
