@@ -6,12 +6,14 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-import shoal
-from helpers.cluster.slurm import Cluster, missing
+if TYPE_CHECKING:
+    import shoal
+    from helpers.cluster.slurm import Cluster
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # What a machine may lack even in CI. Everything else `.ci/run` installs, so a skip hides a failure.
@@ -52,6 +54,8 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def world() -> Iterator[shoal.World]:
     """A world of one on the CPU."""
+    import shoal
+
     with shoal.init(device="cpu") as alone:
         yield alone
 
@@ -59,6 +63,8 @@ def world() -> Iterator[shoal.World]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Slurm cluster for the tests of one file."""
+    from helpers.cluster.slurm import Cluster, missing
+
     if missing():
         pytest.skip(missing())
     # Slurm shall not be the first to notice what is cut.
