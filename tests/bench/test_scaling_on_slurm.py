@@ -196,7 +196,7 @@ def test_each_turn_has_as_many_processes_as_it_needs(launcher: str, told: str, t
         processes=4,
         turns=turns,
         limit=9,
-        launcher=launcher,  # type: ignore[arg-type]
+        launcher=launcher,
     )
     text = write(asked, Site(name="plain"), place(tmp_path))
     assert told in text
@@ -256,7 +256,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     again = shoal(*ASKED)
     assert again.exit_code == 1
     assert len(fakes.calls("sbatch")) == 4
-    assert "job 42: 4 pending: shoal status s/slurm/nodes-1" in again.output
+    assert "job 42: 4 pending: shoal status s/submitted/nodes-1" in again.output
     # One round of the first job has ended; then Slurm forgets the job.
     study = load(Path("s"))
     for number, configuration in study.missing():
@@ -269,7 +269,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     assert collected.exit_code == 1, collected.exception
     assert "ValueError: no such layer" in collected.output
     assert "4 of 6 trainings have no result yet" in collected.output
-    assert "job 42: 2 ended: shoal logs s/slurm/nodes-1" in collected.output
+    assert "job 42: 2 ended: shoal logs s/submitted/nodes-1" in collected.output
     last = shoal(*ASKED)
     assert "2 training(s) on 1, 2 process(es)" in last.output
     assert "2 training(s) on 8 process(es)" in last.output
@@ -329,7 +329,7 @@ def test_a_script_runs_from_a_copy_of_its_own(fakes: Fakes) -> None:
     assert shoal(*script).exit_code == 0
     fakes.set("squeue", code=1, err="slurm_load_jobs error: Invalid job id specified\n")
     assert shoal(*script).exit_code == 0
-    folder = Path("s/slurm/nodes-2/jobs/2")
+    folder = Path("s/submitted/nodes-2/jobs/2")
     assert [path.name for path in (folder / "source").iterdir()] == ["train.py"]
     text = (folder / "job.sh").read_text()
     assert f"{folder.resolve()}/source/train.py --run {Path('s').resolve()}/jobs/n8-b64" in text

@@ -22,8 +22,9 @@ from shoal.launcher.submit.check import (
 from shoal.launcher.submit.decide import decide
 from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.save_time import stopping_seconds
-from shoal.launcher.submit.site import Partition, Qos, Site, read_site
-from shoal.launcher.submit.site_draft import draft
+from shoal.launcher.submit.site import Partition, Qos, Site
+from shoal.launcher.submit.site_file import read_site
+from shoal.launcher.submit.slurm.site_draft import draft
 from shoal.launcher.submit.times import gpu_hours, parse_time, spell_time
 from shoal.util.errors import LaunchError
 
@@ -203,6 +204,7 @@ def test_gpu_hours() -> None:
         ("setup = 'module purge'", "setup = 'module purge', a str"),
         ("setup = [1]", "setup = 1, a int"),
         ("launcher = 'aprun'", "launcher = 'aprun'"),
+        ("scheduler = 'cron'", "scheduler = 'cron'; Shoal knows slurm"),
         ("ports = '1; rm'", "ports = '1; rm'"),
         ("default = 'gpu'", "none of its partitions"),
         ("partitions = 3", "partitions that are no tables"),
@@ -272,7 +274,7 @@ def test_a_site_is_drafted_from_what_slurm_says() -> None:
         "mine", SINFO, "ClusterName             = mini\nKillWait     = 5 sec\nJobRequeue = 0\n"
     )
     site = read_site("mine", text, "mine.toml")
-    assert (site.about, site.requeue, site.hint) == ("mini", False, "nomultithread")
+    assert (site.about, site.requeue, site.multithread) == ("mini", False, False)
     assert list(site.partitions) == ["main", "gpu", "short"]
     gpu, main, short = (site.partitions[name] for name in ("gpu", "main", "short"))
     assert (gpu.gpus, gpu.cores, gpu.cpus_per_gpu, gpu.nodes) == (4, 64, 16, 8)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli import bench_machine
-from shoal.cli.submit_options import Account, Cpus, Force, Partition, Qos, Sbatch, Site
+from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ _Study = Annotated[
 _Mpirun = Annotated[
     str | None, typer.Option(metavar="COMMAND", help="What starts ranks of MPI, with its options.")
 ]
-_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of Slurm's; all below need it.")]
+_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of a cluster; all below need it.")]
 _Time = Annotated[
     str | None, typer.Option(metavar="HH:MM:SS", help="Of each job; else as its limits add up.")
 ]
@@ -114,7 +114,7 @@ def scaling(
     gpus_per_node: _Gpus = None,
     tasks_per_node: _Tasks = None,
     cpus_per_task: Cpus = None,
-    sbatch: Sbatch = None,
+    directive: Directive = None,
     dry_run: _DryRun = False,
     force: Force = False,
 ) -> None:
@@ -149,7 +149,7 @@ def scaling(
         gpus=gpus_per_node,
         tasks=tasks_per_node,
         cpus=cpus_per_task,
-        options=tuple(sbatch or ()),
+        options=tuple(directive or ()),
     )
     folder = study or Path("studies") / _folder(options)
     if submit:
@@ -199,7 +199,7 @@ def _refuse(model: str, asked: Asked, *, dry: bool, force: bool) -> None:
 
     if asked != Asked() or dry or force:
         raise LaunchError(
-            given=f"shoal bench scaling {model}, with options for Slurm",
+            given=f"shoal bench scaling {model}, with options for a cluster",
             found="no --submit: the study would run here",
             fix="--submit, or leave out --site, --partition and those after them in --help",
         )
@@ -210,7 +210,7 @@ _Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's dir
 
 @benches.command()
 def collect(study: _Directory) -> None:
-    """Show what a study under Slurm came to so far; exit with 1 while results are missing.
+    """Show what a submitted study came to so far; exit with 1 while results are missing.
 
     Names what still waits, runs or has ended without a result, with the command that tells more.
     """

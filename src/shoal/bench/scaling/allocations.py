@@ -1,4 +1,4 @@
-"""The jobs of Slurm's that a study becomes: one for each number of nodes. Functions of plain values."""
+"""Divide a study into jobs, one for each number of nodes: functions of plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What of Slurm is asked for; what is None is left to the site.
+    """What the user requests of a cluster; what is None is left to the site.
 
     `gpus` and `tasks` are those of a node, one process for each; `cpus` are cores of each process.
     `time`, in seconds, is that of each job.
@@ -34,7 +34,7 @@ class Asked:
 class Capacity:
     """What nodes take of a study: `tasks` processes each at most, and one job at most `most` nodes.
 
-    Each process has a GPU, or else `cpus` cores, None being left to Slurm, which gives it one.
+    Each process has a GPU, or else `cpus` cores, None being left to the scheduler.
     """
 
     where: str
@@ -93,7 +93,8 @@ def room(site: Site, asked: Asked) -> Capacity:
         raise LaunchError(
             given=f"--submit on the site {site.name}",
             found="how many processes a node takes: neither GPUs nor cores are known here",
-            fix="--gpus-per-node 4, or --tasks-per-node 8; `shoal sites new NAME` asks Slurm for good",
+            fix="--gpus-per-node 4, or --tasks-per-node 8; "
+            "`shoal sites new NAME` asks the scheduler for good",
         )
     if cpus is None and not gpus and partition.cores:
         cpus = max(1, partition.cores // tasks)
@@ -103,9 +104,9 @@ def room(site: Site, asked: Asked) -> Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A job of Slurm's: nodes, and what runs on them one after the other, as (round, configuration).
+    """A submitted job: nodes, and what runs on them one after the other, as (round, configuration).
 
-    What is started by mpirun has a job of its own.
+    Trainings that mpirun starts are in a separate job.
     """
 
     nodes: int

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.bench.scaling import compare as comparing
-from shoal.bench.scaling import format, jobs, slurm
+from shoal.bench.scaling import format, jobs, submission
 from shoal.bench.scaling.aggregate import Repeat, all_notes, rows
 from shoal.bench.scaling.allocations import Allocation, Asked
 from shoal.bench.scaling.configurations import StudyOptions, check_options, configurations
@@ -103,7 +103,7 @@ def rehearse(path: Path, options: StudyOptions, asked: Asked, site: Site, *, for
         print_line(console, f"job: {_size(allocation, done)}")
         notes.update(dict.fromkeys(done.notes))
 
-    slurm.rehearse(path, options, asked, site, tell, force=force)
+    submission.rehearse(path, options, asked, site, tell, force=force)
     print_line(console, *(f"note: {note}" for note in notes))
 
 
@@ -119,7 +119,7 @@ def submit(
         notes.update(dict.fromkeys(done.notes))
         told.append(allocation)
 
-    study = slurm.submit(path, options, asked, site, tell, force=force)
+    study = submission.submit(path, options, asked, site, tell, force=force)
     print_line(console, *(f"note: {note}" for note in notes))
     if told:
         console.print()
@@ -139,11 +139,11 @@ def _size(allocation: Allocation, done: Submission) -> str:
 
 def collect(study: Study, console: Console) -> bool:
     """Show what a study came to so far, and name what has no result yet; whether that is nothing."""
-    slurm.gather(study)
+    submission.gather(study)
     if study.repeats():
         show(study, console)
         console.print()
-    left = slurm.waiting(study)
+    left = submission.waiting(study)
     if left:
         total = len(configurations(study.options)) * study.options.rounds
         count = sum(each.trainings for each in left)

@@ -1,4 +1,4 @@
-"""What `shoal submit`, `status` and `sites` print."""
+"""Print what `shoal submit`, `status` and `sites` report."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def script(console: Console, done: Submission) -> None:
 
 
 def submission(console: Console, done: Submission, *, out: Path | None) -> None:
-    """What was submitted, and the commands that go on from here."""
+    """Print what was submitted, and the commands with which to continue."""
     if done.jobs:
         print_line(console, f"job {', '.join(done.jobs)}: {_size(done.job)}")
     else:
-        print_path(console, f"written, not submitted: sbatch {shlex.quote(str(out))}")
+        print_path(console, f"written, not submitted: {done.program} {shlex.quote(str(out))}")
     _remarks(console, done)
     run = shlex.quote(_short(done.run))
     if done.jobs:
@@ -72,7 +72,7 @@ def _remarks(console: Console, done: Submission) -> None:
 
 
 def status(console: Console, found: Status) -> None:
-    """How the jobs of a run are, and how far its training is."""
+    """Print the state of the jobs of a run, and the progress of its training."""
     record = found.record
     what = f"{record.command} on {record.site}, submitted {_ago(record.submitted)}"
     table = make_table("job", "state", "ran", "limit", "where or why")
@@ -81,20 +81,21 @@ def status(console: Console, found: Status) -> None:
     for end in found.ends:
         add_row(table, end.job, outcome(end.code), "", "", _ended(end))
     if not found.queued and not found.ends:
-        add_row(table, ", ".join(record.jobs), "gone", "", "", "Slurm does not know it any more")
+        why = f"{found.scheduler} does not know it any more"
+        add_row(table, ", ".join(record.jobs), "gone", "", "", why)
     print_table(console, f"{_short(found.folder)}: {what}", table)
     print_line(console, *_stuck(found), *found.failure, *_progress(found))
 
 
 def overview(console: Console, found: Iterable[Status]) -> None:
-    """A line for each run: how its newest job is, and how far its training is."""
+    """Print a line for each run: the state of its newest job, and the progress of its training."""
     table = make_table("run", "job", "state", "step", "where or why")
     for each in found:
         number, state, why = ", ".join(each.record.jobs), "gone", ""
         for end in each.ends[-1:]:
             number, state, why = end.job, outcome(end.code), _ended(end)
         for queued in each.queued[:1]:
-            number, state, why = queued.job, queued.state.lower(), queued.never or queued.reason
+            number, state, why = queued.job, queued.state.lower(), queued.never_starts or queued.reason
         step = "" if each.step is None else each.step.get("step")
         add_row(table, _short(each.folder.parents[1].resolve()), number, state, str(step), why)
     print_table(console, "newest jobs", table)
@@ -102,8 +103,8 @@ def overview(console: Console, found: Iterable[Status]) -> None:
 
 def _stuck(found: Status) -> Iterator[str]:
     for each in found.queued:
-        if each.never:
-            yield f"job {each.job} can never start: {each.never} ({each.reason.strip('()')})"
+        if each.never_starts:
+            yield f"job {each.job} can never start: {each.never_starts} ({each.reason.strip('()')})"
 
 
 def _progress(found: Status) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""A study under Slurm: its jobs submitted, what of them has ended read, what has not named."""
+"""A study on a cluster: submit its jobs, read the results of those that ended, list the others."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.bench.scaling import jobs
@@ -16,17 +16,18 @@ from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
 from shoal.launcher.submit.job import JobRequest, Turn
+from shoal.launcher.submit.scheduler import JobPhase
+from shoal.launcher.submit.schedulers import find_scheduler
 from shoal.launcher.submit.site import Site
-from shoal.launcher.submit.slurm.commands import require
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.submit import SubmitOptions as How
 from shoal.launcher.submit.submit import submit as hand_in
 from shoal.util.errors import LaunchError, ShoalError
 
-SLURM = "slurm"
-"""The directory of a study with its jobs of Slurm's, as `shoal submit` keeps them."""
+SUBMITTED = "submitted"
+"""The directory of a study with its submitted jobs, as `shoal submit` keeps them."""
 MARK = "allocation"
-"""The file of a training that names the job of Slurm's in which it runs."""
+"""The file of a training that names the submitted job in which it runs."""
 SPARE = 60
 """Seconds of a job for each training beyond its limit: it begins, and has to be ended."""
 TIMED_OUT = 124
@@ -34,22 +35,23 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Trainings without a result. `folder` is that of their job of Slurm's, None where there is none.
+    """Trainings without a result. `folder` is that of their submitted job, None if there is none.
 
-    `state` is Slurm's own word for it, or what is known without Slurm.
+    `state` is the scheduler's own word for the job, or what is known without the scheduler.
     """
 
     trainings: int
     folder: Path | None = None
     numbers: tuple[str, ...] = ()
     state: str = "not submitted"
+    phase: JobPhase = "ended"
 
     @property
     def more(self) -> str:
-        """The command that tells more of it."""
+        """The command that says more about it."""
         if self.folder is None:
             return "the same `shoal bench scaling` again"
-        command = {"pending": "status", "running": "logs -f"}.get(self.state, "logs")
+        command = {"waiting": "status", "running": "logs -f", "ended": "logs"}[self.phase]
         return f"shoal {command} {shlex.quote(str(self.folder))}"
 
 
@@ -75,19 +77,20 @@ def rehearse(
 def submit(
     path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
 ) -> Study:
-    """Submit what has no result and is in no job that waits or runs; each job is told.
+    """Submit the trainings without a result that are in no waiting or running job.
 
-    Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job.
-    Those before it stay, and the same call goes on from there; where there are none nothing is left.
+    `tell` is called for each job. Raises LaunchError as `rehearse` does, before anything is submitted,
+    and if the scheduler rejects a job. The jobs before it stay, and the same call continues from
+    there; if there are none, no files are left behind.
     """
     rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
-    require()
+    find_scheduler(site.scheduler, f"the site {site.name}").check_available()
     fits, fresh = room(site, asked), not (path / FILE).exists()
     study = begin(path, options, fits.told())
     with alone(study):
         gather(study)
         for each in allocations(study.missing(), fits):
-            if status.living(_folder(study, each.name)):
+            if status.active_jobs(_folder(study, each.name)):
                 continue
             _prepare(study, each)
             how = _how(study, each, dry=False, force=force)
@@ -103,7 +106,7 @@ def submit(
 
 
 def gather(study: Study) -> None:
-    """Keep the results of trainings under Slurm that have ended."""
+    """Keep the results of submitted trainings that have ended."""
     for number, configuration in study.missing():
         done = _end(study.job(configuration, number))
         if done is not None:
@@ -111,7 +114,7 @@ def gather(study: Study) -> None:
 
 
 def waiting(study: Study) -> list[Waiting]:
-    """What has no result yet, by the job of Slurm's in which it is."""
+    """Return the trainings without a result, by the submitted job that they are in."""
     counts: dict[str, int] = {}
     for number, configuration in study.missing():
         name = _allocation(study.job(configuration, number))
@@ -125,11 +128,12 @@ def _state(study: Study, name: str, trainings: int) -> Waiting:
     folder = _folder(study, name)
     try:
         found = status.status(folder)
-    except LaunchError as error:  # read where there is no Slurm, or never handed over
+    except LaunchError as error:  # read on another machine, or never submitted
         return Waiting(trainings=trainings, folder=folder, state=error.found)
-    states = [each.state.lower() for each in found.queued]
-    state = states[0] if states else "ended"
-    return Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state=state)
+    known = Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state="ended")
+    for first in found.queued[:1]:
+        return replace(known, state=first.state.lower(), phase=first.phase)
+    return known
 
 
 def _request(study: Study, allocation: Allocation, fits: Capacity, asked: Asked) -> JobRequest:
@@ -177,11 +181,11 @@ def _prepare(study: Study, allocation: Allocation) -> None:
 
 
 def _folder(study: Study, name: str) -> Path:
-    return study.path / SLURM / name
+    return study.path / SUBMITTED / name
 
 
 def _allocation(folder: Path) -> str:
-    """The job of Slurm's that a training was submitted in; empty for none."""
+    """Return the name of the job in which a training was submitted; empty if there is none."""
     try:
         name = (folder / MARK).read_text().strip()
     except OSError:
@@ -190,7 +194,7 @@ def _allocation(folder: Path) -> str:
 
 
 def _end(folder: Path) -> jobs.Done | None:
-    """How a training ended, as the batch script has told; None while it has not."""
+    """Return how a training ended, as the batch script recorded it; None while it has not."""
     try:
         text = (folder / f"{jobs.LOG}.end").read_text()
         code, began, ended = (int(word) for word in text.split())
