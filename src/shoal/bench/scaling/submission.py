@@ -17,7 +17,7 @@ from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
 from shoal.launcher.submit.job import JobRequest, Turn
 from shoal.launcher.submit.scheduler import JobPhase
-from shoal.launcher.submit.schedulers import find_scheduler
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.submit import SubmitOptions as How
@@ -84,7 +84,7 @@ def submit(
     there; if there are none, no files are left behind.
     """
     rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
-    find_scheduler(site.scheduler, f"the site {site.name}").check_available()
+    site_scheduler(site).check_available()
     fits, fresh = room(site, asked), not (path / FILE).exists()
     study = begin(path, options, fits.told())
     with alone(study):

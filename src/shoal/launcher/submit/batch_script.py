@@ -14,7 +14,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.launcher.submit.job import Job, Turn
 from shoal.launcher.submit.scheduler import Scheduler
-from shoal.launcher.submit.schedulers import find_scheduler
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.shell_words import Shell, quote_word, quote_words
 from shoal.launcher.submit.site import Site
 
@@ -54,7 +54,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
 
     Raises LaunchError for a value that can't stand in a line that the scheduler reads.
     """
-    scheduler = find_scheduler(site.scheduler, f"the site {site.name}")
+    scheduler = site_scheduler(site)
     shell = {name: Shell(text) for name, text in asdict(scheduler.shell).items()}
     base = resources.files(__package__).joinpath(_TEMPLATE).read_text()
     environment = Environment(

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from math import ceil
 
-from shoal.launcher.submit.decide import fits, partition_of, processes_of, profile_of
+from shoal.launcher.submit.decide import fits, partition_of, processes_of
 from shoal.launcher.submit.job import Job, JobRequest
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Partition, Site
 from shoal.launcher.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError
@@ -124,7 +125,7 @@ def _against_partition(request: JobRequest, site: Site, partition: Partition) ->
         yield Objection(
             f"--gpus-per-node {request.gpus}",
             f"a node of {name} has {partition.gpus} GPUs: "
-            f"{profile_of(site).title} would never start it",
+            f"{site_scheduler(site).profile.title} would never start it",
             better,
         )
     if partition.nodes is not None and request.nodes > partition.nodes:
@@ -176,7 +177,7 @@ def _afterwards(job: Job, parts: int) -> str:
 def _against_processes(
     request: JobRequest, site: Site, partition: Partition, job: Job
 ) -> Iterator[Objection]:
-    launcher = profile_of(site).launchers[0]
+    launcher = site_scheduler(site).profile.launchers[0]
     processes, gpus = processes_of(request), request.nodes * request.gpus
     if processes < request.nodes:
         yield Objection(

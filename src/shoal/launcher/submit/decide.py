@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from shoal.launcher.submit.job import Job, JobRequest
 from shoal.launcher.submit.scheduler import SchedulerProfile
-from shoal.launcher.submit.schedulers import find_scheduler
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Partition, Qos, Site
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
@@ -36,7 +36,7 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
 
     Raises LaunchError if the scheduler does not have the requested launcher.
     """
-    scheduler = profile_of(site)
+    scheduler = site_scheduler(site).profile
     partition = partition_of(request, site)
     processes = processes_of(request)
     cpus = _cpus(request, partition, scheduler)
@@ -70,11 +70,6 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         limit=request.limit,
         choices={"cpus": cpus, "qos": qos, "lead": lead},
     )
-
-
-def profile_of(site: Site) -> SchedulerProfile:
-    """Return the profile of a site's scheduler."""
-    return find_scheduler(site.scheduler, f"the site {site.name}").profile
 
 
 def _launcher(name: str | None, scheduler: SchedulerProfile) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from shoal.launcher.submit.scheduler import Scheduler
+from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.slurm.scheduler import Slurm
 from shoal.util.errors import LaunchError
 
@@ -20,6 +21,11 @@ def find_scheduler(name: str, given: str) -> Scheduler:
             given=given, found=f"scheduler = {name!r}; Shoal knows {known}", fix=f"one of {known}"
         )
     return SCHEDULERS[name]
+
+
+def site_scheduler(site: Site) -> Scheduler:
+    """Return the scheduler of a site."""
+    return find_scheduler(site.scheduler, f"the site {site.name}")
 
 
 def scheduler_here() -> Scheduler:

@@ -27,7 +27,7 @@ from shoal.launcher.submit.job_directory import (
 )
 from shoal.launcher.submit.save_time import stopping_seconds
 from shoal.launcher.submit.scheduler import Scheduler
-from shoal.launcher.submit.schedulers import find_scheduler
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
 from shoal.launcher.submit.status import active_jobs
@@ -75,7 +75,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     Raises LaunchError if the script is missing, if there are objections to the job, or if the
     scheduler rejects it; then no files are left behind.
     """
-    scheduler = find_scheduler(site.scheduler, f"the site {site.name}")
+    scheduler = site_scheduler(site)
     script = Path(request.script)
     if not script.is_file():
         raise LaunchError(
