@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from helpers.fake_slurm import Fakes, place, run_script, write
 from shoal.bench.scaling.aggregate import Repeat, apart
-from shoal.bench.scaling.allocations import Asked, Capacity, allocations, room
+from shoal.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
 from shoal.bench.scaling.configurations import StudyOptions
 from shoal.bench.scaling.directory import Study, begin, load
 from shoal.cli.main import app
@@ -42,35 +42,35 @@ def site(partition: Partition | None) -> Site:
 @pytest.mark.parametrize(
     ("partition", "asked", "found"),
     [
-        (GPUS, Asked(), (4, True, 8, 4)),
-        (GPUS, Asked(gpus=2, cpus=3), (2, True, 3, 4)),
-        (GPUS, Asked(gpus=0), (32, False, 1, 4)),
-        (GPUS, Asked(tasks=8), (8, False, 4, 4)),
-        (CORES, Asked(), (32, False, 1, None)),
-        (CORES, Asked(cpus=5), (6, False, 5, None)),
-        (None, Asked(gpus=4), (4, True, None, None)),
-        (None, Asked(tasks=6), (6, False, None, None)),
+        (GPUS, ClusterRequest(), (4, True, 8, 4)),
+        (GPUS, ClusterRequest(gpus=2, cpus=3), (2, True, 3, 4)),
+        (GPUS, ClusterRequest(gpus=0), (32, False, 1, 4)),
+        (GPUS, ClusterRequest(tasks=8), (8, False, 4, 4)),
+        (CORES, ClusterRequest(), (32, False, 1, None)),
+        (CORES, ClusterRequest(cpus=5), (6, False, 5, None)),
+        (None, ClusterRequest(gpus=4), (4, True, None, None)),
+        (None, ClusterRequest(tasks=6), (6, False, None, None)),
     ],
 )
 def test_a_node_takes_what_the_site_says_or_the_user(
-    partition: Partition | None, asked: Asked, found: tuple[int, bool, int | None, int | None]
+    partition: Partition | None, asked: ClusterRequest, found: tuple[int, bool, int | None, int | None]
 ) -> None:
-    fits = room(site(partition), asked)
+    fits = node_capacity(site(partition), asked)
     assert (fits.tasks, fits.gpus, fits.cpus, fits.most) == found
 
 
 @pytest.mark.parametrize(
     ("partition", "asked", "told"),
     [
-        (None, Asked(), "how many processes a node takes"),
-        (GPUS, Asked(partition="fast"), "mini has main"),
+        (None, ClusterRequest(), "how many processes a node takes"),
+        (GPUS, ClusterRequest(partition="fast"), "mini has main"),
     ],
 )
 def test_what_nobody_knows_of_a_node_is_asked_for(
-    partition: Partition | None, asked: Asked, told: str
+    partition: Partition | None, asked: ClusterRequest, told: str
 ) -> None:
     with pytest.raises(LaunchError, match=told):
-        room(site(partition), asked)
+        node_capacity(site(partition), asked)
 
 
 FOUR = Capacity(where="mini", tasks=4, gpus=True, cpus=8, most=4)

@@ -24,7 +24,7 @@ from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.save_time import stopping_seconds
 from shoal.launcher.submit.site import Partition, Qos, Site
 from shoal.launcher.submit.site_file import read_site
-from shoal.launcher.submit.slurm.site_draft import draft
+from shoal.launcher.submit.slurm.site_draft import draft_text
 from shoal.launcher.submit.times import gpu_hours, parse_time, spell_time
 from shoal.util.errors import LaunchError
 
@@ -270,7 +270,7 @@ short|30:00|64+|(null)|10|2:16:2
 
 
 def test_a_site_is_drafted_from_what_slurm_says() -> None:
-    text = draft(
+    text = draft_text(
         "mine", SINFO, "ClusterName             = mini\nKillWait     = 5 sec\nJobRequeue = 0\n"
     )
     site = read_site("mine", text, "mine.toml")
@@ -286,7 +286,7 @@ def test_a_site_is_drafted_from_what_slurm_says() -> None:
 
 def test_nothing_is_drafted_from_nothing() -> None:
     with pytest.raises(LaunchError, match="no partition"):
-        draft("mine", "slurm_load_partitions: error\n", "")
+        draft_text("mine", "slurm_load_partitions: error\n", "")
 
 
 GOLDEN: dict[str, dict[str, object]] = {

@@ -14,7 +14,7 @@ from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition,
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.bench.scaling.allocations import Asked
+    from shoal.bench.scaling.allocations import ClusterRequest
     from shoal.bench.scaling.configurations import StudyOptions
 
 benches = typer.Typer(
@@ -140,7 +140,7 @@ def scaling(
         rounds=rounds,
         limit=limit,
     )
-    asked = allocations.Asked(
+    asked = allocations.ClusterRequest(
         site=site,
         partition=partition,
         account=account,
@@ -176,16 +176,22 @@ def _run(folder: Path, options: StudyOptions, threads: int | None, mpirun: str |
 
 
 def _submit(
-    folder: Path, options: StudyOptions, threads: int | None, asked: Asked, *, dry: bool, force: bool
+    folder: Path,
+    options: StudyOptions,
+    threads: int | None,
+    asked: ClusterRequest,
+    *,
+    dry: bool,
+    force: bool,
 ) -> None:
     from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.allocations import room
+    from shoal.bench.scaling.allocations import node_capacity
     from shoal.launcher.submit.site_catalog import choose
     from shoal.util.tables import plain_console
 
     site = choose(asked.site).value
     if threads is None:  # as many as it has cores
-        threads = room(site, asked).cpus or 1
+        threads = node_capacity(site, asked).cpus or 1
     options = replace(options, threads=threads)
     if dry:
         studies.rehearse(folder, options, asked, site, force=force)
@@ -193,11 +199,11 @@ def _submit(
         raise typer.Exit(1)
 
 
-def _refuse(model: str, asked: Asked, *, dry: bool, force: bool) -> None:
+def _refuse(model: str, asked: ClusterRequest, *, dry: bool, force: bool) -> None:
     """Raises LaunchError for options of jobs where none is submitted."""
-    from shoal.bench.scaling.allocations import Asked
+    from shoal.bench.scaling.allocations import ClusterRequest
 
-    if asked != Asked() or dry or force:
+    if asked != ClusterRequest() or dry or force:
         raise LaunchError(
             given=f"shoal bench scaling {model}, with options for a cluster",
             found="no --submit: the study would run here",

@@ -161,10 +161,10 @@ def _submit(request: JobRequest, site: str | None, options: SubmitOptions) -> No
 
     done = hand_in(request, choose(site).value, options)
     if options.dry:
-        display.script(plain_console(), done)
-        display.rehearsal(plain_console(stderr=True), done)
+        display.print_script(plain_console(), done)
+        display.print_dry_run(plain_console(stderr=True), done)
     else:
-        display.submission(plain_console(), done, out=options.out)
+        display.print_submission(plain_console(), done, out=options.out)
 
 
 def status(
@@ -182,9 +182,9 @@ def status(
 
     if run is None:
         found = following.runs(Path("runs"))
-        display.overview(plain_console(), [following.status(each) for each in found])
+        display.print_overview(plain_console(), [following.status(each) for each in found])
     else:
-        display.status(plain_console(), following.status(run))
+        display.print_status(plain_console(), following.status(run))
 
 
 def logs(
@@ -236,7 +236,7 @@ def list_sites() -> None:
     from shoal.launcher.submit.site_catalog import entries
     from shoal.util.tables import plain_console
 
-    display.sites(plain_console(), entries().values())
+    display.print_sites(plain_console(), entries().values())
 
 
 @sites.command("show")
@@ -246,7 +246,7 @@ def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     from shoal.launcher.submit.site_catalog import find_entry
     from shoal.util.tables import plain_console
 
-    display.text(plain_console(), find_entry(name))
+    display.print_site_file(plain_console(), find_entry(name))
 
 
 @sites.command("new")

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.bench.scaling import jobs
-from shoal.bench.scaling.allocations import Allocation, Asked, Capacity, allocations, room
+from shoal.bench.scaling.allocations import (
+    Allocation,
+    Capacity,
+    ClusterRequest,
+    allocations,
+    node_capacity,
+)
 from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_options
 from shoal.bench.scaling.directory import FILE, Study, alone, begin, forget, plan
 from shoal.bench.scaling.subject import ScriptSubject
@@ -59,23 +65,23 @@ Tell = Callable[[Allocation, Submission], None]
 
 
 def rehearse(
-    path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, tell: Tell, *, force: bool
 ) -> None:
     """Tell what `submit` would submit; nothing is made.
 
     Raises LaunchError for what can't be studied or does not fit the site.
     """
     check_options(options)
-    fits = room(site, asked)
+    fits = node_capacity(site, asked)
     fits.check(options.processes)
-    study = plan(path, options, fits.told())
+    study = plan(path, options, fits.description())
     for each in allocations(study.missing(), fits):
         how = _how(study, each, dry=True, force=force)
         tell(each, hand_in(_request(study, each, fits, asked), site, how))
 
 
 def submit(
-    path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, tell: Tell, *, force: bool
 ) -> Study:
     """Submit the trainings without a result that are in no waiting or running job.
 
@@ -85,8 +91,8 @@ def submit(
     """
     rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
     site_scheduler(site).check_available()
-    fits, fresh = room(site, asked), not (path / FILE).exists()
-    study = begin(path, options, fits.told())
+    fits, fresh = node_capacity(site, asked), not (path / FILE).exists()
+    study = begin(path, options, fits.description())
     with alone(study):
         gather(study)
         for each in allocations(study.missing(), fits):
@@ -136,7 +142,7 @@ def _state(study: Study, name: str, trainings: int) -> Waiting:
     return known
 
 
-def _request(study: Study, allocation: Allocation, fits: Capacity, asked: Asked) -> JobRequest:
+def _request(study: Study, allocation: Allocation, fits: Capacity, asked: ClusterRequest) -> JobRequest:
     options = study.options
     limit = math.ceil(options.limit)
     turns = [_turn(study, *training) for training in allocation.trainings]

@@ -30,12 +30,12 @@ _SHOWN = 5
 _ROOM_FOR_FILES = 90
 
 
-def script(console: Console, done: Submission) -> None:
-    """The batch script as it would be written, and nothing else: it may be piped into a file."""
+def print_script(console: Console, done: Submission) -> None:
+    """Print the batch script and nothing else: the output may go into a file."""
     console.out(done.script, end="", highlight=False)
 
 
-def submission(console: Console, done: Submission, *, out: Path | None) -> None:
+def print_submission(console: Console, done: Submission, *, out: Path | None) -> None:
     """Print what was submitted, and the commands with which to continue."""
     if done.jobs:
         print_line(console, f"job {', '.join(done.jobs)}: {_size(done.job)}")
@@ -57,21 +57,21 @@ def submission(console: Console, done: Submission, *, out: Path | None) -> None:
         )
 
 
-def rehearsal(console: Console, done: Submission) -> None:
-    """What a dry run says beside the script: what would be submitted."""
+def print_dry_run(console: Console, done: Submission) -> None:
+    """Print what a dry run would submit."""
     print_line(console, f"job: {_size(done.job)}")
     _remarks(console, done)
 
 
 def _remarks(console: Console, done: Submission) -> None:
-    """What is to be known of a job before it waits in a queue."""
+    """Print the notes about a job."""
     print_line(console, *(f"note: {note}" for note in done.notes))
     if done.linked:
         names = _some(done.linked)
         print_line(console, f"note: linked to and not copied, so changes reach the job: {names}")
 
 
-def status(console: Console, found: Status) -> None:
+def print_status(console: Console, found: Status) -> None:
     """Print the state of the jobs of a run, and the progress of its training."""
     record = found.record
     what = f"{record.command} on {record.site}, submitted {_ago(record.submitted)}"
@@ -87,7 +87,7 @@ def status(console: Console, found: Status) -> None:
     print_line(console, *_stuck(found), *found.failure, *_progress(found))
 
 
-def overview(console: Console, found: Iterable[Status]) -> None:
+def print_overview(console: Console, found: Iterable[Status]) -> None:
     """Print a line for each run: the state of its newest job, and the progress of its training."""
     table = make_table("run", "job", "state", "step", "where or why")
     for each in found:
@@ -116,8 +116,8 @@ def _progress(found: Status) -> Iterator[str]:
         yield f"saved step {found.saved.get('step')}, {_ago(found.saved.get('t'))}"
 
 
-def sites(console: Console, entries: Iterable[SiteEntry]) -> None:
-    """All sites, with their partitions; where there is room, which words need, with their files."""
+def print_sites(console: Console, entries: Iterable[SiteEntry]) -> None:
+    """Print all sites with their partitions, and their files if the terminal is wide enough."""
     files = ["file"] if console.width >= _ROOM_FOR_FILES else []
     table = make_table("site", "what it is", "partitions", "tried on", *files)
     for entry in entries:
@@ -128,8 +128,8 @@ def sites(console: Console, entries: Iterable[SiteEntry]) -> None:
     console.print(table)
 
 
-def text(console: Console, entry: SiteEntry) -> None:
-    """A site's file as it stands, to be read or to be copied."""
+def print_site_file(console: Console, entry: SiteEntry) -> None:
+    """Print the text of a site file."""
     console.out(entry.text, end="", highlight=False)
 
 

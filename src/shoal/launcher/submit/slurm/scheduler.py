@@ -98,7 +98,9 @@ class Slurm:
 
     def draft_site(self, name: str) -> str:
         """Draft a site file from sinfo and scontrol."""
-        return site_draft.draft(name, run_command(site_draft.SINFO), run_command(site_draft.CONFIG))
+        return site_draft.draft_text(
+            name, run_command(site_draft.SINFO), run_command(site_draft.CONFIG)
+        )
 
     def _scancel(self, jobs: Sequence[str], *options: str) -> None:
         run_command(["scancel", "--quiet", *options, *jobs], known=False)

@@ -53,7 +53,7 @@ def parse_node_kinds(text: str) -> list[NodeKind]:
     return found
 
 
-def draft(name: str, sinfo: str, config: str) -> str:
+def draft_text(name: str, sinfo: str, config: str) -> str:
     """Return the TOML text of a site. Raises LaunchError if Slurm named no partition."""
     kinds = parse_node_kinds(sinfo)
     if not kinds:
