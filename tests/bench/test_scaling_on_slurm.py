@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from helpers.fake_slurm import Fakes, place, run_script, write
 from shoal.bench.scaling.aggregate import Repeat, apart
-from shoal.bench.scaling.allocations import Asked, Capacity, allocations, room
+from shoal.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
 from shoal.bench.scaling.configurations import StudyOptions
 from shoal.bench.scaling.directory import Study, begin, load
 from shoal.cli.main import app
@@ -42,35 +42,35 @@ def site(partition: Partition | None) -> Site:
 @pytest.mark.parametrize(
     ("partition", "asked", "found"),
     [
-        (GPUS, Asked(), (4, True, 8, 4)),
-        (GPUS, Asked(gpus=2, cpus=3), (2, True, 3, 4)),
-        (GPUS, Asked(gpus=0), (32, False, 1, 4)),
-        (GPUS, Asked(tasks=8), (8, False, 4, 4)),
-        (CORES, Asked(), (32, False, 1, None)),
-        (CORES, Asked(cpus=5), (6, False, 5, None)),
-        (None, Asked(gpus=4), (4, True, None, None)),
-        (None, Asked(tasks=6), (6, False, None, None)),
+        (GPUS, ClusterRequest(), (4, True, 8, 4)),
+        (GPUS, ClusterRequest(gpus=2, cpus=3), (2, True, 3, 4)),
+        (GPUS, ClusterRequest(gpus=0), (32, False, 1, 4)),
+        (GPUS, ClusterRequest(tasks=8), (8, False, 4, 4)),
+        (CORES, ClusterRequest(), (32, False, 1, None)),
+        (CORES, ClusterRequest(cpus=5), (6, False, 5, None)),
+        (None, ClusterRequest(gpus=4), (4, True, None, None)),
+        (None, ClusterRequest(tasks=6), (6, False, None, None)),
     ],
 )
 def test_a_node_takes_what_the_site_says_or_the_user(
-    partition: Partition | None, asked: Asked, found: tuple[int, bool, int | None, int | None]
+    partition: Partition | None, asked: ClusterRequest, found: tuple[int, bool, int | None, int | None]
 ) -> None:
-    fits = room(site(partition), asked)
+    fits = node_capacity(site(partition), asked)
     assert (fits.tasks, fits.gpus, fits.cpus, fits.most) == found
 
 
 @pytest.mark.parametrize(
     ("partition", "asked", "told"),
     [
-        (None, Asked(), "how many processes a node takes"),
-        (GPUS, Asked(partition="fast"), "mini has main"),
+        (None, ClusterRequest(), "how many processes a node takes"),
+        (GPUS, ClusterRequest(partition="fast"), "mini has main"),
     ],
 )
 def test_what_nobody_knows_of_a_node_is_asked_for(
-    partition: Partition | None, asked: Asked, told: str
+    partition: Partition | None, asked: ClusterRequest, told: str
 ) -> None:
     with pytest.raises(LaunchError, match=told):
-        room(site(partition), asked)
+        node_capacity(site(partition), asked)
 
 
 FOUR = Capacity(where="mini", tasks=4, gpus=True, cpus=8, most=4)
@@ -196,7 +196,7 @@ def test_each_turn_has_as_many_processes_as_it_needs(launcher: str, told: str, t
         processes=4,
         turns=turns,
         limit=9,
-        launcher=launcher,  # type: ignore[arg-type]
+        launcher=launcher,
     )
     text = write(asked, Site(name="plain"), place(tmp_path))
     assert told in text
@@ -256,7 +256,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     again = shoal(*ASKED)
     assert again.exit_code == 1
     assert len(fakes.calls("sbatch")) == 4
-    assert "job 42: 4 pending: shoal status s/slurm/nodes-1" in again.output
+    assert "job 42: 4 pending: shoal status s/submitted/nodes-1" in again.output
     # One round of the first job has ended; then Slurm forgets the job.
     study = load(Path("s"))
     for number, configuration in study.missing():
@@ -269,7 +269,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     assert collected.exit_code == 1, collected.exception
     assert "ValueError: no such layer" in collected.output
     assert "4 of 6 trainings have no result yet" in collected.output
-    assert "job 42: 2 ended: shoal logs s/slurm/nodes-1" in collected.output
+    assert "job 42: 2 ended: shoal logs s/submitted/nodes-1" in collected.output
     last = shoal(*ASKED)
     assert "2 training(s) on 1, 2 process(es)" in last.output
     assert "2 training(s) on 8 process(es)" in last.output
@@ -329,7 +329,7 @@ def test_a_script_runs_from_a_copy_of_its_own(fakes: Fakes) -> None:
     assert shoal(*script).exit_code == 0
     fakes.set("squeue", code=1, err="slurm_load_jobs error: Invalid job id specified\n")
     assert shoal(*script).exit_code == 0
-    folder = Path("s/slurm/nodes-2/jobs/2")
+    folder = Path("s/submitted/nodes-2/jobs/2")
     assert [path.name for path in (folder / "source").iterdir()] == ["train.py"]
     text = (folder / "job.sh").read_text()
     assert f"{folder.resolve()}/source/train.py --run {Path('s').resolve()}/jobs/n8-b64" in text

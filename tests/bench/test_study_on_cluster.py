@@ -39,12 +39,12 @@ def shoal(cluster: Cluster, folder: Path, *arguments: str) -> subprocess.Complet
 
 def test_a_study_is_submitted_and_collected(cluster: Cluster, tmp_path: Path) -> None:
     """A job for each number of nodes; of these one is cancelled, is named, and is submitted again."""
-    done = shoal(cluster, tmp_path, "bench", "scaling", *STUDY, *SLURM, "--sbatch=--hold")
+    done = shoal(cluster, tmp_path, "bench", "scaling", *STUDY, *SLURM, "--directive=--hold")
     assert done.returncode == 0, done.stderr
     assert "1 node, 1 training(s) on 1 process(es)" in done.stdout
     assert "2 nodes, 1 training(s) on 2 process(es)" in done.stdout
     one, two = (
-        json.loads((tmp_path / f"s/slurm/nodes-{nodes}/jobs/1/job.json").read_text())["jobs"][0]
+        json.loads((tmp_path / f"s/submitted/nodes-{nodes}/jobs/1/job.json").read_text())["jobs"][0]
         for nodes in (1, 2)
     )
     slurm(cluster, "scancel", two)
@@ -54,7 +54,7 @@ def test_a_study_is_submitted_and_collected(cluster: Cluster, tmp_path: Path) ->
     assert first.returncode == 1, first.stdout + first.stderr
     assert "1 process, and nothing to compare with" in first.stdout
     assert "1 of 2 trainings have no result yet" in first.stdout
-    assert f"job {two}: 1 cancelled: shoal logs s/slurm/nodes-2" in first.stdout
+    assert f"job {two}: 1 cancelled: shoal logs s/submitted/nodes-2" in first.stdout
     again = shoal(cluster, tmp_path, "bench", "scaling", *STUDY, *SLURM)
     assert "2 nodes, 1 training(s)" in again.stdout, again.stdout + again.stderr
     assert "1 node, " not in again.stdout

@@ -1,16 +1,16 @@
-"""Slurm's commands as small scripts that record how they are called, and batch scripts run by bash."""
+"""A scheduler's commands as small scripts that record their calls, and batch scripts run by bash."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shoal.launcher.submit.batch_script import JobContext, render
 from shoal.launcher.submit.decide import decide
 from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.site import Site
-from shoal.launcher.submit.slurm.batch_script import JobContext, render
 
 _FAKE = """#!/bin/bash
 printf '%s\\0' "{name}" "$@" >> "{folder}/calls"
@@ -23,13 +23,14 @@ COMMANDS = ("srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo", "mpirun"
 
 
 class Fakes:
-    """A directory of such commands: what they print and exit with is set here, calls are read."""
+    """A directory of such commands: set what they print and exit with, and get their calls."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, commands: Sequence[str] = COMMANDS) -> None:
         self.folder = folder
+        self.commands = commands
         self.path = folder / "bin"
         self.path.mkdir(parents=True)
-        for name in COMMANDS:
+        for name in commands:
             program = self.path / name
             program.write_text(_FAKE.format(name=name, folder=folder))
             program.chmod(0o755)
@@ -45,7 +46,7 @@ class Fakes:
         text = path.read_bytes().decode(errors="surrogateescape") if path.exists() else ""
         found: list[list[str]] = []
         for word in text.split("\0")[:-1]:
-            if word in COMMANDS:
+            if word in self.commands:
                 found.append([])
             found[-1].append(word)
         return [call for call in found if name is None or call[0] == name]

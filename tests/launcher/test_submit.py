@@ -22,8 +22,9 @@ from shoal.launcher.submit.check import (
 from shoal.launcher.submit.decide import decide
 from shoal.launcher.submit.job import JobRequest
 from shoal.launcher.submit.save_time import stopping_seconds
-from shoal.launcher.submit.site import Partition, Qos, Site, read_site
-from shoal.launcher.submit.site_draft import draft
+from shoal.launcher.submit.site import Partition, Qos, Site
+from shoal.launcher.submit.site_file import read_site
+from shoal.launcher.submit.slurm.site_draft import draft_text
 from shoal.launcher.submit.times import gpu_hours, parse_time, spell_time
 from shoal.util.errors import LaunchError
 
@@ -203,6 +204,7 @@ def test_gpu_hours() -> None:
         ("setup = 'module purge'", "setup = 'module purge', a str"),
         ("setup = [1]", "setup = 1, a int"),
         ("launcher = 'aprun'", "launcher = 'aprun'"),
+        ("scheduler = 'cron'", "scheduler = 'cron'; Shoal knows slurm"),
         ("ports = '1; rm'", "ports = '1; rm'"),
         ("default = 'gpu'", "none of its partitions"),
         ("partitions = 3", "partitions that are no tables"),
@@ -268,11 +270,11 @@ short|30:00|64+|(null)|10|2:16:2
 
 
 def test_a_site_is_drafted_from_what_slurm_says() -> None:
-    text = draft(
+    text = draft_text(
         "mine", SINFO, "ClusterName             = mini\nKillWait     = 5 sec\nJobRequeue = 0\n"
     )
     site = read_site("mine", text, "mine.toml")
-    assert (site.about, site.requeue, site.hint) == ("mini", False, "nomultithread")
+    assert (site.about, site.requeue, site.multithread) == ("mini", False, False)
     assert list(site.partitions) == ["main", "gpu", "short"]
     gpu, main, short = (site.partitions[name] for name in ("gpu", "main", "short"))
     assert (gpu.gpus, gpu.cores, gpu.cpus_per_gpu, gpu.nodes) == (4, 64, 16, 8)
@@ -284,7 +286,7 @@ def test_a_site_is_drafted_from_what_slurm_says() -> None:
 
 def test_nothing_is_drafted_from_nothing() -> None:
     with pytest.raises(LaunchError, match="no partition"):
-        draft("mine", "slurm_load_partitions: error\n", "")
+        draft_text("mine", "slurm_load_partitions: error\n", "")
 
 
 GOLDEN: dict[str, dict[str, object]] = {

@@ -118,7 +118,7 @@ def test_a_script_is_kept_and_not_submitted(fakes: Fakes) -> None:
     for command in ("status", "logs", "cancel"):
         error = refused(command, "runs/train")
         assert "written by -o and not submitted by Shoal" in error.found
-        assert error.fix == "follow it with squeue"
+        assert error.fix == "follow it with the scheduler's own command"
     submitted("train.py")
     assert shoal("status", "runs/train").exit_code == 0
 

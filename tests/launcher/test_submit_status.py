@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from helpers.fake_slurm import Fakes
 from shoal.cli.main import app
-from shoal.launcher.submit.slurm.commands import Queued
+from shoal.launcher.submit.slurm.queue import parse_queue, why_never
 from shoal.util.errors import LaunchError
 
 
@@ -46,7 +46,7 @@ def submit(*arguments: str) -> Result:
 
 
 def waits(reason: str) -> str:
-    return Queued(job="42", state="PENDING", ran="0:00", limit="1:00", reason=reason).never
+    return why_never("PENDING", reason)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_what_ends_by_itself(reason: str) -> None:
 
 
 def test_a_running_job_waits_for_nothing() -> None:
-    running = Queued(job="1", state="RUNNING", ran="0:01", limit="1:00", reason="QOSMaxNodePerJobLimit")
-    assert running.never == ""
+    [running] = parse_queue("1|RUNNING|0:01|1:00|QOSMaxNodePerJobLimit\n")
+    assert (running.phase, running.never_starts) == ("running", "")
 
 
 def test_status_says_why_a_job_will_not_start(fakes: Fakes) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli import bench_machine
-from shoal.cli.submit_options import Account, Cpus, Force, Partition, Qos, Sbatch, Site
+from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.bench.scaling.allocations import Asked
+    from shoal.bench.scaling.allocations import ClusterRequest
     from shoal.bench.scaling.configurations import StudyOptions
 
 benches = typer.Typer(
@@ -72,7 +72,7 @@ _Study = Annotated[
 _Mpirun = Annotated[
     str | None, typer.Option(metavar="COMMAND", help="What starts ranks of MPI, with its options.")
 ]
-_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of Slurm's; all below need it.")]
+_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of a cluster; all below need it.")]
 _Time = Annotated[
     str | None, typer.Option(metavar="HH:MM:SS", help="Of each job; else as its limits add up.")
 ]
@@ -114,7 +114,7 @@ def scaling(
     gpus_per_node: _Gpus = None,
     tasks_per_node: _Tasks = None,
     cpus_per_task: Cpus = None,
-    sbatch: Sbatch = None,
+    directive: Directive = None,
     dry_run: _DryRun = False,
     force: Force = False,
 ) -> None:
@@ -140,7 +140,7 @@ def scaling(
         rounds=rounds,
         limit=limit,
     )
-    asked = allocations.Asked(
+    asked = allocations.ClusterRequest(
         site=site,
         partition=partition,
         account=account,
@@ -149,7 +149,7 @@ def scaling(
         gpus=gpus_per_node,
         tasks=tasks_per_node,
         cpus=cpus_per_task,
-        options=tuple(sbatch or ()),
+        options=tuple(directive or ()),
     )
     folder = study or Path("studies") / _folder(options)
     if submit:
@@ -176,16 +176,22 @@ def _run(folder: Path, options: StudyOptions, threads: int | None, mpirun: str |
 
 
 def _submit(
-    folder: Path, options: StudyOptions, threads: int | None, asked: Asked, *, dry: bool, force: bool
+    folder: Path,
+    options: StudyOptions,
+    threads: int | None,
+    asked: ClusterRequest,
+    *,
+    dry: bool,
+    force: bool,
 ) -> None:
     from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.allocations import room
+    from shoal.bench.scaling.allocations import node_capacity
     from shoal.launcher.submit.site_catalog import choose
     from shoal.util.tables import plain_console
 
     site = choose(asked.site).value
     if threads is None:  # as many as it has cores
-        threads = room(site, asked).cpus or 1
+        threads = node_capacity(site, asked).cpus or 1
     options = replace(options, threads=threads)
     if dry:
         studies.rehearse(folder, options, asked, site, force=force)
@@ -193,13 +199,13 @@ def _submit(
         raise typer.Exit(1)
 
 
-def _refuse(model: str, asked: Asked, *, dry: bool, force: bool) -> None:
+def _refuse(model: str, asked: ClusterRequest, *, dry: bool, force: bool) -> None:
     """Raises LaunchError for options of jobs where none is submitted."""
-    from shoal.bench.scaling.allocations import Asked
+    from shoal.bench.scaling.allocations import ClusterRequest
 
-    if asked != Asked() or dry or force:
+    if asked != ClusterRequest() or dry or force:
         raise LaunchError(
-            given=f"shoal bench scaling {model}, with options for Slurm",
+            given=f"shoal bench scaling {model}, with options for a cluster",
             found="no --submit: the study would run here",
             fix="--submit, or leave out --site, --partition and those after them in --help",
         )
@@ -210,7 +216,7 @@ _Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's dir
 
 @benches.command()
 def collect(study: _Directory) -> None:
-    """Show what a study under Slurm came to so far; exit with 1 while results are missing.
+    """Show what a submitted study came to so far; exit with 1 while results are missing.
 
     Names what still waits, runs or has ended without a result, with the command that tells more.
     """

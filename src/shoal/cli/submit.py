@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.submit_options import Account, Cpus, Force, Partition, Qos, Sbatch, Site
+from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
-    from shoal.launcher.submit.job import JobRequest, LauncherName
+    from shoal.launcher.submit.job import JobRequest
     from shoal.launcher.submit.submit import SubmitOptions
 
 sites = typer.Typer(
@@ -59,7 +59,7 @@ _Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Requeue the job after up to N failures.")
 ]
 _Launcher = Annotated[
-    str | None, typer.Option(metavar="srun|torchrun|mpirun", help="Else as the site wants it.")
+    str | None, typer.Option(metavar="NAME", help="torchrun, mpirun or the scheduler's.")
 ]
 _Container = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Run inside of this image, by Apptainer.")
@@ -112,16 +112,16 @@ def submit(
     container: _Container = None,
     python: _Python = None,
     stage: _Stage = None,
-    sbatch: Sbatch = None,
+    directive: Directive = None,
     dry_run: _DryRun = False,
     out: _Out = None,
     copy: _Copy = True,
     force: Force = False,
 ) -> None:
-    """Submit a script to Slurm, so that it survives preemption and its time limit.
+    """Submit a script to the cluster's scheduler; it survives preemption and its time limit.
 
     It is checked against the site first, runs a copy of the source, and goes back into the queue
-    when it has been told to save.
+    after it has saved.
     """
     from shoal.launcher.submit.job import JobRequest
     from shoal.launcher.submit.submit import SubmitOptions
@@ -140,14 +140,14 @@ def submit(
         qos=qos,
         account=account,
         name=name,
-        launcher=_launcher(launcher),
+        launcher=launcher,
         container=container,
         python=python,
         sweep=_sweep(sweep),
         at_once=at_once,
         chain=chain,
         restarts=restarts,
-        options=tuple(sbatch or ()),
+        options=tuple(directive or ()),
         stage=tuple(stage or ()),
     )
     _submit(request, site, SubmitOptions(run=run, dry=dry_run, out=out, copy=copy, force=force))
@@ -161,10 +161,10 @@ def _submit(request: JobRequest, site: str | None, options: SubmitOptions) -> No
 
     done = hand_in(request, choose(site).value, options)
     if options.dry:
-        display.script(plain_console(), done)
-        display.rehearsal(plain_console(stderr=True), done)
+        display.print_script(plain_console(), done)
+        display.print_dry_run(plain_console(stderr=True), done)
     else:
-        display.submission(plain_console(), done, out=options.out)
+        display.print_submission(plain_console(), done, out=options.out)
 
 
 def status(
@@ -182,9 +182,9 @@ def status(
 
     if run is None:
         found = following.runs(Path("runs"))
-        display.overview(plain_console(), [following.status(each) for each in found])
+        display.print_overview(plain_console(), [following.status(each) for each in found])
     else:
-        display.status(plain_console(), following.status(run))
+        display.print_status(plain_console(), following.status(run))
 
 
 def logs(
@@ -223,9 +223,9 @@ def cancel(
     from shoal.launcher.submit import status as following
     from shoal.util.tables import plain_console, print_line
 
-    record, lives = following.cancel(run, now=now)
+    record, active = following.cancel(run, now=now)
     how = "ended" if now else "told to save and to end"
-    how = how if lives else "had ended before"
+    how = how if active else "had ended before"
     print_line(plain_console(), f"job {', '.join(record.jobs)}: {how}")
 
 
@@ -236,7 +236,7 @@ def list_sites() -> None:
     from shoal.launcher.submit.site_catalog import entries
     from shoal.util.tables import plain_console
 
-    display.sites(plain_console(), entries().values())
+    display.print_sites(plain_console(), entries().values())
 
 
 @sites.command("show")
@@ -246,15 +246,14 @@ def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     from shoal.launcher.submit.site_catalog import find_entry
     from shoal.util.tables import plain_console
 
-    display.text(plain_console(), find_entry(name))
+    display.print_site_file(plain_console(), find_entry(name))
 
 
 @sites.command("new")
 def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Draft a site from what sinfo and scontrol say here."""
+    """Draft a site from what the scheduler says of this cluster."""
+    from shoal.launcher.submit.schedulers import scheduler_here
     from shoal.launcher.submit.site_catalog import folder
-    from shoal.launcher.submit.site_draft import CONFIG, SINFO, draft
-    from shoal.launcher.submit.slurm import commands
     from shoal.util.tables import plain_console, print_path
 
     path = folder() / f"{name}.toml"
@@ -264,7 +263,7 @@ def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
             found=f"{path} is there already" if path.exists() else "not the name of a file",
             fix="choose another name, or remove that file",
         )
-    text = draft(name, commands.run(SINFO), commands.run(CONFIG))
+    text = scheduler_here().draft_site(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -287,18 +286,6 @@ def _time(text: str, script: Path) -> int:
             fix=f"shoal submit --time 20:00:00 {script}",
         )
     return parse_time(text)
-
-
-def _launcher(name: str | None) -> LauncherName | None:
-    from shoal.launcher.submit.job import LAUNCHERS
-
-    if name is not None and name not in LAUNCHERS:
-        raise LaunchError(
-            given=f"--launcher {name}",
-            found=f"what starts processes is one of {', '.join(LAUNCHERS)}",
-            fix="--launcher srun, which every Slurm has",
-        )
-    return name  # type: ignore[return-value]
 
 
 def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:

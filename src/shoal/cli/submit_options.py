@@ -21,8 +21,8 @@ Account = Annotated[
 Cpus = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Cores of each process; else the site's.")
 ]
-Sbatch = Annotated[
+Directive = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTION", help="One more for sbatch, as in --sbatch=--exclude=n1."),
+    typer.Option(metavar="OPTION", help="One more for the scheduler, as in --directive=--exclude=n1."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Submit although something speaks against.")]

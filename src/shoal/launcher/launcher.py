@@ -18,12 +18,13 @@ from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.env_vars import write_variables
 from shoal.distributed.failure import Failure, explain, loss, preempted, report
 from shoal.launcher import orphans
+from shoal.launcher._cpython import stop_fork_server
 from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.logs import Logs
 from shoal.launcher.nodes import Nodes, label
 from shoal.launcher.signals import Interrupted
 from shoal.launcher.worker_main import bind_to_launcher
-from shoal.launcher.workers import GRACE, Workers, start_server, stop_server, without_main
+from shoal.launcher.workers import GRACE, Workers, start_server, without_main
 from shoal.util.errors import LaunchError
 
 # What the agent may need to tell other nodes that this one was told to end.
@@ -116,7 +117,7 @@ class Launcher:
                     self._agent.kill()
                     self._agent.join()
                 self._orphans.release()
-                stop_server()
+                stop_fork_server()
 
     def _end_orphans(self, grace: float) -> None:
         """Let processes that ranks left in their own sessions finish, then kill and report the rest."""

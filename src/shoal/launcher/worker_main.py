@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import io
 import json
@@ -11,7 +10,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +20,7 @@ from shoal.distributed.cluster_env import LEFT
 from shoal.distributed.cpu_affinity import divide
 from shoal.distributed.env_vars import REPORTS, SAFE_PATH, threads_variable, write_variables
 from shoal.distributed.failure import encode, exit_status, from_exception, locate
+from shoal.launcher._cpython import join_threads, run_exit_functions
 from shoal.launcher.entry_point import EntryPoint
 from shoal.launcher.signals import FORWARDED, signal_when_broken
 
@@ -74,8 +73,8 @@ def main(
         # All is done: the end of the script is no longer cut short, and keeps its exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # As Python does at its end; multiprocessing leaves out the functions registered with atexit.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    join_threads()
+    run_exit_functions()
     sys.exit(code)
 
 

@@ -60,20 +60,6 @@ def start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def stop_server() -> None:
-    """End the fork server and wait for it.
-
-    What ranks used of processors counts as used by the command only then, in `time` and for whoever
-    else started it.
-    """
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(server._forkserver_pid, signal.SIGKILL)  # it has nothing left to do
-        with suppress(ChildProcessError):
-            server._stop()
-
-
 class Workers:
     """The ranks of this machine in one attempt.
 

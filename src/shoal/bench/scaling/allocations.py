@@ -1,4 +1,4 @@
-"""The jobs of Slurm's that a study becomes: one for each number of nodes. Functions of plain values."""
+"""Divide a study into jobs, one for each number of nodes: functions of plain values."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal.util.errors import LaunchError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What of Slurm is asked for; what is None is left to the site.
+class ClusterRequest:
+    """What the user requests of a cluster; what is None is left to the site.
 
     `gpus` and `tasks` are those of a node, one process for each; `cpus` are cores of each process.
     `time`, in seconds, is that of each job.
@@ -34,7 +34,7 @@ class Asked:
 class Capacity:
     """What nodes take of a study: `tasks` processes each at most, and one job at most `most` nodes.
 
-    Each process has a GPU, or else `cpus` cores, None being left to Slurm, which gives it one.
+    Each process has a GPU, or else `cpus` cores, None being left to the scheduler.
     """
 
     where: str
@@ -67,14 +67,14 @@ class Capacity:
                     fix=f"-n with {nodes * (size // nodes)} or {nodes * self.tasks} in its place",
                 )
 
-    def told(self) -> dict[str, str]:
-        """What a study says of where it ran."""
+    def description(self) -> dict[str, str]:
+        """Return what a study records of the nodes that it ran on."""
         cores = "" if self.cpus is None else f" with {self.cpus} cores each"
         return {"site": self.where, "a node": f"{self.tasks} processes{cores}"}
 
 
-def room(site: Site, asked: Asked) -> Capacity:
-    """What the site's nodes take. Raises LaunchError where neither it nor the user says how much."""
+def node_capacity(site: Site, asked: ClusterRequest) -> Capacity:
+    """Return what the nodes of a site take; LaunchError if neither it nor the user says how much."""
     partition = site.partition(asked.partition)
     if partition is None:
         if site.partitions:
@@ -93,7 +93,8 @@ def room(site: Site, asked: Asked) -> Capacity:
         raise LaunchError(
             given=f"--submit on the site {site.name}",
             found="how many processes a node takes: neither GPUs nor cores are known here",
-            fix="--gpus-per-node 4, or --tasks-per-node 8; `shoal sites new NAME` asks Slurm for good",
+            fix="--gpus-per-node 4, or --tasks-per-node 8; "
+            "`shoal sites new NAME` asks the scheduler for good",
         )
     if cpus is None and not gpus and partition.cores:
         cpus = max(1, partition.cores // tasks)
@@ -103,9 +104,9 @@ def room(site: Site, asked: Asked) -> Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A job of Slurm's: nodes, and what runs on them one after the other, as (round, configuration).
+    """A submitted job: nodes, and what runs on them one after the other, as (round, configuration).
 
-    What is started by mpirun has a job of its own.
+    Trainings that mpirun starts are in a separate job.
     """
 
     nodes: int
@@ -128,15 +129,15 @@ class Allocation:
         return self.sizes[-1] // self.nodes
 
 
-def allocations(missing: Sequence[tuple[int, Configuration]], room: Capacity) -> list[Allocation]:
-    """The jobs in which these trainings run, from few nodes to many.
+def allocations(missing: Sequence[tuple[int, Configuration]], capacity: Capacity) -> list[Allocation]:
+    """Return the jobs in which these trainings run, from few nodes to many.
 
     All sizes that fit on the same number of nodes share them, in the order of the plan: so what is
     compared most closely has the same nodes at about the same time, and waits in the queue once.
     """
     found: dict[tuple[int, bool], list[tuple[int, Configuration]]] = {}
     for number, configuration in missing:
-        key = room.nodes(configuration.processes), configuration.backend == "mpi"
+        key = capacity.nodes(configuration.processes), configuration.backend == "mpi"
         found.setdefault(key, []).append((number, configuration))
     return [
         Allocation(nodes=nodes, mpi=mpi, trainings=tuple(trainings))

@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.console import Console
 
 from shoal.bench.scaling import compare as comparing
-from shoal.bench.scaling import format, jobs, slurm
+from shoal.bench.scaling import format, jobs, submission
 from shoal.bench.scaling.aggregate import Repeat, all_notes, rows
-from shoal.bench.scaling.allocations import Allocation, Asked
+from shoal.bench.scaling.allocations import Allocation, ClusterRequest
 from shoal.bench.scaling.configurations import StudyOptions, check_options, configurations
 from shoal.bench.scaling.diagnosis import diagnoses, labels
 from shoal.bench.scaling.directory import Study, alone, begin
 from shoal.bench.scaling.page import compare_page, study_page
 from shoal.bench.scaling.subject import unit
-from shoal.launcher.submit.display import script
+from shoal.launcher.submit.display import print_script
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.times import spell_time
@@ -94,21 +94,29 @@ def show(study: Study, console: Console) -> None:
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 
 
-def rehearse(path: Path, options: StudyOptions, asked: Asked, site: Site, *, force: bool) -> None:
+def rehearse(
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, *, force: bool
+) -> None:
     """Print the batch scripts that `submit` would submit, and on stderr what they are."""
     console, notes = plain_console(stderr=True), dict[str, None]()
 
     def tell(allocation: Allocation, done: Submission) -> None:
-        script(plain_console(), done)
+        print_script(plain_console(), done)
         print_line(console, f"job: {_size(allocation, done)}")
         notes.update(dict.fromkeys(done.notes))
 
-    slurm.rehearse(path, options, asked, site, tell, force=force)
+    submission.rehearse(path, options, asked, site, tell, force=force)
     print_line(console, *(f"note: {note}" for note in notes))
 
 
 def submit(
-    path: Path, options: StudyOptions, asked: Asked, site: Site, console: Console, *, force: bool
+    path: Path,
+    options: StudyOptions,
+    asked: ClusterRequest,
+    site: Site,
+    console: Console,
+    *,
+    force: bool,
 ) -> bool:
     """Submit what is missing of a study and show the rest; whether anything was, or nothing missing."""
     notes = dict[str, None]()
@@ -119,7 +127,7 @@ def submit(
         notes.update(dict.fromkeys(done.notes))
         told.append(allocation)
 
-    study = slurm.submit(path, options, asked, site, tell, force=force)
+    study = submission.submit(path, options, asked, site, tell, force=force)
     print_line(console, *(f"note: {note}" for note in notes))
     if told:
         console.print()
@@ -139,11 +147,11 @@ def _size(allocation: Allocation, done: Submission) -> str:
 
 def collect(study: Study, console: Console) -> bool:
     """Show what a study came to so far, and name what has no result yet; whether that is nothing."""
-    slurm.gather(study)
+    submission.gather(study)
     if study.repeats():
         show(study, console)
         console.print()
-    left = slurm.waiting(study)
+    left = submission.waiting(study)
     if left:
         total = len(configurations(study.options)) * study.options.rounds
         count = sum(each.trainings for each in left)

@@ -1,5 +1,6 @@
-"""Jobs for Slurm: checked against the site, written as a batch script, submitted, followed.
+"""Jobs for a scheduler: checked against the site, written as a batch script, submitted, followed.
 
-What a job is going to be is decided by pure functions of plain values; few lines act. Nothing here
-imports torch: a login node may have no GPU and little memory.
+`scheduler` is the contract that a scheduler implements, `slurm` the first one that does. Pure functions
+of plain values decide what a job becomes; few lines act. Nothing here imports torch: a login node may
+have no GPU and little memory.
 """

@@ -14,6 +14,7 @@ from math import ceil
 
 from shoal.launcher.submit.decide import fits, partition_of, processes_of
 from shoal.launcher.submit.job import Job, JobRequest
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Partition, Site
 from shoal.launcher.submit.times import gpu_hours, spell_time
 from shoal.util.errors import LaunchError
@@ -80,7 +81,7 @@ def check_interpreter(request: JobRequest, source: str) -> None:
 
 
 def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]:
-    """What speaks against a job, each with the GPU-hours that it is about."""
+    """Yield all objections to a job, with the GPU-hours that it would waste."""
     partition = partition_of(request, site)
     if request.restarts and not job.requeue and job.chain == 1:
         yield Objection(
@@ -90,7 +91,7 @@ def objections(request: JobRequest, site: Site, job: Job) -> Iterator[Objection]
         )
     yield from _against_partition(request, site, partition)
     yield from _against_time(request, partition, job)
-    yield from _against_processes(request, partition, job)
+    yield from _against_processes(request, site, partition, job)
     if job.cpus is not None and request.workers > job.cpus:
         cost = _cost(request)
         yield Objection(
@@ -123,7 +124,8 @@ def _against_partition(request: JobRequest, site: Site, partition: Partition) ->
         )
         yield Objection(
             f"--gpus-per-node {request.gpus}",
-            f"a node of {name} has {partition.gpus} GPUs: Slurm would never start it",
+            f"a node of {name} has {partition.gpus} GPUs: "
+            f"{site_scheduler(site).profile.title} would never start it",
             better,
         )
     if partition.nodes is not None and request.nodes > partition.nodes:
@@ -172,7 +174,10 @@ def _afterwards(job: Job, parts: int) -> str:
     return ", after which it goes on by itself" if job.requeue else f" --chain {parts}"
 
 
-def _against_processes(request: JobRequest, partition: Partition, job: Job) -> Iterator[Objection]:
+def _against_processes(
+    request: JobRequest, site: Site, partition: Partition, job: Job
+) -> Iterator[Objection]:
+    launcher = site_scheduler(site).profile.launchers[0]
     processes, gpus = processes_of(request), request.nodes * request.gpus
     if processes < request.nodes:
         yield Objection(
@@ -200,13 +205,13 @@ def _against_processes(request: JobRequest, partition: Partition, job: Job) -> I
         yield Objection(
             f"-n {processes} with torchrun",
             f"{processes} processes do not divide into {request.nodes} equal nodes",
-            f"-n {request.nodes * job.per_node}, or --launcher srun",
+            f"-n {request.nodes * job.per_node}, or --launcher {launcher}",
         )
     if job.launcher == "torchrun" and request.sweep:
         yield Objection(
             "--sweep with torchrun",
             "whether its ranks have saved is read from one run directory, and each element has its own",
-            "--launcher srun",
+            f"--launcher {launcher}",
         )
 
 

@@ -1,4 +1,4 @@
-"""From what was asked for and what the site wants to a job: each decision, with its reason."""
+"""Turn a request and a site into a job: each decision, with its reason."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from math import ceil
 from pathlib import PurePath
 
 from shoal.launcher.submit.job import Job, JobRequest
+from shoal.launcher.submit.scheduler import SchedulerProfile
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Partition, Qos, Site
 from shoal.util.decision import GIVEN, Decision
+from shoal.util.errors import LaunchError
 
 _SIGNAL_STEP = 5
 
 
 def partition_of(request: JobRequest, site: Site) -> Partition:
-    """The partition asked for; one without known limits where the site lists none of that name."""
+    """Return the requested partition, without known limits if the site does not list it."""
     known = site.partition(request.partition)
     if known is not None:
         return known
@@ -22,20 +25,23 @@ def partition_of(request: JobRequest, site: Site) -> Partition:
 
 
 def processes_of(request: JobRequest) -> int:
-    """How many processes all nodes together run: one for each GPU, or one for each node without."""
+    """Return the number of processes of all nodes: one for each GPU, or for each node without GPUs."""
     if request.processes is not None:
         return request.processes
     return request.nodes * max(1, request.gpus)
 
 
 def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
-    """The job that is submitted. `save` is how long a save and a step take together, if measured."""
+    """Return the job to submit. `save` is how long a save and a step take together, if measured.
+
+    Raises LaunchError if the scheduler does not have the requested launcher.
+    """
+    scheduler = site_scheduler(site).profile
     partition = partition_of(request, site)
     processes = processes_of(request)
-    cpus = _cpus(request, partition)
+    cpus = _cpus(request, partition, scheduler)
     qos = _qos(request, partition)
-    lead = _lead(request, site, save)
-    launcher = request.launcher or site.launcher
+    lead = _lead(request, site, save, scheduler)
     constraint = request.constraint or partition.constraint
     return Job(
         name=request.name or _name(request.script),
@@ -43,17 +49,17 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
         processes=processes,
         per_node=ceil(processes / request.nodes),
         gpus=request.gpus,
-        gres=partition.gres,
+        gpu_resource=partition.gpu_resource,
         cpus=cpus.value,
         memory=request.memory,
         partition=partition.option,
         constraint=constraint,
         qos=qos.value,
         account=_account(request.account, partition),
-        hint=site.hint,
+        multithread=site.multithread,
         time=request.time,
         lead=lead.value,
-        launcher=launcher,
+        launcher=_launcher(request.launcher or site.launcher, scheduler),
         requeue=site.requeue and request.chain == 1 and not request.turns,
         chain=request.chain,
         restarts=request.restarts,
@@ -66,8 +72,19 @@ def decide(request: JobRequest, site: Site, *, save: float | None) -> Job:
     )
 
 
+def _launcher(name: str | None, scheduler: SchedulerProfile) -> str:
+    known = scheduler.launchers
+    if name not in (None, *known):
+        raise LaunchError(
+            given=f"--launcher {name}",
+            found=f"what starts processes is one of {', '.join(known)}",
+            fix=f"--launcher {known[0]}, which every {scheduler.title} has",
+        )
+    return name or known[0]
+
+
 def _qos(request: JobRequest, partition: Partition) -> Decision[str | None]:
-    """The first QoS whose limits fit the job; none is named where it is the one Slurm takes itself."""
+    """Return the first QoS whose limits fit the job, or None if a job gets that one by default."""
     if request.qos is not None:
         return Decision(what="qos", value=request.qos, reason=GIVEN)
     gpus = request.nodes * request.gpus
@@ -83,15 +100,18 @@ def _qos(request: JobRequest, partition: Partition) -> Decision[str | None]:
 
 
 def fits(qos: Qos, time: int, gpus: int) -> bool:
-    """Whether a job of so many seconds and GPUs is within the limits of a QoS."""
+    """Return whether a job with this time, in seconds, and these GPUs is within the limits of a QoS."""
     return (qos.time is None or time <= qos.time) and (qos.gpus is None or gpus <= qos.gpus)
 
 
-def _cpus(request: JobRequest, partition: Partition) -> Decision[int | None]:
+def _cpus(
+    request: JobRequest, partition: Partition, scheduler: SchedulerProfile
+) -> Decision[int | None]:
     if request.cpus is not None:
         return Decision(what="cpus", value=request.cpus, reason=GIVEN)
     if partition.cpus_per_gpu is None or not request.gpus:
-        return Decision(what="cpus", value=None, reason="left to Slurm: the site's file has no number")
+        reason = f"left to {scheduler.title}: the site's file has no number"
+        return Decision(what="cpus", value=None, reason=reason)
     each = ceil(processes_of(request) / request.nodes)
     # Fewer processes than GPUs share the cores of all GPUs.
     value = max(1, partition.cpus_per_gpu * request.gpus // each)
@@ -102,10 +122,11 @@ def _cpus(request: JobRequest, partition: Partition) -> Decision[int | None]:
     )
 
 
-def _lead(request: JobRequest, site: Site, save: float | None) -> Decision[int]:
+def _lead(
+    request: JobRequest, site: Site, save: float | None, scheduler: SchedulerProfile
+) -> Decision[int]:
     if save is not None:
-        # Slurm's clock for this was seen 14 s late; a minute is what it promises.
-        value = _rounded(2 * save + 60)
+        value = _rounded(2 * save + scheduler.signal_delay)
         return Decision(what="lead", value=value, reason=f"a step and a save took {save:.0f} s before")
     value = min(site.lead, _rounded(request.time / 4))
     return Decision(what="lead", value=value, reason="no save of this run has been measured yet")

@@ -1,4 +1,4 @@
-"""What `shoal submit`, `status` and `sites` print."""
+"""Print what `shoal submit`, `status` and `sites` report."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _SHOWN = 5
 _ROOM_FOR_FILES = 90
 
 
-def script(console: Console, done: Submission) -> None:
-    """The batch script as it would be written, and nothing else: it may be piped into a file."""
+def print_script(console: Console, done: Submission) -> None:
+    """Print the batch script and nothing else: the output may go into a file."""
     console.out(done.script, end="", highlight=False)
 
 
-def submission(console: Console, done: Submission, *, out: Path | None) -> None:
-    """What was submitted, and the commands that go on from here."""
+def print_submission(console: Console, done: Submission, *, out: Path | None) -> None:
+    """Print what was submitted, and the commands with which to continue."""
     if done.jobs:
         print_line(console, f"job {', '.join(done.jobs)}: {_size(done.job)}")
     else:
-        print_path(console, f"written, not submitted: sbatch {shlex.quote(str(out))}")
+        print_path(console, f"written, not submitted: {done.program} {shlex.quote(str(out))}")
     _remarks(console, done)
     run = shlex.quote(_short(done.run))
     if done.jobs:
@@ -57,22 +57,22 @@ def submission(console: Console, done: Submission, *, out: Path | None) -> None:
         )
 
 
-def rehearsal(console: Console, done: Submission) -> None:
-    """What a dry run says beside the script: what would be submitted."""
+def print_dry_run(console: Console, done: Submission) -> None:
+    """Print what a dry run would submit."""
     print_line(console, f"job: {_size(done.job)}")
     _remarks(console, done)
 
 
 def _remarks(console: Console, done: Submission) -> None:
-    """What is to be known of a job before it waits in a queue."""
+    """Print the notes about a job."""
     print_line(console, *(f"note: {note}" for note in done.notes))
     if done.linked:
         names = _some(done.linked)
         print_line(console, f"note: linked to and not copied, so changes reach the job: {names}")
 
 
-def status(console: Console, found: Status) -> None:
-    """How the jobs of a run are, and how far its training is."""
+def print_status(console: Console, found: Status) -> None:
+    """Print the state of the jobs of a run, and the progress of its training."""
     record = found.record
     what = f"{record.command} on {record.site}, submitted {_ago(record.submitted)}"
     table = make_table("job", "state", "ran", "limit", "where or why")
@@ -81,20 +81,21 @@ def status(console: Console, found: Status) -> None:
     for end in found.ends:
         add_row(table, end.job, outcome(end.code), "", "", _ended(end))
     if not found.queued and not found.ends:
-        add_row(table, ", ".join(record.jobs), "gone", "", "", "Slurm does not know it any more")
+        why = f"{found.scheduler} does not know it any more"
+        add_row(table, ", ".join(record.jobs), "gone", "", "", why)
     print_table(console, f"{_short(found.folder)}: {what}", table)
     print_line(console, *_stuck(found), *found.failure, *_progress(found))
 
 
-def overview(console: Console, found: Iterable[Status]) -> None:
-    """A line for each run: how its newest job is, and how far its training is."""
+def print_overview(console: Console, found: Iterable[Status]) -> None:
+    """Print a line for each run: the state of its newest job, and the progress of its training."""
     table = make_table("run", "job", "state", "step", "where or why")
     for each in found:
         number, state, why = ", ".join(each.record.jobs), "gone", ""
         for end in each.ends[-1:]:
             number, state, why = end.job, outcome(end.code), _ended(end)
         for queued in each.queued[:1]:
-            number, state, why = queued.job, queued.state.lower(), queued.never or queued.reason
+            number, state, why = queued.job, queued.state.lower(), queued.never_starts or queued.reason
         step = "" if each.step is None else each.step.get("step")
         add_row(table, _short(each.folder.parents[1].resolve()), number, state, str(step), why)
     print_table(console, "newest jobs", table)
@@ -102,8 +103,8 @@ def overview(console: Console, found: Iterable[Status]) -> None:
 
 def _stuck(found: Status) -> Iterator[str]:
     for each in found.queued:
-        if each.never:
-            yield f"job {each.job} can never start: {each.never} ({each.reason.strip('()')})"
+        if each.never_starts:
+            yield f"job {each.job} can never start: {each.never_starts} ({each.reason.strip('()')})"
 
 
 def _progress(found: Status) -> Iterator[str]:
@@ -115,8 +116,8 @@ def _progress(found: Status) -> Iterator[str]:
         yield f"saved step {found.saved.get('step')}, {_ago(found.saved.get('t'))}"
 
 
-def sites(console: Console, entries: Iterable[SiteEntry]) -> None:
-    """All sites, with their partitions; where there is room, which words need, with their files."""
+def print_sites(console: Console, entries: Iterable[SiteEntry]) -> None:
+    """Print all sites with their partitions, and their files if the terminal is wide enough."""
     files = ["file"] if console.width >= _ROOM_FOR_FILES else []
     table = make_table("site", "what it is", "partitions", "tried on", *files)
     for entry in entries:
@@ -127,8 +128,8 @@ def sites(console: Console, entries: Iterable[SiteEntry]) -> None:
     console.print(table)
 
 
-def text(console: Console, entry: SiteEntry) -> None:
-    """A site's file as it stands, to be read or to be copied."""
+def print_site_file(console: Console, entry: SiteEntry) -> None:
+    """Print the text of a site file."""
     console.out(entry.text, end="", highlight=False)
 
 

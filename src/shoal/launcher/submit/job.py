@@ -1,27 +1,23 @@
-"""What somebody asks for, and the job that is made of it."""
+"""What a user requests, and the job that it becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from shoal.util.decision import Decision
 
-LauncherName = Literal["srun", "torchrun", "mpirun"]
-LAUNCHERS: tuple[str, ...] = get_args(LauncherName)
-"""What can start the processes of a job."""
-
 REQUEUES = 100
-"""How often a job is put back into the queue at most."""
+"""The number of times that a job is requeued at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One of several commands that a job runs after each other on the same nodes.
+    """One of several commands that a job runs one after the other on the same nodes.
 
-    `args` come after those of the request, in so many processes. What it prints goes to the file `log`;
-    its exit code, beginning and end, in seconds, go to a file beside that, `log` with `.end`.
+    `args` come after those of the request. What `processes` print goes to the file `log`; the exit
+    code, begin and end, in seconds, go to a file with the same name and `.end`.
     """
 
     args: tuple[str, ...]
@@ -31,13 +27,14 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job as it was asked for: what is None is left to the site. `gpus` are those of each node.
+    """A job as requested: what is None is left to the site. `gpus` are those of each node.
 
     `processes` are those of all nodes, `time` is in seconds, `sweep` has the words that each element
-    of an array adds to `args`. `stage` are files and directories that each node gets a copy of.
-    `workers` is how many loader workers the script seems to start. With `turns` these are run, each
-    for at most `limit` seconds, and `processes` is how many the largest has. `variables` are set for
-    all processes.
+    of an array adds to `args`. `partition`, `constraint`, `qos` and `account` are names of the site's
+    scheduler, `options` further directives in its own words. `stage` are files and directories that
+    each node gets a copy of. `workers` is the number of loader workers that the script seems to
+    start. With `turns` these are run, each for at most `limit` seconds, and `processes` is the number
+    of the largest one. `variables` are set for all processes.
     """
 
     script: str
@@ -53,7 +50,7 @@ class JobRequest:
     qos: str | None = None
     account: str | None = None
     name: str | None = None
-    launcher: LauncherName | None = None
+    launcher: str | None = None
     container: str | None = None
     python: str | None = None
     sweep: tuple[tuple[str, ...], ...] = ()
@@ -70,11 +67,11 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job that is decided: each value is what the batch script says; None is left out of it.
+    """A job with all decisions made: the batch script gets each value, and leaves None out.
 
-    `lead` is how many seconds before its end a job is told to save, and `requeue` whether it may then
-    put itself back into the queue, also after `restarts` failures. `choices` has what Shoal chose, by
-    name: cpus, qos and lead.
+    A job gets its signal to save `lead` seconds before its end. With `requeue` it may then put itself
+    back into the queue, also after `restarts` failures. `per_node` is the number of processes on each
+    node, or on most. `choices` has what Shoal chose, by name: cpus, qos and lead.
     """
 
     name: str
@@ -82,17 +79,17 @@ class Job:
     processes: int
     per_node: int
     gpus: int
-    gres: str
+    gpu_resource: str | None
     cpus: int | None
     memory: str | None
     partition: str | None
     constraint: str | None
     qos: str | None
     account: str | None
-    hint: str | None
+    multithread: bool
     time: int
     lead: int
-    launcher: LauncherName
+    launcher: str
     requeue: bool
     requeues: int = REQUEUES
     chain: int
@@ -111,5 +108,5 @@ class Job:
 
     @property
     def to_batch(self) -> bool:
-        """Whether the batch script gets it, to hand it on: ranks of mpirun are no tasks of Slurm's."""
+        """Whether the batch script passes the signal on: no scheduler knows the ranks of mpirun."""
         return self.launcher == "mpirun"

@@ -19,9 +19,10 @@ _LINES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class SubmittedJob:
-    """What was submitted: the numbers of the jobs, one for each of a chain, and what they were told."""
+    """What was submitted: the ids of the jobs, one for each of a chain, their scheduler and request."""
 
     jobs: tuple[str, ...]
+    scheduler: str
     submitted: float
     site: str
     command: str
@@ -83,7 +84,7 @@ def newest_folder(run: Path) -> Path:
         raise LaunchError(
             given=str(run),
             found="written by -o and not submitted by Shoal, which knows no number of a job",
-            fix="follow it with squeue",
+            fix="follow it with the scheduler's own command",
         )
     raise LaunchError(
         given=str(run),
@@ -107,7 +108,7 @@ def read_record(folder: Path) -> SubmittedJob:
         raise LaunchError(
             given=str(folder / RECORD),
             found=f"not the record of a job: {error}",
-            fix="look for the job with squeue, or submit again",
+            fix="look for the job with the scheduler's own command, or submit again",
         ) from None
 
 

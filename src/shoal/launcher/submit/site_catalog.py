@@ -9,7 +9,8 @@ from importlib import resources
 from pathlib import Path
 
 from shoal.distributed import env_vars
-from shoal.launcher.submit.site import Site, read_site
+from shoal.launcher.submit.site import Site
+from shoal.launcher.submit.site_file import read_site
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.errors import LaunchError
 
@@ -55,13 +56,13 @@ def _read(path: Path) -> str:
 
 
 def find_entry(name: str) -> SiteEntry:
-    """The site of that name; LaunchError where there is none."""
+    """Return the site of that name; LaunchError if there is none."""
     found = entries()
     if name not in found:
         raise LaunchError(
             given=f"--site {name}",
             found=f"the sites are {', '.join(found)}; your own would be in {folder()}",
-            fix=f"`shoal sites new {name}`, on a login node, asks Slurm and drafts one",
+            fix=f"`shoal sites new {name}`, on a login node, asks the scheduler and drafts one",
         )
     return found[name]
 

@@ -1,4 +1,4 @@
-"""Jobs of a run that were submitted: how they are, and how to end them."""
+"""The state of the submitted jobs of a run, and how to end them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from shoal.launcher.submit.job_directory import (
     read_record,
 )
 from shoal.launcher.submit.save_time import last_events
-from shoal.launcher.submit.slurm import commands
-from shoal.launcher.submit.slurm.commands import Queued
+from shoal.launcher.submit.scheduler import QueuedJob, Scheduler
+from shoal.launcher.submit.schedulers import find_scheduler
 from shoal.util.errors import LaunchError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The newest submission of a run: what Slurm still knows, how jobs ended, how far training is.
+    """The newest submission of a run: jobs in the queue, jobs that ended, progress of the training.
 
-    `queued` leaves out those of which `ends` tell more. `step` is the last event of a step, `saved`
-    that of a save, as rank 0 recorded them. `failure` has the last lines of the report of the rank
-    that failed first, if the job ended so.
+    `scheduler` is its name for users. `queued` leaves out jobs about which `ends` say more. `step` is
+    the last event of a step, `saved` that of a save, as rank 0 recorded them. `failure` has the last
+    lines of the report of the rank that failed first, if one did.
     """
 
     folder: Path
     record: SubmittedJob
-    queued: tuple[Queued, ...]
+    scheduler: str
+    queued: tuple[QueuedJob, ...]
     ends: tuple[JobEnd, ...]
     step: dict[str, Any] | None
     saved: dict[str, Any] | None
@@ -63,16 +64,21 @@ def runs(folder: Path) -> list[Path]:
 
 
 def status(run: Path) -> Status:
-    """How the newest submission of a run is. Raises LaunchError where there is none, or no Slurm."""
+    """Return the state of the newest submission of a run.
+
+    Raises LaunchError if there is none, or if the scheduler does not answer.
+    """
     folder = newest_folder(run)
     record = read_record(folder)
     last = _last(last_events(run), ("step", "save"))
-    queued, ends = commands.queued(record.jobs), read_ends(folder)
-    told = {end.job for end in ends}
+    scheduler, ends = _scheduler(folder, record), read_ends(folder)
+    known = {end.job for end in ends}
+    queued = scheduler.queued(record.jobs)
     return Status(
         folder=folder,
         record=record,
-        queued=tuple(each for each in queued if not each.ended or each.job not in told),
+        scheduler=scheduler.profile.title,
+        queued=tuple(each for each in queued if each.phase != "ended" or each.job not in known),
         ends=tuple(ends),
         step=last.get("step"),
         saved=last.get("save"),
@@ -80,16 +86,18 @@ def status(run: Path) -> Status:
     )
 
 
-def living(run: Path) -> list[Queued]:
-    """What of the newest submission of a run waits or runs; nothing where there was none.
+def active_jobs(run: Path) -> list[QueuedJob]:
+    """Return the jobs of the newest submission of a run that wait or run; none if there was none.
 
-    Raises LaunchError where Slurm does not say.
+    Raises LaunchError if the scheduler does not answer.
     """
     try:
-        record = read_record(newest_folder(run))
+        folder = newest_folder(run)
+        record = read_record(folder)
     except LaunchError:
         return []
-    return [each for each in commands.queued(record.jobs) if not each.ended]
+    queued = _scheduler(folder, record).queued(record.jobs)
+    return [each for each in queued if each.phase != "ended"]
 
 
 def log_files(run: Path, element: int | None) -> list[Path]:
@@ -107,31 +115,34 @@ def log_files(run: Path, element: int | None) -> list[Path]:
 
 
 def cancel(run: Path, *, now: bool) -> tuple[SubmittedJob, bool]:
-    """End the newest submission of a run: what waits at once, what runs after it has saved.
+    """End the newest submission of a run: waiting jobs at once, running ones after they have saved.
 
-    With `now` all at once, as scancel does it. Returns what was cancelled, and whether any of it still
-    waited or ran.
+    With `now`, running jobs don't save. Returns what was cancelled, and whether any of it still waited
+    or ran.
     """
     folder = newest_folder(run)
     record = read_record(folder)
     mark_cancelled(folder)
-    lives = bool(living(run))
+    active = bool(active_jobs(run))
+    scheduler = _scheduler(folder, record)
     if now:
-        commands.cancel(record.jobs)
-        return record, lives
-    commands.cancel(record.jobs, "--state=PENDING")
-    told = [f"--signal={record.signal}", "--state=RUNNING"]
-    commands.cancel(record.jobs, *told, *(["--batch"] if record.to_batch else []))
-    return record, lives
+        scheduler.cancel(record.jobs)
+    else:
+        scheduler.cancel_after_save(record.jobs, signal=record.signal, to_batch=record.to_batch)
+    return record, active
 
 
 def outcome(code: int) -> str:
-    """What an exit code of a job means, in words."""
+    """Return the meaning of a job's exit code, in words."""
     if code == 0:
         return "finished"
     if code == REQUEUE:
         return "saved, to go on"
     return f"failed with {code}" if code < 128 else f"killed by signal {code - 128}"
+
+
+def _scheduler(folder: Path, record: SubmittedJob) -> Scheduler:
+    return find_scheduler(record.scheduler, str(folder / RECORD))
 
 
 def _last(events: Iterable[dict[str, Any]], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`shoal submit`: decide, check, copy the source, write the script, hand it to Slurm."""
+"""`shoal submit`: decide, check, copy the source, write the batch script, submit it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from shoal.distributed import env_vars
 from shoal.launcher.submit import index
+from shoal.launcher.submit.batch_script import MARK, JobContext, render
 from shoal.launcher.submit.check import check_interpreter, check_job, notes, without_secrets, workers_of
 from shoal.launcher.submit.decide import decide
 from shoal.launcher.submit.job import Job, JobRequest
@@ -25,11 +26,11 @@ from shoal.launcher.submit.job_directory import (
     write_record,
 )
 from shoal.launcher.submit.save_time import stopping_seconds
+from shoal.launcher.submit.scheduler import Scheduler
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
-from shoal.launcher.submit.slurm import commands
-from shoal.launcher.submit.slurm.batch_script import MARK, JobContext, render
 from shoal.launcher.submit.source_snapshot import SourceFiles, copy_source, find_source, import_paths
-from shoal.launcher.submit.status import living
+from shoal.launcher.submit.status import active_jobs
 from shoal.util.errors import LaunchError
 
 _HEAD, _SHOWN = 8192, 3
@@ -37,9 +38,10 @@ _HEAD, _SHOWN = 8192, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What `submit` did: the job, its script, what is to be said of it, the numbers Slurm gave it.
+    """What `submit` did: the job, its batch script, notes for the user, the ids of the jobs.
 
-    There are none where nothing was submitted. `linked` are files that are linked to and not copied.
+    There are no ids if nothing was submitted. `program` is the scheduler's command that submits a
+    script. `linked` are files that are linked to and not copied.
     """
 
     job: Job
@@ -47,6 +49,7 @@ class Submission:
     notes: tuple[str, ...]
     run: Path
     folder: Path
+    program: str
     jobs: tuple[str, ...]
     linked: tuple[str, ...]
 
@@ -55,8 +58,8 @@ class Submission:
 class SubmitOptions:
     """How to submit. `run` is the run directory, None being runs/NAME of NAME.py.
 
-    A dry run makes nothing. With `out` the script is written there and not submitted. `copy` is
-    whether the job runs a copy of the source, `force` whether objections are passed over.
+    A dry run makes nothing. With `out` the script is written there and not submitted. With `copy` the
+    job runs a copy of the source; with `force` it is submitted in spite of objections.
     """
 
     run: Path | None = None
@@ -67,11 +70,12 @@ class SubmitOptions:
 
 
 def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:
-    """Submit a job, or what `options` say instead.
+    """Submit a job, or do what `options` say instead.
 
-    Raises LaunchError where the script is not there, where something speaks against the job, or where
-    Slurm refuses it; then nothing is left behind.
+    Raises LaunchError if the script is missing, if there are objections to the job, or if the
+    scheduler rejects it; then no files are left behind.
     """
+    scheduler = site_scheduler(site)
     script = Path(request.script)
     if not script.is_file():
         raise LaunchError(
@@ -106,11 +110,11 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
                 copy_source(source, folder)
             path = _write(text, folder / SCRIPT) if options.out is None else _keep(text, options.out)
             if options.out is None:
-                jobs = _hand_over(path, job)
+                jobs = _submit_all(path, job, scheduler)
                 write_record(folder, _record(jobs, request, site, job))
     except BaseException as error:
         if isinstance(error, OSError) and jobs:  # nobody would know of them
-            commands.cancel(jobs)
+            scheduler.cancel(jobs)
             jobs = ()
         if not options.dry and not jobs:
             remove_folder(folder, made)
@@ -124,6 +128,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
         notes=(*notes(request, site, job), *unlisted),
         run=run,
         folder=folder,
+        program=scheduler.profile.submit_program,
         jobs=jobs,
         linked=tuple(map(str, source.linked)) if source else (),
     )
@@ -139,8 +144,8 @@ def _list(run: Path) -> tuple[str, ...]:
 
 
 def _check_alone(run: Path) -> None:
-    """Raise LaunchError where a job of this run waits or runs already."""
-    others = living(run)
+    """Raise LaunchError if a job of this run waits or runs already."""
+    others = active_jobs(run)
     if others:
         names = ", ".join(f"{each.job} ({each.state.lower()})" for each in others[:_SHOWN])
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -201,15 +206,15 @@ def _unwritable(run: Path, error: OSError) -> LaunchError:
     )
 
 
-def _hand_over(script: Path, job: Job) -> tuple[str, ...]:
-    """Submit the job, or all of a chain; where one of these is refused the others are taken back."""
+def _submit_all(script: Path, job: Job, scheduler: Scheduler) -> tuple[str, ...]:
+    """Submit the job, or all jobs of a chain; if one of these is rejected, cancel the others."""
     jobs: list[str] = []
     try:
         for _ in range(job.chain):
-            jobs.append(commands.submit(script, after=jobs[-1] if jobs else None))
+            jobs.append(scheduler.submit(script, after=jobs[-1] if jobs else None))
     except BaseException:
         if jobs:
-            commands.cancel(jobs)
+            scheduler.cancel(jobs)
         raise
     return tuple(jobs)
 
@@ -266,6 +271,7 @@ def staged(paths: Sequence[str]) -> tuple[str, ...]:
 def _record(jobs: tuple[str, ...], request: JobRequest, site: Site, job: Job) -> SubmittedJob:
     return SubmittedJob(
         jobs=jobs,
+        scheduler=site.scheduler,
         submitted=time.time(),
         site=site.name,
         command=shlex.join((request.script, *without_secrets(request.args))),

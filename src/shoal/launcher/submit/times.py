@@ -1,4 +1,4 @@
-"""Lengths of time as Slurm writes them, and what GPUs cost."""
+"""Lengths of time as users write them, under every scheduler, and what GPUs cost."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _CLOCK = re.compile(r"(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def parse_time(text: str, option: str = "--time") -> int:
-    """Seconds of `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`, as in sbatch(1).
+    """Return the seconds of `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM` or `D-HH:MM:SS`.
 
-    Raises LaunchError for other text and for no time at all.
+    Raises LaunchError for any other text and for a time of zero.
     """
     seconds = None
     if found := _DAYS.fullmatch(text):
@@ -33,12 +33,12 @@ def parse_time(text: str, option: str = "--time") -> int:
 
 
 def spell_time(seconds: int) -> str:
-    """Seconds as `HH:MM:SS`, which every version of Slurm reads; hours may be more than a day's."""
+    """Return seconds as `HH:MM:SS`; hours may be more than a day's."""
     minutes, rest = divmod(seconds, 60)
     return f"{minutes // 60:02d}:{minutes % 60:02d}:{rest:02d}"
 
 
 def gpu_hours(gpus: int, seconds: int) -> str:
-    """So many GPUs for so long, as centres account for it."""
+    """Return the GPU-hours of GPUs that are reserved for some seconds, as centres account for them."""
     hours = gpus * seconds / 3600
     return f"{hours:,.0f} GPU-hours" if hours >= 10 else f"{hours:.3g} GPU-hours"

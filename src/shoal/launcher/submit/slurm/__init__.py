@@ -1,1 +1,1 @@
-"""Slurm: the batch script, its commands."""
+"""Slurm behind the contract of `shoal.launcher.submit.scheduler`."""

@@ -1,32 +1,39 @@
-"""A study under Slurm: its jobs submitted, what of them has ended read, what has not named."""
+"""A study on a cluster: submit its jobs, read the results of those that ended, list the others."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.bench.scaling import jobs
-from shoal.bench.scaling.allocations import Allocation, Asked, Capacity, allocations, room
+from shoal.bench.scaling.allocations import (
+    Allocation,
+    Capacity,
+    ClusterRequest,
+    allocations,
+    node_capacity,
+)
 from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_options
 from shoal.bench.scaling.directory import FILE, Study, alone, begin, forget, plan
 from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
 from shoal.launcher.submit.job import JobRequest, Turn
+from shoal.launcher.submit.scheduler import JobPhase
+from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
-from shoal.launcher.submit.slurm.commands import require
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.submit import SubmitOptions as How
 from shoal.launcher.submit.submit import submit as hand_in
 from shoal.util.errors import LaunchError, ShoalError
 
-SLURM = "slurm"
-"""The directory of a study with its jobs of Slurm's, as `shoal submit` keeps them."""
+SUBMITTED = "submitted"
+"""The directory of a study with its submitted jobs, as `shoal submit` keeps them."""
 MARK = "allocation"
-"""The file of a training that names the job of Slurm's in which it runs."""
+"""The file of a training that names the submitted job in which it runs."""
 SPARE = 60
 """Seconds of a job for each training beyond its limit: it begins, and has to be ended."""
 TIMED_OUT = 124
@@ -34,22 +41,23 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Trainings without a result. `folder` is that of their job of Slurm's, None where there is none.
+    """Trainings without a result. `folder` is that of their submitted job, None if there is none.
 
-    `state` is Slurm's own word for it, or what is known without Slurm.
+    `state` is the scheduler's own word for the job, or what is known without the scheduler.
     """
 
     trainings: int
     folder: Path | None = None
     numbers: tuple[str, ...] = ()
     state: str = "not submitted"
+    phase: JobPhase = "ended"
 
     @property
     def more(self) -> str:
-        """The command that tells more of it."""
+        """The command that says more about it."""
         if self.folder is None:
             return "the same `shoal bench scaling` again"
-        command = {"pending": "status", "running": "logs -f"}.get(self.state, "logs")
+        command = {"waiting": "status", "running": "logs -f", "ended": "logs"}[self.phase]
         return f"shoal {command} {shlex.quote(str(self.folder))}"
 
 
@@ -57,37 +65,38 @@ Tell = Callable[[Allocation, Submission], None]
 
 
 def rehearse(
-    path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, tell: Tell, *, force: bool
 ) -> None:
     """Tell what `submit` would submit; nothing is made.
 
     Raises LaunchError for what can't be studied or does not fit the site.
     """
     check_options(options)
-    fits = room(site, asked)
+    fits = node_capacity(site, asked)
     fits.check(options.processes)
-    study = plan(path, options, fits.told())
+    study = plan(path, options, fits.description())
     for each in allocations(study.missing(), fits):
         how = _how(study, each, dry=True, force=force)
         tell(each, hand_in(_request(study, each, fits, asked), site, how))
 
 
 def submit(
-    path: Path, options: StudyOptions, asked: Asked, site: Site, tell: Tell, *, force: bool
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, tell: Tell, *, force: bool
 ) -> Study:
-    """Submit what has no result and is in no job that waits or runs; each job is told.
+    """Submit the trainings without a result that are in no waiting or running job.
 
-    Raises LaunchError as `rehearse` does, before anything is submitted, and where Slurm refuses a job.
-    Those before it stay, and the same call goes on from there; where there are none nothing is left.
+    `tell` is called for each job. Raises LaunchError as `rehearse` does, before anything is submitted,
+    and if the scheduler rejects a job. The jobs before it stay, and the same call continues from
+    there; if there are none, no files are left behind.
     """
     rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
-    require()
-    fits, fresh = room(site, asked), not (path / FILE).exists()
-    study = begin(path, options, fits.told())
+    site_scheduler(site).check_available()
+    fits, fresh = node_capacity(site, asked), not (path / FILE).exists()
+    study = begin(path, options, fits.description())
     with alone(study):
         gather(study)
         for each in allocations(study.missing(), fits):
-            if status.living(_folder(study, each.name)):
+            if status.active_jobs(_folder(study, each.name)):
                 continue
             _prepare(study, each)
             how = _how(study, each, dry=False, force=force)
@@ -103,7 +112,7 @@ def submit(
 
 
 def gather(study: Study) -> None:
-    """Keep the results of trainings under Slurm that have ended."""
+    """Keep the results of submitted trainings that have ended."""
     for number, configuration in study.missing():
         done = _end(study.job(configuration, number))
         if done is not None:
@@ -111,7 +120,7 @@ def gather(study: Study) -> None:
 
 
 def waiting(study: Study) -> list[Waiting]:
-    """What has no result yet, by the job of Slurm's in which it is."""
+    """Return the trainings without a result, by the submitted job that they are in."""
     counts: dict[str, int] = {}
     for number, configuration in study.missing():
         name = _allocation(study.job(configuration, number))
@@ -125,14 +134,15 @@ def _state(study: Study, name: str, trainings: int) -> Waiting:
     folder = _folder(study, name)
     try:
         found = status.status(folder)
-    except LaunchError as error:  # read where there is no Slurm, or never handed over
+    except LaunchError as error:  # read on another machine, or never submitted
         return Waiting(trainings=trainings, folder=folder, state=error.found)
-    states = [each.state.lower() for each in found.queued]
-    state = states[0] if states else "ended"
-    return Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state=state)
+    known = Waiting(trainings=trainings, folder=folder, numbers=found.record.jobs, state="ended")
+    for first in found.queued[:1]:
+        return replace(known, state=first.state.lower(), phase=first.phase)
+    return known
 
 
-def _request(study: Study, allocation: Allocation, fits: Capacity, asked: Asked) -> JobRequest:
+def _request(study: Study, allocation: Allocation, fits: Capacity, asked: ClusterRequest) -> JobRequest:
     options = study.options
     limit = math.ceil(options.limit)
     turns = [_turn(study, *training) for training in allocation.trainings]
@@ -177,11 +187,11 @@ def _prepare(study: Study, allocation: Allocation) -> None:
 
 
 def _folder(study: Study, name: str) -> Path:
-    return study.path / SLURM / name
+    return study.path / SUBMITTED / name
 
 
 def _allocation(folder: Path) -> str:
-    """The job of Slurm's that a training was submitted in; empty for none."""
+    """Return the name of the job in which a training was submitted; empty if there is none."""
     try:
         name = (folder / MARK).read_text().strip()
     except OSError:
@@ -190,7 +200,7 @@ def _allocation(folder: Path) -> str:
 
 
 def _end(folder: Path) -> jobs.Done | None:
-    """How a training ended, as the batch script has told; None while it has not."""
+    """Return how a training ended, as the batch script recorded it; None while it has not."""
     try:
         text = (folder / f"{jobs.LOG}.end").read_text()
         code, began, ended = (int(word) for word in text.split())

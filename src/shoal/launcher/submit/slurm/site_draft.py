@@ -1,4 +1,4 @@
-"""A site drafted from what Slurm says of itself: pure functions of its commands' text."""
+"""A site file drafted from what Slurm's commands print: pure functions of text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ _LONGEST_KILL = 30
 
 @dataclass(frozen=True, kw_only=True)
 class NodeKind:
-    """Nodes of one kind in a partition. `cores` are whole cores, `gres` what `--gres` calls GPUs."""
+    """Nodes of one kind in a partition. `cores` are whole cores."""
 
     partition: str
     time: int | None
     cpus: int
     cores: int
     gpus: int
-    gres: str
     nodes: int
 
 
-def read_kinds(text: str) -> list[NodeKind]:
-    """What `SINFO` printed; lines of another form are passed over."""
+def parse_node_kinds(text: str) -> list[NodeKind]:
+    """Return the kinds of nodes that `SINFO` printed; lines in another form are skipped."""
     found = []
     for line in text.splitlines():
         parts = line.strip().split("|")
@@ -48,16 +47,15 @@ def read_kinds(text: str) -> list[NodeKind]:
                 cpus=count,
                 cores=form[0] * form[1] if len(form) == 3 else count,
                 gpus=int(gpu[2]) if gpu else 0,
-                gres="gpu",
                 nodes=int(nodes),
             )
         )
     return found
 
 
-def draft(name: str, sinfo: str, config: str) -> str:
-    """The TOML text of a site. Raises LaunchError where Slurm named no partition."""
-    kinds = read_kinds(sinfo)
+def draft_text(name: str, sinfo: str, config: str) -> str:
+    """Return the TOML text of a site. Raises LaunchError if Slurm named no partition."""
+    kinds = parse_node_kinds(sinfo)
     if not kinds:
         raise LaunchError(
             given=" ".join(SINFO),
@@ -82,7 +80,7 @@ def _lines(name: str, kinds: list[NodeKind], config: str) -> Iterator[str]:
         yield f"# After SIGTERM Slurm waits {wait[0]} s and kills."
     if any(kind.cpus > kind.cores for kind in kinds):
         yield "# Its nodes have more threads than cores."
-        yield 'hint = "nomultithread"'
+        yield "multithread = false"
     names = list(dict.fromkeys(kind.partition for kind in kinds))
     if len(names) == 1:
         yield f"default = {json.dumps(names[0])}"
