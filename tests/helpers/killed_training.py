@@ -164,7 +164,7 @@ def train(world: shoal.World, training: Training) -> Ended:
             run.tick(every=training.every)
             fuse()
             if training.waits:
-                run.checkpoints.aside.wait()
+                run.checkpoints.background.wait()
             operations = files.done[begun:] if step.number == 3 else operations
         run.save()
     return Ended(

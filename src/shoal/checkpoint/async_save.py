@@ -1,4 +1,4 @@
-"""Work that goes on while training does: one job at a time, and what its ranks tell each other."""
+"""Saves in the background: a thread for one save at a time, and the messages of its ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PAUSE = 0.02
 
 
 class BackgroundSave(Generic[T]):
-    """Something under way on a thread of its own."""
+    """A save that runs on its own thread."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self.seconds = 0.0
-        """How long it took, once it is over."""
+        """The duration, once it has ended."""
         self._outcome: T | BaseException
-        # Whoever needs it waits for it; a rank that fails must be able to end without.
+        # A daemon: a rank that fails must be able to end while its save is still running.
         self._thread = threading.Thread(target=self._run, args=(action,), name=ASIDE, daemon=True)
         self._thread.start()
 
@@ -54,26 +54,26 @@ class BackgroundSave(Generic[T]):
 
     @property
     def failed(self) -> bool:
-        """Whether it is over and `wait` raises."""
+        """Whether it has ended and `wait` raises."""
         return self.done and isinstance(self._outcome, BaseException)
 
     def join(self, within: float | None = None) -> None:
-        """Until it has ended, however it did; no longer than `within` seconds."""
+        """Wait until it has ended, with or without an error, for at most `within` seconds."""
         self._thread.join(within)
 
     def wait(self) -> T:
-        """What it came to; raises what it raised."""
+        """Wait for it; return what it returned, or raise what it raised."""
         self.join()
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
 
-class Mail:
-    """What ranks tell each other through their store, where any of them may end at any moment.
+class StoreChannel:
+    """A channel through the ranks' store, for ranks of which any may end at any moment.
 
-    A collective of Gloo's would keep those waiting that don't talk to the one that has ended. `name` is
-    its own in the store, where what another has told stays.
+    In a collective of Gloo's, ranks that exchange nothing with the one that has ended would wait until
+    the time limit. `name` must be unique in the store, which keeps the messages of earlier channels.
     """
 
     def __init__(self, survivors: Survivors, name: str) -> None:
@@ -88,19 +88,19 @@ class Mail:
 
     @property
     def fits(self) -> bool:
-        """Whether those that live are still the same."""
+        """Whether the members are still those that live."""
         return self.members == self._survivors.members
 
     def collect(self, value: Any) -> list[Any]:
-        """As `Aside.collect`; CheckpointError where one has ended."""
+        """See Channel. Raise CheckpointError if a member has ended."""
         self._number += 1
         if self._rank != self.members[0]:
             self._store.set(self._key(self._rank), objects.encode(value))
             return []
         return [value, *(self._take(member, last=True) for member in self.members[1:])]
 
-    def tell(self, value: Any) -> Any:
-        """As `Aside.tell`."""
+    def broadcast(self, value: Any) -> Any:
+        """See Channel. Raise CheckpointError if rank 0 has ended."""
         self._number += 1
         if self._rank != self.members[0]:
             return self._take(self.members[0], last=False)
@@ -108,7 +108,7 @@ class Mail:
         return value
 
     def _take(self, member: int, *, last: bool) -> Any:
-        """What a member has put there, once it has; gone with the `last` that reads it."""
+        """Wait for the message of a member and return it; the `last` reader deletes it."""
         key = self._key(member)
         looked = time.monotonic()
         while not self._store.check([key]):
@@ -131,61 +131,63 @@ class Mail:
         return f"{self._prefix}/{self._number}/{member}"
 
 
-class Aside:
-    """Where jobs run, with a buffer to take state over into and a process group of their own.
+class BackgroundSaver:
+    """Runs one save at a time, on a thread, with the channel, the buffer and the plan that saves reuse.
 
-    On the group of training, collectives of a job would meet those of a step.
+    The channel is a process group of its own: on the group of training, collectives of a save would
+    meet those of a step.
     """
 
     def __init__(self, world: Ranks) -> None:
         self.staging = Staging()
         self.plan: Plan | None = None
-        """Who writes what, of the save before."""
+        """Which rank writes what, from the save before."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
-        self._mail: Mail | None = None
-        self._job: BackgroundSave[Any] | None = None
+        self._messages: StoreChannel | None = None
+        self._save: BackgroundSave[Any] | None = None
 
     def prepare(self) -> None:
-        """Make the group, once, or what stands for it where ranks may end. Collective."""
+        """Make the channel: a process group, or a StoreChannel where ranks may end. Collective."""
         if self._world.group is None:
             return
         survivors = self._world.survivors
         if survivors is not None:
-            if self._mail is None or not self.fits:
-                name = self._mail.name if self._mail else self._world.broadcast(secrets.token_hex(8))
-                self._mail, self.plan = Mail(survivors, name), None
+            if self._messages is None or not self.fits:
+                last = self._messages
+                name = last.name if last else self._world.broadcast(secrets.token_hex(8))
+                self._messages, self.plan = StoreChannel(survivors, name), None
         elif self._group is None:
             ranks = dist.get_process_group_ranks(self._world.group)
             self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
 
     @property
     def fits(self) -> bool:
-        """Whether the ranks are still those for which it was prepared."""
-        return self._mail is None or self._mail.fits
+        """Whether the channel still has the ranks that live."""
+        return self._messages is None or self._messages.fits
 
     def start(self, action: Callable[[], T]) -> BackgroundSave[T]:
-        """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""
-        self._job = job = BackgroundSave(action)
-        return job
+        """Run `action` on a thread; it may use the channel. The save before must have ended."""
+        self._save = save = BackgroundSave(action)
+        return save
 
     def wait(self) -> None:
-        """Until the job that is under way, if any, has ended, however it did."""
-        if self._job is not None:
-            self._job.join()
+        """Wait until the running save, if any, has ended, with or without an error."""
+        if self._save is not None:
+            self._save.join()
 
     def collect(self, value: Any) -> list[Any]:
-        """Everyone's value on rank 0, nothing elsewhere. Collective, from a job."""
-        if self._mail is not None:
-            return self._mail.collect(value)
+        """See Channel."""
+        if self._messages is not None:
+            return self._messages.collect(value)
         if self._group is None:
             return [value]
         return objects.collect(value, self._group)
 
-    def tell(self, value: Any) -> Any:
-        """Rank 0's value on every rank. Collective, from a job."""
-        if self._mail is not None:
-            return self._mail.tell(value)
+    def broadcast(self, value: Any) -> Any:
+        """See Channel."""
+        if self._messages is not None:
+            return self._messages.broadcast(value)
         if self._group is None:
             return value
         return objects.broadcast(value, self._group)

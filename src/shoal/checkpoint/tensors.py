@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,8 +82,13 @@ def local_plan(tensors: Mapping[str, torch.Tensor], *, first: bool) -> SavePlan:
     return _planner(tensors, first=first).create_local_plan()
 
 
-def global_plan(form: str, plans: list[SavePlan], rank: int, file_of: Callable[[int], str]) -> Plan:
-    """What `rank` is to write where all could write `plans`: what several hold only one does.
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank}.safetensors"
+
+
+def global_plan(form: str, plans: list[SavePlan], rank: int) -> Plan:
+    """Return what `rank` writes, from the plans of all ranks: what several hold, only one writes.
 
     Every rank computes the same from the same plans.
     """
@@ -109,27 +114,23 @@ def _planner(tensors: Mapping[str, torch.Tensor], *, first: bool) -> DefaultSave
     return planner
 
 
-def load_tensors(
-    directory: AnyPath, table: Table, targets: dict[str, torch.Tensor]
-) -> BaseException | None:
+def load_tensors(directory: AnyPath, table: Table, targets: dict[str, torch.Tensor]) -> None:
     """Fill `targets`, which may be sharded otherwise than what was saved, in place.
 
     Each rank plans what it reads alone: DCP's exchange of the plans of all ranks, which changes
-    nothing in them, unpickles what other ranks send. Returns what went wrong.
+    nothing in them, unpickles what other ranks send. Raises what reading raised.
     """
-    reader = _ChunkReader(directory, table)
     try:
         with _no_warning():
             load(
                 dict(targets),
-                storage_reader=reader,
+                storage_reader=_ChunkReader(directory, table),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
     except CheckpointException as error:  # a BaseException
         ((cause, _),) = error.failures.values()
-        return cause
-    return reader.failure
+        raise cause from None
 
 
 def allocate(
@@ -146,7 +147,6 @@ class _ChunkReader(StorageReader):
     def __init__(self, directory: AnyPath, table: Table) -> None:
         self._directory = directory
         self._table = table
-        self.failure: Exception | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -166,10 +166,7 @@ class _ChunkReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            self._read(plan, planner)
-        except Exception as error:
-            self.failure = error
+        self._read(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
