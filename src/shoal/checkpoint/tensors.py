@@ -124,7 +124,7 @@ def load_tensors(directory: AnyPath, table: Table, targets: dict[str, torch.Tens
         with _no_warning():
             load(
                 dict(targets),
-                storage_reader=_ChunkReader(directory, table),
+                storage_reader=ChunkReader(directory, table),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
@@ -143,29 +143,35 @@ def allocate(
     return torch.empty(row["shape"], dtype=dtype, device=device)
 
 
-class _ChunkReader(StorageReader):
+class ChunkReader(StorageReader):
+    """Reads chunks of the tensors in `table` from the safetensors files of a directory."""
+
     def __init__(self, directory: AnyPath, table: Table) -> None:
         self._directory = directory
         self._table = table
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing: the directory was given before."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
+        """Return dtype, shape and chunks of each tensor."""
         return Metadata({name: _metadata(row) for name, row in self._table.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        pass
+        """Do nothing: each rank has read the table."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan: each rank reads what it needs."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans: no rank reads for another one."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy the planned chunks into the planner's tensors."""
         self._read(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
@@ -174,7 +180,7 @@ class _ChunkReader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[ReadItem, dict[str, Any]]]] = {}
         for item in plan.items:
-            chunk = self._chunk(item.storage_index)
+            chunk = self.chunk(item.storage_index)
             by_file.setdefault(chunk["file"], []).append((item, chunk))
         for name, reads in by_file.items():
             with (
@@ -187,7 +193,7 @@ class _ChunkReader(StorageReader):
     def _read_item(
         self, file: Any, item: ReadItem, chunk: dict[str, Any], planner: LoadPlanner
     ) -> None:
-        if list(item.lengths) == chunk["sizes"]:
+        if tuple(item.lengths) == tuple(chunk["sizes"]):
             value = file.get_tensor(chunk["key"])
         else:
             spans = zip(item.storage_offsets, item.lengths, strict=True)
@@ -200,7 +206,8 @@ class _ChunkReader(StorageReader):
         target.copy_(value)
         planner.commit_tensor(item, target)
 
-    def _chunk(self, index: MetadataIndex) -> dict[str, Any]:
+    def chunk(self, index: MetadataIndex) -> dict[str, Any]:
+        """Return the row of a chunk in the table."""
         chunks: list[dict[str, Any]] = self._table[index.fqn]["chunks"]
         hint = index.index
         if hint is not None and torch.Size(chunks[hint]["offsets"]) == index.offset:
@@ -209,6 +216,7 @@ class _ChunkReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: DCP chooses this reader for no path by itself."""
         return False
 
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shoal.checkpoint.inspect.locate import is_checkpoint
-from shoal.checkpoint.inspect.manifest import CheckpointManifest, inspect_checkpoint
-from shoal.checkpoint.inspect.tensor_reader import Values
+from shoal.checkpoint.inspect.manifest import inspect_checkpoint
 from shoal.checkpoint.paths import path_from
-from shoal.checkpoint.tensor_index import TensorEntry
+from shoal.checkpoint.store import FileRecord
+from shoal.checkpoint.tensors import ChunkReader
 from shoal.util.errors import CheckpointError
 
 
-class DCPReader(StorageReader):
+class DCPReader(ChunkReader):
     """Reads the tensors of a checkpoint for `torch.distributed.checkpoint.load`.
 
         state = {"steps": {"step": {"model": model.state_dict()}}}
@@ -40,94 +34,49 @@ class DCPReader(StorageReader):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = path_from(path)
-        self._contents: CheckpointManifest
-        self._names: dict[str, str]
-
-    def read_metadata(self) -> Metadata:
-        """Return dtype and shape of each tensor, as one chunk: `read_data` joins those of files."""
-        if not is_checkpoint(self._path):
-            raise CheckpointError(
-                given=f"DCPReader({str(self._path)!r})",
-                found="it is not the directory of a checkpoint",
-                fix="give one like runs/a/checkpoints/step-100; shoal checkpoint ls runs/a names them",
-            )
-        self._contents = contents = inspect_checkpoint(self._path)
-        self._names = {}
-        for name in contents.tensors:
-            key = _dcp_name(name)
-            if key in self._names:
-                raise CheckpointError(
-                    given=f"DCPReader({str(self._path)!r})",
-                    found=f"the tensors {self._names[key]} and {name}, which DCP both calls {key}",
-                    fix="read it with shoal.Run.restore, or write the model to a file that "
-                    "shoal.load reads: shoal checkpoint export",
-                )
-            self._names[key] = name
-        return Metadata(
-            {key: _tensor_metadata(contents.tensors[name]) for key, name in self._names.items()}
-        )
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Verify the files that hold the planned tensors, then copy these into the state."""
-        names = {self._names[item.storage_index.fqn] for item in plan.items}
-        self._verify({chunk.file for name in names for chunk in self._contents.tensors[name].chunks})
-        with Values(self._contents) as values:
-            for item in plan.items:
-                spans = [
-                    (offset, offset + length)
-                    for offset, length in zip(item.storage_offsets, item.lengths, strict=True)
-                ]
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(values.part(self._names[item.storage_index.fqn], spans))
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _verify(self, files: set[str]) -> None:
-        path, records = self._contents.path, self._contents.manifest.files
-        for file in sorted(files):
-            if reason := records[file].difference(path / file):
-                raise CheckpointError(
-                    given=f"the checkpoint {path}",
-                    found=f"{file} {reason}",
-                    fix=f"shoal checkpoint verify {path}; shoal checkpoint ls names others",
-                )
+        super().__init__(path_from(path), {})
+        self._files: Mapping[str, FileRecord] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read another checkpoint from now on, if `load` was given its path as `checkpoint_id`."""
         if checkpoint_id is not None:
-            self._path = path_from(os.fspath(checkpoint_id))
+            self._directory = path_from(os.fspath(checkpoint_id))
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
-    ) -> None:
-        """Do nothing: `read_metadata` prepares each rank."""
+    def read_metadata(self) -> Metadata:
+        """Return dtype, shape and chunks of each tensor, by DCP's names. Raises CheckpointError."""
+        path, given = self._directory, f"DCPReader({str(self._directory)!r})"
+        if not is_checkpoint(path):
+            raise CheckpointError(
+                given=given,
+                found="it is not the directory of a checkpoint",
+                fix="give one like runs/a/checkpoints/step-100; shoal checkpoint ls runs/a names them",
+            )
+        contents = inspect_checkpoint(path)
+        names: dict[str, str] = {}
+        for name in contents.tensors:
+            other = names.setdefault(_dcp_name(name), name)
+            if other != name:
+                raise CheckpointError(
+                    given=given,
+                    found=f"{other} and {name}, which DCP both calls {_dcp_name(name)}",
+                    fix="shoal checkpoint export writes the model to a file without DCP's names",
+                )
+        self._files = contents.manifest.files
+        self._table = {key: asdict(contents.tensors[name]) for key, name in names.items()}
+        return super().read_metadata()
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan: each rank reads what it needs."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans: no rank reads for another one."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: DCP chooses this reader for no path by itself."""
-        return False
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Verify the files of the planned chunks, then read these. Raises CheckpointError."""
+        for file in sorted({self.chunk(item.storage_index)["file"] for item in plan.items}):
+            if reason := self._files[file].difference(self._directory / file):
+                raise CheckpointError(
+                    given=f"the checkpoint {self._directory}",
+                    found=f"{file} {reason}",
+                    fix=f"read another one: shoal checkpoint ls {self._directory.parent} names them",
+                )
+        return super().read_data(plan, planner)
 
 
 def _dcp_name(name: str) -> str:
     keys = name.removeprefix("state/").split("/")
     return ".".join(key.replace("~1", "/").replace("~2", "#").replace("~0", "~") for key in keys)
-
-
-def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    size = torch.Size(entry.shape)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=getattr(torch, entry.dtype)),
-        size=size,
-        chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-    )
