@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves
 
 import shoal
 from shoal.checkpoint import Checkpoints
-from shoal.checkpoint.async_save import Aside
+from shoal.checkpoint.async_save import BackgroundSaver
 from shoal.distributed.world import CHECKED_STEPS
 from shoal.strategies.dtensor import share
 from spread import Spread, quartiles
@@ -136,11 +136,11 @@ def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
 def through_shoal(world: shoal.World, training: Training) -> Save:
     """What a Run does, without its events."""
 
-    aside = Aside(world)
+    background = BackgroundSaver(world)
 
     def begin(directory: Path) -> Wait:
         checkpoints = Checkpoints(directory, world)
-        checkpoints.aside = aside
+        checkpoints.background = background
         return checkpoints.start(1, {"step": training.step.state_dict()}, {}, {}).wait
 
     return begin

@@ -8,7 +8,7 @@ import shutil
 import signal
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -205,6 +205,28 @@ def test_a_value_refused_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
     assert "rank/2/rank" in errors[0][0]
     assert errors[0][1].startswith("rank 2: a value of type builtins.set")
     assert list(tmp_path.iterdir()) == []
+
+
+class TakenOver(Files):
+    """Rank 1 can't write; then rank 0 can't remove what it wrote: another attempt has begun."""
+
+    def create(self, path: AnyPath) -> BinaryIO:
+        if path.name == "rank-1.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return super().create(path)
+
+    def unlink(self, path: AnyPath) -> None:
+        raise CheckpointError(given="a save", found="attempt 2 has taken over", fix="end this process")
+
+
+def save_while_taken_over(world: OverGloo, directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(directory, world, files=TakenOver()).save(1, state(1), own(world.rank), {})
+    return caught.value.found
+
+
+def test_no_rank_waits_when_a_failed_save_can_not_be_removed(tmp_path: Path) -> None:
+    assert run(2, save_while_taken_over, tmp_path) == ["rank 0: attempt 2 has taken over"] * 2
 
 
 def check_unwritable(world: OverGloo, directory: Path) -> str:

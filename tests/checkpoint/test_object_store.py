@@ -21,7 +21,7 @@ import shoal
 from helpers.object_store import Bucket, nothing
 from helpers.processes import Alone
 from helpers.remote_checkpoints import NUMBERS, Failing, begin, names, restored, save, state
-from shoal.checkpoint import AnyPath, Checkpoints, Files, object_store, path_from, staging
+from shoal.checkpoint import AnyPath, Checkpoints, Files, async_save, object_store, path_from
 from shoal.checkpoint.directory_names import Name
 from shoal.checkpoint.object_store import RemotePath
 from shoal.checkpoint.paths import open_file
@@ -97,7 +97,7 @@ def test_a_damaged_file_means_the_previous_one(place: AnyPath, name: str) -> Non
 
 def test_a_file_in_several_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "BLOCK", 1000)
-    monkeypatch.setattr(staging, "BLOCK", 300)
+    monkeypatch.setattr(async_save, "BLOCK", 300)
     counted = Failing(None, OSError())
     Bucket.before = staticmethod(counted)
     save(begin(path_from(f"bucket://{tmp_path}/run")), 1, version=NUMBERS)

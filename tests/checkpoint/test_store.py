@@ -209,7 +209,7 @@ def test_an_incomplete_one_does_not_count_as_kept(tmp_path: Path, harm: Callable
 
 
 def test_beside_the_others_the_last_one_is_kept(tmp_path: Path) -> None:
-    best = save(tmp_path / "checkpoints", 1).beside("best")
+    best = save(tmp_path / "checkpoints", 1).sibling("best")
     for step in (5, 4):  # the attempt that saved 5 was killed
         best.save(step, {}, {}, {})
     assert names(tmp_path / "best") == ["step-4"]

@@ -47,13 +47,13 @@ with shoal.init() as world:
         batches = loader.epochs(1)
         step(next(batches))
         run.save()
-        run.checkpoints.aside.wait()
+        run.checkpoints.background.wait()
         if world.is_rank_zero:
             (here / "port.new").write_text(os.environ["MASTER_PORT"])
             (here / "port.new").rename(here / "port")
         wait_for(here / "poisoned")
-        aside, store = run.checkpoints.aside, run.checkpoints._store
-        collect, write = aside.collect, store.write
+        background, store = run.checkpoints.background, run.checkpoints._store
+        collect, write = background.collect, store.write
 
         def collected(value):
             try:
@@ -67,7 +67,7 @@ with shoal.init() as world:
                 wait_for(here / "read")
             return write(*arguments)
 
-        aside.collect, store.write = collected, late
+        background.collect, store.write = collected, late
         step(next(batches))
         run.save()
 """

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import shoal
 from helpers.kill_in_save import HookedFiles
-from shoal.checkpoint import AnyPath, Checkpoints, staging
+from shoal.checkpoint import AnyPath, Checkpoints, async_save
 from shoal.distributed.seeds import random_state
 from shoal.strategies import engine_of
 from shoal.strategies.data_parallel.ddp import DDPEngine
@@ -140,7 +140,7 @@ def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def train(world: shoal.World, training: Training) -> Ended:
     """The training function: the same the first time and after every kill."""
-    staging.BLOCK = 500  # bytes, so that a file takes several writes
+    async_save.BLOCK = 500  # bytes, so that a file takes several writes
     directory = training.directory
     dies = world.rank == training.victim
     fuse = Fuse(training.moment if dies else None)
@@ -164,7 +164,7 @@ def train(world: shoal.World, training: Training) -> Ended:
             run.tick(every=training.every)
             fuse()
             if training.waits:
-                run.checkpoints.aside.wait()
+                run.checkpoints.background.wait()
             operations = files.done[begun:] if step.number == 3 else operations
         run.save()
     return Ended(

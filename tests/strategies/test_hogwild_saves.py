@@ -67,8 +67,8 @@ def loses_one(world: shoal.World, directory: Path) -> int:
     loader = shoal.Loader((torch.ones(6, 3),), world, batch_size=6)
     with shoal.Run(directory, step, loader, trackers=()) as run:
         store: Any = run.checkpoints._store
-        aside: Any = run.checkpoints.aside
-        write, collect = store.write, aside.collect
+        background: Any = run.checkpoints.background
+        write, collect = store.write, background.collect
 
         def late(*parts: Any) -> Any:
             while me == 0 and world.size == 3:
@@ -81,7 +81,7 @@ def loses_one(world: shoal.World, directory: Path) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
-        store.write, aside.collect = late, told
+        store.write, background.collect = late, told
         for batch in loader.epochs(1):
             step(batch)
             run.save(wait=False)

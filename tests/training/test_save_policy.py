@@ -171,7 +171,7 @@ def failing(world: shoal.World, directory: Path, code: int, must: bool) -> list[
             if last and run.step == 2:
                 (barrier / "refuse").touch()
             run.tick(every=1 if run.step <= (2 if must else 3) else None)
-            run.checkpoints.aside.wait()
+            run.checkpoints.background.wait()
             if last and run.step == 2:
                 (barrier / "refuse").unlink()
     lines = events.read_events(directory / "events" / f"rank-{world.rank}.jsonl")

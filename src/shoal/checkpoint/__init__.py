@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.equality import differing, facts
     from shoal.checkpoint.fencing import Fence, FencedFiles, take_over
     from shoal.checkpoint.filesystem import Files
+    from shoal.checkpoint.inspect.dcp_reader import DCPReader
     from shoal.checkpoint.lock import Lock
     from shoal.checkpoint.manager import Checkpoints, Loaded, Skipped
     from shoal.checkpoint.object_store import is_url, masked_url
@@ -34,6 +35,7 @@ _HOMES = {
     "equality": ("differing", "facts"),
     "fencing": ("Fence", "FencedFiles", "take_over"),
     "filesystem": ("Files",),
+    "inspect.dcp_reader": ("DCPReader",),
     "lock": ("Lock",),
     "manager": ("Checkpoints", "Loaded", "Skipped"),
     "paths": ("AnyPath", "how_to_remove", "lasting", "path_from"),
@@ -45,6 +47,7 @@ __all__ = [
     "Agreement",
     "AnyPath",
     "Checkpoints",
+    "DCPReader",
     "Fence",
     "FencedFiles",
     "Files",

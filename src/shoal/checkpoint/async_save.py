@@ -1,18 +1,21 @@
-"""Work that goes on while training does: one job at a time, and what its ranks tell each other."""
+"""Saves in the background: the thread of one save, the messages of its ranks, its copy of tensors."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shoal.checkpoint.collective_errors import Ranks
-from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.state_tree import DTYPES
 from shoal.distributed import objects
 from shoal.distributed.membership import LOOK_SECONDS, Survivors
 from shoal.distributed.watchdog.mismatch import ASIDE
@@ -26,16 +29,18 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=1)
 """How long a rank that has written its part waits for the others."""
 _PAUSE = 0.02
+BLOCK = 16 << 20
+"""Bytes that are hashed and written at a time."""
 
 
 class BackgroundSave(Generic[T]):
-    """Something under way on a thread of its own."""
+    """A save that runs on its own thread."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self.seconds = 0.0
-        """How long it took, once it is over."""
+        """The duration, once it has ended."""
         self._outcome: T | BaseException
-        # Whoever needs it waits for it; a rank that fails must be able to end without.
+        # A daemon: a rank that fails must be able to end while its save is still running.
         self._thread = threading.Thread(target=self._run, args=(action,), name=ASIDE, daemon=True)
         self._thread.start()
 
@@ -54,26 +59,26 @@ class BackgroundSave(Generic[T]):
 
     @property
     def failed(self) -> bool:
-        """Whether it is over and `wait` raises."""
+        """Whether it has ended and `wait` raises."""
         return self.done and isinstance(self._outcome, BaseException)
 
     def join(self, within: float | None = None) -> None:
-        """Until it has ended, however it did; no longer than `within` seconds."""
+        """Wait until it has ended, with or without an error, for at most `within` seconds."""
         self._thread.join(within)
 
     def wait(self) -> T:
-        """What it came to; raises what it raised."""
+        """Wait for it; return what it returned, or raise what it raised."""
         self.join()
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome
 
 
-class Mail:
-    """What ranks tell each other through their store, where any of them may end at any moment.
+class StoreChannel:
+    """A channel through the ranks' store, for ranks of which any may end at any moment.
 
-    A collective of Gloo's would keep those waiting that don't talk to the one that has ended. `name` is
-    its own in the store, where what another has told stays.
+    In a collective of Gloo's, ranks that exchange nothing with the one that has ended would wait until
+    the time limit. `name` must be unique in the store, which keeps the messages of earlier channels.
     """
 
     def __init__(self, survivors: Survivors, name: str) -> None:
@@ -88,19 +93,19 @@ class Mail:
 
     @property
     def fits(self) -> bool:
-        """Whether those that live are still the same."""
+        """Whether the members are still those that live."""
         return self.members == self._survivors.members
 
     def collect(self, value: Any) -> list[Any]:
-        """As `Aside.collect`; CheckpointError where one has ended."""
+        """See Channel. Raise CheckpointError if a member has ended."""
         self._number += 1
         if self._rank != self.members[0]:
             self._store.set(self._key(self._rank), objects.encode(value))
             return []
         return [value, *(self._take(member, last=True) for member in self.members[1:])]
 
-    def tell(self, value: Any) -> Any:
-        """As `Aside.tell`."""
+    def broadcast(self, value: Any) -> Any:
+        """See Channel. Raise CheckpointError if rank 0 has ended."""
         self._number += 1
         if self._rank != self.members[0]:
             return self._take(self.members[0], last=False)
@@ -108,7 +113,7 @@ class Mail:
         return value
 
     def _take(self, member: int, *, last: bool) -> Any:
-        """What a member has put there, once it has; gone with the `last` that reads it."""
+        """Wait for the message of a member and return it; the `last` reader deletes it."""
         key = self._key(member)
         looked = time.monotonic()
         while not self._store.check([key]):
@@ -131,61 +136,127 @@ class Mail:
         return f"{self._prefix}/{self._number}/{member}"
 
 
-class Aside:
-    """Where jobs run, with a buffer to take state over into and a process group of their own.
+class Staging:
+    """A copy of tensors in one buffer of host memory, which is reused, laid out as a safetensors file.
 
-    On the group of training, collectives of a job would meet those of a step.
+    https://huggingface.co/docs/safetensors: the header's length in 8 bytes, the header, the data
+    without gaps. Wide dtypes come first, so that all are aligned. (The library's own writer leaves no
+    way to hash and to sync what it writes, and makes copies of its own.)
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._header = b""
+        self._bytes = 0
+
+    @property
+    def size(self) -> int:
+        """The size of the file in bytes."""
+        return len(self._header) + self._bytes
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors`; when this returns they may change. No thread may read `blocks` during it."""
+        real = {name: _as_real(tensor) for name, tensor in tensors.items()}
+        names = sorted(real, key=lambda name: (-real[name].element_size(), name))
+        described: dict[str, object] = {}
+        places: dict[str, slice] = {}
+        end = 0
+        for name in names:
+            start, end = end, end + real[name].nbytes
+            places[name] = slice(start, end)
+            described[name] = {
+                "dtype": DTYPES[real[name].dtype],
+                "shape": list(real[name].shape),
+                "data_offsets": [start, end],
+            }
+        self._bytes = end
+        self._header = _header(described)
+        devices = {tensor.device for tensor in real.values() if tensor.device.type == "cuda"}
+        if self._buffer.numel() < end or (devices and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # first the old one goes
+            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+        for name in names:
+            tensor = real[name]
+            target = self._buffer[places[name]].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor, non_blocking=True)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def blocks(self) -> list[bytes | memoryview]:
+        """Return the content of the file, in order."""
+        data = self._buffer.numpy().data
+        starts = range(0, self._bytes, BLOCK)
+        return [self._header, *(data[start : min(start + BLOCK, self._bytes)] for start in starts)]
+
+
+class BackgroundSaver:
+    """Runs one save at a time, on a thread, with the channel, the buffer and the plan that saves reuse.
+
+    The channel is a process group of its own: on the group of training, collectives of a save would
+    meet those of a step.
     """
 
     def __init__(self, world: Ranks) -> None:
         self.staging = Staging()
         self.plan: Plan | None = None
-        """Who writes what, of the save before."""
+        """Which rank writes what, from the save before."""
         self._world = world
         self._group: dist.ProcessGroup | None = None
-        self._mail: Mail | None = None
-        self._job: BackgroundSave[Any] | None = None
+        self._messages: StoreChannel | None = None
+        self._save: BackgroundSave[Any] | None = None
 
     def prepare(self) -> None:
-        """Make the group, once, or what stands for it where ranks may end. Collective."""
+        """Make the channel: a process group, or a StoreChannel where ranks may end. Collective."""
         if self._world.group is None:
             return
         survivors = self._world.survivors
         if survivors is not None:
-            if self._mail is None or not self.fits:
-                name = self._mail.name if self._mail else self._world.broadcast(secrets.token_hex(8))
-                self._mail, self.plan = Mail(survivors, name), None
+            if self._messages is None or not self.fits:
+                last = self._messages
+                name = last.name if last else self._world.broadcast(secrets.token_hex(8))
+                self._messages, self.plan = StoreChannel(survivors, name), None
         elif self._group is None:
             ranks = dist.get_process_group_ranks(self._world.group)
             self._group = dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
 
     @property
     def fits(self) -> bool:
-        """Whether the ranks are still those for which it was prepared."""
-        return self._mail is None or self._mail.fits
+        """Whether the channel still has the ranks that live."""
+        return self._messages is None or self._messages.fits
 
     def start(self, action: Callable[[], T]) -> BackgroundSave[T]:
-        """Run `action` on a thread; it may call `collect` and `tell`. The job before must be over."""
-        self._job = job = BackgroundSave(action)
-        return job
+        """Run `action` on a thread; it may use the channel. The save before must have ended."""
+        self._save = save = BackgroundSave(action)
+        return save
 
     def wait(self) -> None:
-        """Until the job that is under way, if any, has ended, however it did."""
-        if self._job is not None:
-            self._job.join()
+        """Wait until the running save, if any, has ended, with or without an error."""
+        if self._save is not None:
+            self._save.join()
 
     def collect(self, value: Any) -> list[Any]:
-        """Everyone's value on rank 0, nothing elsewhere. Collective, from a job."""
-        if self._mail is not None:
-            return self._mail.collect(value)
+        """See Channel."""
+        if self._messages is not None:
+            return self._messages.collect(value)
         if self._group is None:
             return [value]
         return objects.collect(value, self._group)
 
-    def tell(self, value: Any) -> Any:
-        """Rank 0's value on every rank. Collective, from a job."""
-        if self._mail is not None:
-            return self._mail.tell(value)
+    def broadcast(self, value: Any) -> Any:
+        """See Channel."""
+        if self._messages is not None:
+            return self._messages.broadcast(value)
         if self._group is None:
             return value
         return objects.broadcast(value, self._group)
+
+
+def _header(described: Mapping[str, object]) -> bytes:
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

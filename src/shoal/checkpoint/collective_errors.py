@@ -1,9 +1,11 @@
-"""One outcome on all ranks: a failure on one of them is the same CheckpointError on every one."""
+"""One outcome on all ranks: an error on one of them is the same CheckpointError on all."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.checkpoint.object_store import RemoteError
@@ -57,46 +59,116 @@ class Ranks(Protocol):
 
 
 class Agreement:
-    """Runs what may fail on single ranks. `given` begins the error: what was asked for."""
+    """Makes an error on one rank the same CheckpointError on all ranks of a world."""
 
     def __init__(self, world: Ranks) -> None:
         self._world = world
 
-    def attempt(self, given: str, action: Callable[[], T]) -> T | CheckpointError:
-        """What `action` returns on this rank, or its failure; never raises."""
-        try:
-            return action()
-        except Exception as error:
-            return _explain(error, given, self._world.rank)
-
     def together(self, given: str, action: Callable[[], T]) -> T:
-        """Run `action` on each rank and return its result, unless it failed on any; collective."""
-        outcome = self.attempt(given, action)
-        mine = None
-        if isinstance(outcome, CheckpointError):
-            mine = (outcome.given, outcome.found, outcome.fix)
-        failures = [failure for failure in self._world.gather(mine) if failure is not None]
-        if failures or isinstance(outcome, CheckpointError):
-            given, found, fix = failures[0]
-            raise CheckpointError(given=given, found=_count(found, failures), fix=fix)
-        return outcome
+        """Run `action` on each rank and return its result; raise if it failed on any rank.
+
+        `given` begins the error: what was asked for. Collective.
+        """
+        outcome = outcome_of(action)
+        failures = self._world.gather(_failure(outcome, given, self._world.rank))
+        failure = _combined(failures)
+        if failure is not None:
+            raise failure
+        return outcome.result()
 
 
-def first_failure(outcomes: list[Any]) -> CheckpointError | None:
-    """The first failure among outcomes of all ranks, saying how many there are."""
-    failures = [outcome for outcome in outcomes if isinstance(outcome, CheckpointError)]
-    if not failures:
+class Channel(Protocol):
+    """Messages that do not meet the collectives of training."""
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return each rank's value on rank 0, and an empty list elsewhere."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks."""
+
+
+class RankZeroAgreement:
+    """Makes what rank 0 returns or raises the outcome of all ranks.
+
+    `given` begins the errors: what was asked for.
+    """
+
+    def __init__(self, channel: Channel, rank: int, given: str) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._given = given
+
+    def decide(self, action: Callable[[], T]) -> T:
+        """Run `action` on each rank, then return or raise on each what it did on rank 0. Collective."""
+        outcome = outcome_of(action)
+        with explained(self._given, self._rank):
+            value, failure = self._channel.broadcast(self._message(outcome))
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[no-any-return]
+
+    def collect(self, outcome: Future[T]) -> list[T]:
+        """Return the results of all ranks on rank 0, and an empty list elsewhere. Collective.
+
+        Raises on rank 0 if any rank failed. For actions of `decide`, which raises that on all ranks.
+        """
+        messages = self._channel.collect(self._message(outcome))
+        failure = _combined([failure for _, failure in messages])
+        if failure is not None:
+            raise _RankFailureError(failure)
+        return [value for value, _ in messages]
+
+    def _message(self, outcome: Future[T]) -> tuple[T | None, CheckpointError | None]:
+        failure = _failure(outcome, self._given, self._rank)
+        return (outcome.result() if failure is None else None), failure
+
+
+@contextmanager
+def explained(given: str, rank: int) -> Iterator[None]:
+    """Raise an error of this block as a CheckpointError that names the rank."""
+    try:
+        yield
+    except Exception as error:
+        raise _explain(error, given, rank) from None
+
+
+def outcome_of(action: Callable[[], T]) -> Future[T]:
+    """Run `action` now; `result` of the future returns what it returned, or raises what it raised."""
+    outcome: Future[T] = Future()
+    try:
+        outcome.set_result(action())
+    except Exception as error:
+        # With its traceback it would keep the tensors of this call alive.
+        outcome.set_exception(error.with_traceback(None))
+    return outcome
+
+
+class _RankFailureError(Exception):
+    """Carries an error that names its rank already."""
+
+    def __init__(self, failure: CheckpointError) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+
+def _failure(outcome: Future[Any], given: str, rank: int) -> CheckpointError | None:
+    error = outcome.exception()
+    return None if error is None else _explain(error, given, rank)
+
+
+def _combined(failures: list[CheckpointError | None]) -> CheckpointError | None:
+    """Return the failure of the first rank that has one, with the number of the others in its text."""
+    found = [failure for failure in failures if failure is not None]
+    if not found:
         return None
-    first = failures[0]
-    return CheckpointError(given=first.given, found=_count(first.found, failures), fix=first.fix)
-
-
-def _count(found: str, failures: list[Any]) -> str:
-    others = len(failures) - 1
-    return f"{found} (and {others} more ranks failed)" if others else found
+    others = len(found) - 1
+    text = f"{found[0].found} (and {others} more ranks failed)" if others else found[0].found
+    return CheckpointError(given=found[0].given, found=text, fix=found[0].fix)
 
 
 def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
+    if isinstance(error, _RankFailureError):
+        return error.failure
     if isinstance(error, ShoalError):
         return CheckpointError(given=error.given, found=f"rank {rank}: {error.found}", fix=error.fix)
     if isinstance(error, RemoteError):

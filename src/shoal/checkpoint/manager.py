@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 
-from shoal.checkpoint.async_save import Aside, BackgroundSave
-from shoal.checkpoint.collective_errors import Agreement, Ranks, first_failure
+from shoal.checkpoint.async_save import BackgroundSave, BackgroundSaver
+from shoal.checkpoint.collective_errors import Agreement, Ranks
 from shoal.checkpoint.commit import store_in
 from shoal.checkpoint.directory_names import step_of
 from shoal.checkpoint.filesystem import Files
 from shoal.checkpoint.paths import AnyPath, how_to_remove, lasting, open_file
-from shoal.checkpoint.state_tree import Parts, Tree, joined, names_in, put_together, take_apart
+from shoal.checkpoint.state_tree import (
+    Tree,
+    encode_checkpoint,
+    names_in,
+    put_together,
+    take_apart,
+)
 from shoal.checkpoint.store import (
     DamageError,
-    FileRecord,
     Manifest,
     Store,
     damage,
@@ -29,10 +33,6 @@ from shoal.checkpoint.store import (
 )
 from shoal.checkpoint.tensor_index import STATE, read_tensor_index
 from shoal.util.errors import CheckpointError
-from shoal.util.text import masked
-
-if TYPE_CHECKING:
-    from shoal.checkpoint.tensors import Plan
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,11 @@ Wanted = tuple[Tree | None, Collection[str]]
 """What a rank restores: a template, and what it leaves to others."""
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What a save writes besides the tensors, encoded; the `size` of those, in bytes, on all ranks; and
-    why this rank's could not be taken over."""
-
-    given: str
-    step: int
-    state: Any
-    rank_state: Any
-    info: Any
-    table: dict[str, Any]
-    join: bool
-    size: int
-    failure: CheckpointError | None
-
-
-class _Written(NamedTuple):
-    """What a rank has come to: the record of its file, its own state, its part of a joined one."""
-
-    record: FileRecord | CheckpointError
-    rank_state: Any
-    state: Any
-
-
 class Checkpoints:
     """The checkpoints of a run, below one directory that all ranks see.
 
-    All methods are collective, and a failure on one rank is the same CheckpointError on all. One save
-    at a time is under way; all else waits for it.
+    All methods are collective, and an error on one rank is the same CheckpointError on all. One save
+    runs at a time; another save or a restore waits for it.
     """
 
     def __init__(
@@ -124,10 +100,10 @@ class Checkpoints:
         self._keep = keep
         self._keep_every = keep_every
         self._files = files or Files()
-        # The working directory may change, also while a save is under way aside.
+        # The working directory may change, also while a save runs in the background.
         self._store: Store[Any] = store_in(lasting(directory), self._files)
-        self._sole = False
-        self.aside = Aside(world)
+        self._only_last = False
+        self.background = BackgroundSaver(world)
         # Steps whose files this process has seen verified, by writing or by reading them.
         self._verified: set[int] = set()
 
@@ -137,13 +113,13 @@ class Checkpoints:
             f"{self.directory} for checkpoints", lambda: self._store.probe(self._world.rank)
         )
 
-    def beside(self, name: str) -> Checkpoints:
-        """Those in the directory `name` beside this one: only the one saved last is kept, whatever its
-        step. They wait for each other's saves."""
+    def sibling(self, name: str) -> Checkpoints:
+        """Return those in the directory `name` next to this one, which keep the one saved last only,
+        whatever its step. Both wait for each other's saves."""
         made = Checkpoints(self.directory.parent / name, self._world, keep=1, files=self._files)
         made._store = store_in(self._store.directory.parent / name, self._files)
-        made._sole = True
-        made.aside = self.aside
+        made._only_last = True
+        made.background = self.background
         return made
 
     def newest(self) -> AnyPath | None:
@@ -159,9 +135,9 @@ class Checkpoints:
         return self.directory / self._store.where(step).name  # type: ignore[no-any-return]
 
     def check_state(self, state: Tree, info: Mapping[str, Any]) -> None:
-        """Raise CheckpointError where these are not what can be saved; nothing is written or copied."""
+        """Raise CheckpointError if these can't be saved; write and copy nothing."""
         given = f"checkpoints in {self.directory}"
-        self._agreement.together(given, lambda: self._take_apart(state, {}, info))
+        self._agreement.together(given, lambda: encode_checkpoint(state, {}, info, self._world.rank))
 
     def save(
         self,
@@ -187,51 +163,29 @@ class Checkpoints:
         *,
         join: bool = False,
     ) -> BackgroundSave[AnyPath]:
-        """Take the state over, and save it while training goes on; the job gives the directory.
+        """Copy the state, and save it while training goes on; the result of the save is its directory.
 
-        When this returns, the state may change. Waits for the save before, if that is under way.
+        When this returns, the state may change. Waits for the save before, if that is still running.
         `state` is the same on all ranks but for the shards of its DTensors; with `join` its dicts may
         have different keys, which are joined. `rank_state` is this rank's own, `info` holds plain
-        values only, rank 0's are kept. What can't be stored is refused before anything is written. A
-        checkpoint of the same step is replaced; until the new one is whole the old one stays.
+        values only, rank 0's are kept. Raises CheckpointError, before anything is written, for what
+        can't be stored. A checkpoint of the same step is replaced once the new one is whole.
         """
-        # DCP brings sympy and half a second, which is for those who save.
-        from shoal.checkpoint.tensors import chunks_of
+        # DCP brings sympy and half a second: only for those who save.
+        from shoal.checkpoint.save import SaveAttempt
 
         given = f"a checkpoint of step {step} in {self.directory}"
-        self.aside.wait()
-        self.aside.prepare()
-        self._store.expect(step)
-        parts, own_parts, info_json = self._agreement.together(
-            given, lambda: self._take_apart(state, rank_state, info)
-        )
-        tensors = parts.tensors | own_parts.tensors
-        plan = self._planned(given, tensors)
-        while not self.aside.fits:  # a rank has ended since, whose part others have to write
-            self.aside.prepare()
-            plan = self._planned(given, tensors)
-        staging = self.aside.staging
-        taken = self._agreement.attempt(given, lambda: staging.fill(chunks_of(plan, tensors)))
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        contents = _Contents(
-            given, step, parts.json, own_parts.json, info_json, plan.table, join, size, taken
-        )
-        return self.aside.start(lambda: self._write(contents))
+        attempt = SaveAttempt(step, self._world, self._store, self.background, given=given, join=join)
+        attempt.begin(state, rank_state, info)
 
-    def _planned(self, given: str, tensors: dict[str, torch.Tensor]) -> Plan:
-        """The plan of the save before where it fits all ranks' tensors, else a new one; collective."""
-        from shoal.checkpoint.tensors import form_of, global_plan, local_plan
+        def finish() -> AnyPath:
+            name = attempt.finish()
+            self._verified.add(step)
+            if self._world.rank == 0:
+                self._retire(step)
+            return self.directory / name
 
-        form = form_of(tensors)
-        last = self.aside.plan
-        same = last is not None and last.form == form
-        if last is None or not all(self._world.gather(same)):
-            rank = self._world.rank
-            mine = self._agreement.together(given, lambda: local_plan(tensors, first=rank == 0))
-            all_plans = self._world.gather(mine)
-            last = self._agreement.together(given, lambda: global_plan(form, all_plans, rank, _file_of))
-            self.aside.plan = last
-        return last
+        return self.background.start(finish)
 
     def restore(self, template: Tree | None = None, elsewhere: Collection[str] = ()) -> Loaded | None:
         """Load the newest checkpoint that is whole; None if there is none at all.
@@ -244,7 +198,7 @@ class Checkpoints:
         CheckpointError if there are checkpoints and none is whole.
         """
         given = f"checkpoints in {self.directory}"
-        self.aside.wait()
+        self.background.wait()
         found = self._world.broadcast(
             self._agreement.together(given, lambda: self._survey() if self._world.rank == 0 else None)
         )
@@ -272,94 +226,13 @@ class Checkpoints:
             )
         return None
 
-    def _take_apart(
-        self, state: Tree, rank_state: Tree, info: Mapping[str, Any]
-    ) -> tuple[Parts, Parts, Any]:
-        parts = take_apart(state, "state")
-        own_parts = take_apart(rank_state, "rank", str(self._world.rank))
-        described = take_apart(masked(dict(info)), "info")
-        if described.tensors:
-            raise CheckpointError(
-                given=f"the info of a checkpoint, at {next(iter(described.tensors))}",
-                found="a tensor or an array",
-                fix="put it into the state",
-            )
-        return parts, own_parts, described.json
-
-    def _write(self, contents: _Contents) -> AnyPath:
-        """Aside: write this rank's file, and on rank 0 commit when all have; the directory."""
-        outcome = self._agreement.attempt(contents.given, lambda: self._write_all(contents))
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        self._verified.add(contents.step)
-        if self._world.rank == 0:
-            self._retire(contents.step)
-        return self.directory / outcome
-
-    def _write_all(self, contents: _Contents) -> str | CheckpointError:
-        """The name of the directory, or the failure of one rank, on all of them."""
-        rank, step, given = self._world.rank, contents.step, contents.given
-        begun = None
-        if rank == 0:
-            begun = self._agreement.attempt(
-                given, lambda: self._store.begin(step, contents.size, self._world.size)
-            )
-        begun = self.aside.tell(begun)
-        if begun is not None:
-            return begun  # type: ignore[no-any-return]
-        record: FileRecord | CheckpointError | None = contents.failure
-        if record is None:
-            blocks = self.aside.staging.blocks()
-            record = self._agreement.attempt(
-                given, lambda: self._store.write(step, _file_of(rank), blocks)
-            )
-        part = contents.state if contents.join else None
-        mine = _Written(record, contents.rank_state, part)
-        written = self._agreement.attempt(given, lambda: self.aside.collect(mine))
-        outcome = self._commit(contents, written) if rank == 0 else None
-        return self.aside.tell(outcome)  # type: ignore[no-any-return]
-
-    def _commit(
-        self, contents: _Contents, written: list[_Written] | CheckpointError
-    ) -> str | CheckpointError:
-        if isinstance(written, CheckpointError):  # one has ended
-            self._store.discard(contents.step)
-            return written
-        failure = first_failure([part.record for part in written])
-        if failure is not None:
-            self._store.discard(contents.step)
-            return failure
-
-        def commit() -> str:
-            step = contents.step
-            records: dict[str, Any] = {_file_of(rank): part.record for rank, part in enumerate(written)}
-            state = contents.state
-            for part in written:
-                state = joined(state, part.state)
-            content = {
-                "state": state,
-                "rank_state": [part.rank_state for part in written],
-                "tensors": contents.table,
-            }
-            text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-            try:
-                records[STATE] = self._store.write(step, STATE, [text.encode()])
-                # One may have ended since, with its part written: the world is smaller then.
-                self._store.seal(step, Manifest(step, len(written), contents.info, records))
-            except Exception:
-                self._store.discard(step)
-                raise
-            return str(self._store.publish(step).name)
-
-        return self._agreement.attempt(contents.given, commit)
-
     def _retire(self, saved: int) -> None:
         try:
             found = self._store.candidates()
             oldest = self._oldest_kept(found)
             for path in found:
                 step = step_of(path)
-                old = step != saved if self._sole else step < oldest
+                old = step != saved if self._only_last else step < oldest
                 if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
@@ -414,11 +287,9 @@ class Checkpoints:
             given, lambda: self._targets(path, manifest, wanted)
         )
         read = {name: tensor for name, tensor in targets.items() if not tensor.is_meta}
-        failure = load_tensors(path, content["tensors"], read)
 
-        def assemble() -> Loaded:
-            if failure is not None:
-                raise failure
+        def load() -> Loaded:
+            load_tensors(path, content["tensors"], read)
             own = self._own(content, manifest)
             return Loaded(
                 path=told,
@@ -429,7 +300,7 @@ class Checkpoints:
                 skipped=skipped,
             )
 
-        return self._agreement.together(given, assemble)
+        return self._agreement.together(given, load)
 
     def _targets(
         self, path: AnyPath, manifest: Manifest, wanted: Wanted
@@ -454,10 +325,6 @@ class Checkpoints:
     def _own(self, content: dict[str, Any], manifest: Manifest) -> Any:
         same_size = manifest.world_size == self._world.size
         return content["rank_state"][self._world.rank] if same_size else None
-
-
-def _file_of(rank: int) -> str:
-    return f"rank-{rank}.safetensors"
 
 
 def _paths(name: str) -> Iterator[str]:

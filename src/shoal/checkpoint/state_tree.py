@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from shoal.util.errors import CheckpointError
+from shoal.util.text import masked
 
 Tree = dict[str, Any]
 
@@ -68,6 +69,25 @@ def take_apart(tree: Any, *root: str) -> Parts:
     parts = Parts()
     parts.json = _Encoder(parts.tensors).encode(tree, root)
     return parts
+
+
+def encode_checkpoint(
+    state: Tree, rank_state: Tree, info: Mapping[str, Any], rank: int
+) -> tuple[Parts, Parts, Any]:
+    """Take apart what a checkpoint holds: the state, the one of this rank, and `info`, secrets masked.
+
+    Raises CheckpointError for what can't be stored, and for tensors in `info`.
+    """
+    parts = take_apart(state, "state")
+    own_parts = take_apart(rank_state, "rank", str(rank))
+    described = take_apart(masked(dict(info)), "info")
+    if described.tensors:
+        raise CheckpointError(
+            given=f"the info of a checkpoint, at {next(iter(described.tensors))}",
+            found="a tensor or an array",
+            fix="put it into the state",
+        )
+    return parts, own_parts, described.json
 
 
 def put_together(json: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

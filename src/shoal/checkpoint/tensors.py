@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,8 +82,13 @@ def local_plan(tensors: Mapping[str, torch.Tensor], *, first: bool) -> SavePlan:
     return _planner(tensors, first=first).create_local_plan()
 
 
-def global_plan(form: str, plans: list[SavePlan], rank: int, file_of: Callable[[int], str]) -> Plan:
-    """What `rank` is to write where all could write `plans`: what several hold only one does.
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank}.safetensors"
+
+
+def global_plan(form: str, plans: list[SavePlan], rank: int) -> Plan:
+    """Return what `rank` writes, from the plans of all ranks: what several hold, only one writes.
 
     Every rank computes the same from the same plans.
     """
@@ -109,27 +114,23 @@ def _planner(tensors: Mapping[str, torch.Tensor], *, first: bool) -> DefaultSave
     return planner
 
 
-def load_tensors(
-    directory: AnyPath, table: Table, targets: dict[str, torch.Tensor]
-) -> BaseException | None:
+def load_tensors(directory: AnyPath, table: Table, targets: dict[str, torch.Tensor]) -> None:
     """Fill `targets`, which may be sharded otherwise than what was saved, in place.
 
     Each rank plans what it reads alone: DCP's exchange of the plans of all ranks, which changes
-    nothing in them, unpickles what other ranks send. Returns what went wrong.
+    nothing in them, unpickles what other ranks send. Raises what reading raised.
     """
-    reader = _ChunkReader(directory, table)
     try:
         with _no_warning():
             load(
                 dict(targets),
-                storage_reader=reader,
+                storage_reader=ChunkReader(directory, table),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 no_dist=True,
             )
     except CheckpointException as error:  # a BaseException
         ((cause, _),) = error.failures.values()
-        return cause
-    return reader.failure
+        raise cause from None
 
 
 def allocate(
@@ -142,34 +143,36 @@ def allocate(
     return torch.empty(row["shape"], dtype=dtype, device=device)
 
 
-class _ChunkReader(StorageReader):
+class ChunkReader(StorageReader):
+    """Reads chunks of the tensors in `table` from the safetensors files of a directory."""
+
     def __init__(self, directory: AnyPath, table: Table) -> None:
         self._directory = directory
         self._table = table
-        self.failure: Exception | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+        """Do nothing: the directory was given before."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
+        """Return dtype, shape and chunks of each tensor."""
         return Metadata({name: _metadata(row) for name, row in self._table.items()})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        pass
+        """Do nothing: each rank has read the table."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan: each rank reads what it needs."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans: no rank reads for another one."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            self._read(plan, planner)
-        except Exception as error:
-            self.failure = error
+        """Copy the planned chunks into the planner's tensors."""
+        self._read(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -177,7 +180,7 @@ class _ChunkReader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[ReadItem, dict[str, Any]]]] = {}
         for item in plan.items:
-            chunk = self._chunk(item.storage_index)
+            chunk = self.chunk(item.storage_index)
             by_file.setdefault(chunk["file"], []).append((item, chunk))
         for name, reads in by_file.items():
             with (
@@ -190,7 +193,7 @@ class _ChunkReader(StorageReader):
     def _read_item(
         self, file: Any, item: ReadItem, chunk: dict[str, Any], planner: LoadPlanner
     ) -> None:
-        if list(item.lengths) == chunk["sizes"]:
+        if tuple(item.lengths) == tuple(chunk["sizes"]):
             value = file.get_tensor(chunk["key"])
         else:
             spans = zip(item.storage_offsets, item.lengths, strict=True)
@@ -203,7 +206,8 @@ class _ChunkReader(StorageReader):
         target.copy_(value)
         planner.commit_tensor(item, target)
 
-    def _chunk(self, index: MetadataIndex) -> dict[str, Any]:
+    def chunk(self, index: MetadataIndex) -> dict[str, Any]:
+        """Return the row of a chunk in the table."""
         chunks: list[dict[str, Any]] = self._table[index.fqn]["chunks"]
         hint = index.index
         if hint is not None and torch.Size(chunks[hint]["offsets"]) == index.offset:
@@ -212,6 +216,7 @@ class _ChunkReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return False: DCP chooses this reader for no path by itself."""
         return False
 
 

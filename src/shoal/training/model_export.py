@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint import Agreement
+from shoal.checkpoint.collective_errors import explained
 from shoal.checkpoint.model_file import appearing, save_pickled
 from shoal.distributed.rank_zero_first import Sections
 from shoal.distributed.to_device import move, tensors_in
@@ -106,16 +107,15 @@ def _first_alone(world: World, given: str, path: Path, save: Callable[[], None])
     Many scripts call export on rank 0 only. The step is part of the key: rank 0 may have written the
     same path before, alone.
     """
-    agreement = Agreement(world)
     if world.size == 1:
-        agreement.together(given, save)
+        Agreement(world).together(given, save)
         return
     key = f"export {world.steps_begun} {path}"
     try:
         with world.service(Sections).named(key, within=world.limits.prepare) as first:
-            outcome = agreement.attempt(given, save) if first else None
-            if outcome is not None:
-                raise outcome
+            if first:
+                with explained(given, world.rank):
+                    save()
     except LaunchError as error:
         raise CheckpointError(
             given=given,

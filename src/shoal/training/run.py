@@ -335,7 +335,7 @@ class Run:
     def _checkpoints_in(self, folder: str) -> Checkpoints:
         if folder not in self._folders:
             _check_folder(folder)
-            self._folders[folder] = self.checkpoints.beside(folder)
+            self._folders[folder] = self.checkpoints.sibling(folder)
         return self._folders[folder]
 
     def close(self) -> None:

@@ -1,0 +1,168 @@
+"""One save, from the values that it is given to the commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.checkpoint.async_save import BackgroundSaver
+from shoal.checkpoint.collective_errors import Agreement, Ranks, RankZeroAgreement, outcome_of
+from shoal.checkpoint.state_tree import Tree, encode_checkpoint, joined
+from shoal.checkpoint.store import FileRecord, Manifest, Store
+from shoal.checkpoint.tensor_index import STATE
+from shoal.checkpoint.tensors import Plan, chunks_of, file_of, form_of, global_plan, local_plan
+
+
+class RankPart(NamedTuple):
+    """What a rank adds to a checkpoint: the record of its file, its own state, and its keys of `state`
+    where those of all ranks are joined."""
+
+    record: FileRecord
+    rank_state: Any
+    state: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """What `begin` took: the encoded values, the plan's table and the copy of this rank's tensors.
+
+    `size` is that of the tensors of all ranks, in bytes.
+    """
+
+    state: Any
+    rank_state: Any
+    info: Any
+    table: dict[str, Any]
+    size: int
+    copied: Future[None]
+
+
+class SaveAttempt:
+    """One save: `begin` on the caller's thread, then `finish` in the background, both collective.
+
+    `finish` calls `write`, `collect` and `commit`, which raise the errors of their rank. `begin` and
+    `finish` raise the same CheckpointError on all ranks.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        world: Ranks,
+        store: Store[Any],
+        background: BackgroundSaver,
+        *,
+        given: str,
+        join: bool,
+    ) -> None:
+        """With `join` the dicts of the state may have other keys on each rank: all of them are kept."""
+        self._step = step
+        self._world = world
+        self._store = store
+        self._background = background
+        self._given = given
+        self._join = join
+        self._agreement = Agreement(world)
+
+    def begin(self, state: Tree, rank_state: Tree, info: Mapping[str, Any]) -> None:
+        """Check the values, decide which rank writes which tensors, and copy those of this rank.
+
+        Waits for the save before. When this returns, the values may change. An error of the copy is
+        raised by `write`, since training need not wait here until all ranks have copied.
+        """
+        background = self._background
+        background.wait()
+        background.prepare()
+        self._store.expect(self._step)
+        parts, own_parts, info_json = self._agreement.together(
+            self._given, lambda: encode_checkpoint(state, rank_state, info, self._world.rank)
+        )
+        tensors = parts.tensors | own_parts.tensors
+        plan = self._plan(tensors)
+        while not background.fits:  # a rank has ended since, and others have to write its tensors
+            background.prepare()
+            plan = self._plan(tensors)
+        self._contents = _Contents(
+            state=parts.json,
+            rank_state=own_parts.json,
+            info=info_json,
+            table=plan.table,
+            size=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            copied=outcome_of(lambda: background.staging.fill(chunks_of(plan, tensors))),
+        )
+        # In the background the world may lose ranks and number the others anew.
+        self._rank, self._size = self._world.rank, self._world.size
+        self._ranks = RankZeroAgreement(background, self._rank, self._given)
+
+    def _plan(self, tensors: dict[str, torch.Tensor]) -> Plan:
+        """Return the plan of the save before where it fits the tensors of all ranks, else a new one."""
+        form = form_of(tensors)
+        plan = self._background.plan
+        same = plan is not None and plan.form == form
+        if plan is None or not all(self._world.gather(same)):
+            rank, together = self._world.rank, self._agreement.together
+            mine = together(self._given, lambda: local_plan(tensors, first=rank == 0))
+            all_plans = self._world.gather(mine)
+            plan = together(self._given, lambda: global_plan(form, all_plans, rank))
+            self._background.plan = plan
+        return plan
+
+    def finish(self) -> str:
+        """Write, collect and commit; return the name of the checkpoint's directory."""
+        self._ranks.decide(self._make_room)
+        part = outcome_of(self.write)
+        return self._ranks.decide(lambda: self.commit(self.collect(part)))
+
+    def _make_room(self) -> None:
+        if self._rank == 0:
+            self._store.begin(self._step, self._contents.size, self._size)
+
+    def write(self) -> RankPart:
+        """Write the tensors of this rank."""
+        contents = self._contents
+        contents.copied.result()
+        blocks = self._background.staging.blocks()
+        record = self._store.write(self._step, file_of(self._rank), blocks)
+        return RankPart(record, contents.rank_state, contents.state if self._join else None)
+
+    def collect(self, part: Future[RankPart]) -> list[RankPart]:
+        """Return what all ranks wrote on rank 0, and an empty list elsewhere."""
+        with self._discarded_on_error():
+            return self._ranks.collect(part)
+
+    def commit(self, parts: list[RankPart]) -> str:
+        """On rank 0, write the values and the manifest; return the directory's name.
+
+        With the manifest the checkpoint exists; until then an error discards it.
+        """
+        if self._rank != 0:
+            return ""
+        contents, state = self._contents, self._contents.state
+        with self._discarded_on_error():
+            for part in parts:
+                state = joined(state, part.state)
+            content = {
+                "state": state,
+                "rank_state": [part.rank_state for part in parts],
+                "tensors": contents.table,
+            }
+            text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+            records = {file_of(rank): part.record for rank, part in enumerate(parts)}
+            records[STATE] = self._store.write(self._step, STATE, [text.encode()])
+            # A rank may have ended since it wrote its part: the world is smaller then.
+            self._store.seal(self._step, Manifest(self._step, len(parts), contents.info, records))
+        return str(self._store.publish(self._step).name)
+
+    @contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._rank == 0:
+                self._store.discard(self._step)
+            raise
