@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 import shoal
 from helpers.commands import Command, wait_for
 from helpers.ranks import RankError, Ranks
-from shoal.launcher.multi_node_rendezvous import Backend
+from shoal._torch.elastic import CheckedBackend
 from shoal.util.errors import AgreementError
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
@@ -240,7 +240,7 @@ def test_the_state_of_a_rendezvous_runs_nothing(tmp_path: Path) -> None:
     state = _RendezvousState()
     state.participants[_NodeDesc("host", 1, 0)] = 0
     state.participants[_NodeDesc("other", 1, 0)] = Hostile(tmp_path / "ran")  # type: ignore[assignment]
-    backend: Any = Backend(Server(base64.b64encode(pickle.dumps(state))), "run")  # type: ignore[arg-type]
+    backend: Any = CheckedBackend(Server(base64.b64encode(pickle.dumps(state))), "run")  # type: ignore[arg-type]
     with pytest.raises(RendezvousStateError):
         backend.get_state()
     assert not (tmp_path / "ran").exists()

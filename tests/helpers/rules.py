@@ -116,6 +116,122 @@ def _roots(names: list[ast.alias]) -> set[str]:
     return {name.name.split(".")[0] for name in names}
 
 
+LIBRARIES = {"torch", "torchmetrics"}
+DOOR = "_torch"
+"""The only package that may use private names of these libraries."""
+PRIVATE_ATTRIBUTES = {
+    *("_parameters", "_buffers", "_modules", "_apply", "_call_impl", "_compiled_call_impl"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_orig_mod"),
+    *("_version", "_is_view", "_cdata", "_schema", "_overloadpacket", "_forward_cls"),
+    *("_flatten", "_concatenate", "_device_types", "_get_sequence_number_for_group", "_get_backend"),
+    *("_workers", "_worker_info", "_reductions", "_update_count", "_destroy"),
+    *("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"),
+    *("_step_microbatches", "_rebuild_buckets", "_delay_all_reduce", "_sync_buffers"),
+    *("_execution_engine", "_unsharded_param"),
+}
+"""Of modules, tensors, nodes, operations, groups and other objects of the libraries."""
+
+INHERITED = {
+    *("_remaining_restarts", "_worker_group", "_op_executor", "_state_holder", "_this_node"),
+    *("_heartbeat_lock", "_stop_heartbeats"),
+}
+"""Of torch elastic's classes that Shoal extends, where `self` is no object of Shoal's alone."""
+KNOWN = PRIVATE_ATTRIBUTES | INHERITED
+
+
+def private_names(package: Path) -> Iterator[str]:
+    """Private names of torch and torchmetrics that are used outside the package `DOOR`."""
+    for path in python_files(package):
+        inside = path.relative_to(package)
+        if inside.parts[0] == DOOR:
+            continue
+        tree = ast.parse(path.read_text())
+        imported, own = _imported_from_libraries(tree), _set_by_shoal(tree)
+        for node in ast.walk(tree):
+            for name in _private_uses(node, imported, own):
+                yield f"{inside}:{getattr(node, 'lineno', 0)}: {name}; use or add a function of _torch"
+
+
+def private_attributes(tree: ast.AST) -> Iterator[str]:
+    """The private attributes that are accessed on other objects than `self`, or named by getattr."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name) if _is_private(name):
+                yield name
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "required"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ) if _is_private(name):
+                yield name
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _imported_from_libraries(tree: ast.AST) -> set[str]:
+    """The names in a module that stand for a library, or for something imported from one."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                roots = ((each, each.name.split(".")[0]) for each in names)
+                found |= {each.asname or root for each, root in roots if root in LIBRARIES}
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in LIBRARIES:
+                found |= {each.asname or each.name for each in node.names}
+    return found
+
+
+def _private_uses(node: ast.AST, imported: Collection[str], own: Collection[str]) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            paths = [each.name for each in names]
+        case ast.ImportFrom(module=str(module), names=names):
+            paths = [f"{module}.{each.name}" for each in names]
+        case ast.Constant(value=str(text)) if text in KNOWN:
+            yield text
+            return
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if name in own:
+            return
+        case ast.Attribute(attr=name) if name in KNOWN or name.startswith("_saved_"):
+            yield name
+            return
+        case ast.Attribute(attr=name) if _is_private(name):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in imported:
+                yield ast.unparse(node)
+            return
+        case _:
+            return
+    for path in paths:
+        root_name, *parts = path.split(".")
+        if root_name in LIBRARIES and any(_is_private(part) for part in parts):
+            yield path
+
+
+def _set_by_shoal(tree: ast.AST) -> set[str]:
+    """The attributes that the classes of a module give their own objects."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets):
+                pass
+            case ast.AnnAssign(target=target):
+                targets = [target]
+            case _:
+                continue
+        for stored in (each for one in targets for each in ast.walk(one)):
+            match stored:
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                    found.add(name)
+    return found - INHERITED
+
+
 # Spelled so that the patterns do not match themselves.
 LEFTOVERS = (
     re.compile(r"(?<![\w.~*-])/(?:home|root|work)/"),

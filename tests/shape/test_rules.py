@@ -23,6 +23,49 @@ def test_the_library_keeps_its_habits(repository: Path) -> None:
     assert list(rules.habits(repository / "src/shoal")) == []
 
 
+def test_only_the_door_uses_private_names_of_torch(repository: Path) -> None:
+    assert list(rules.private_names(repository / "src/shoal")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._dynamo",
+        "from torch._C import DispatchKey",
+        "from torch.utils import _pytree as tree",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "import torch\ntorch._foreach_add_(x, y)",
+        "import torch.distributed as dist\ndist.distributed_c10d._world.pg_names",
+        "from torch import nn\nnn.Module._apply(model, f)",
+        "module._parameters[name] = value",
+        "self._call_impl()",
+        "self._remaining_restarts += 1",
+        "getattr(node, '_forward_cls', None)",
+        "tensor.grad_fn._saved_result",
+    ],
+)
+def test_private_names_of_torch_are_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "step.py").write_text(text)
+    assert next(rules.private_names(tmp_path)).startswith("step.py:")
+    (tmp_path / "_torch").mkdir()
+    (tmp_path / "step.py").rename(tmp_path / "_torch/step.py")
+    assert list(rules.private_names(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "self._parameters = list(model.parameters())\nself._parameters[0]",
+        "other._feed, entry._replace(x=1), super()._options()",
+        "import torch\ntorch.__version__",
+        "from shoal._torch.modules import parameters",
+    ],
+)
+def test_private_names_of_shoal_pass(tmp_path: Path, text: str) -> None:
+    (tmp_path / "step.py").write_text(text)
+    assert list(rules.private_names(tmp_path)) == []
+
+
 def test_nothing_is_left_over(repository: Path) -> None:
     assert list(rules.leftovers(repository)) == []
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal._torch.versions import required
+
 
 def after_backward(callback: Callable[[], object]) -> None:
     """Call `callback` once the backward that runs in this thread has computed everything.
@@ -15,21 +17,28 @@ def after_backward(callback: Callable[[], object]) -> None:
     torch offers hooks on tensors and nodes only; none runs after the last node. DDP's reducer uses the
     same queue, so a callback queued before the reducer's runs before it.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[arg-type]
+    engine = required(torch.autograd.Variable, "_execution_engine", "DataParallel")
+    engine.queue_callback(callback)
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a node of a backward, as recomputed forwards do."""
-    return torch._C._current_autograd_node() is not None
+    """Return whether this thread runs a node of a backward, as recomputed forwards do.
+
+    torch's own checkpointing asks the same way; no public call says it.
+    """
+    return required(torch._C, "_current_autograd_node", "a forward that is recomputed")() is not None
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often `tensor` was changed in place. Inference tensors have none and raise."""
+    """Return how often `tensor` was changed in place. Inference tensors have none and raise.
+
+    torch documents no public counter.
+    """
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a view of another tensor."""
+    """Return whether `tensor` is a view of another tensor. `Tensor._base` is private as well."""
     return tensor._is_view()
 
 
@@ -42,15 +51,24 @@ def averages(loss: Tensor) -> bool | None:
     """Return whether the operation that computed `loss` averages its input; None if it can't be known.
 
     True for `reduction="mean"` and `Tensor.mean` over several elements, False for `reduction="sum"`.
+    Only the node of the graph remembers it.
     """
     node: Any = loss.grad_fn
     if node is not None and node.name().startswith("MeanBackward"):
-        return bool(node._saved_self_sym_numel > 1) or None
+        return getattr(node, "_saved_self_sym_numel", 0) > 1 or None
     reduction = getattr(node, "_saved_reduction", 0)
     return None if reduction not in (1, 2) else reduction == 1
 
 
 def saved_result(node: Any) -> Tensor:
-    """Return the output that a node such as LogSoftmaxBackward saved for its backward."""
-    result: Tensor = node._saved_result
+    """Return the output that a node such as LogSoftmaxBackward saved for its backward.
+
+    Only the node still holds it; the operation has returned a part of it.
+    """
+    result: Tensor = required(node, "_saved_result", "TensorParallel")
     return result
+
+
+def made_by(node: Any, function: type[torch.autograd.Function]) -> bool:
+    """Return whether `node` is the backward of `function`; the class of a node is made by torch."""
+    return getattr(node, "_forward_cls", None) is function

@@ -1,41 +1,74 @@
-"""Private names of torch.distributed: the default store, all process groups, RPC's agent."""
+"""Private names of torch.distributed: the default store, process groups, their records, RPC's agent."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from shoal._torch.versions import required
 
 
 def default_store() -> Any:
     """Return the store by which the default process group was formed; torch names no public way."""
-    return distributed_c10d._get_default_store()
+    return required(distributed_c10d, "_get_default_store", "a world of several ranks")()
 
 
 def process_groups() -> dict[dist.ProcessGroup, str]:
-    """Return all process groups of this process with their names, those of libraries too."""
-    return dict(distributed_c10d._world.pg_names)
+    """Return all process groups of this process with their names, those of libraries too.
 
-
-def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks of `group` in the order of their group ranks."""
-    return list(distributed_c10d._world.pg_group_ranks[group])
+    No public call lists them. Empty where torch lacks the table.
+    """
+    world = getattr(distributed_c10d, "_world", None)
+    return dict(getattr(world, "pg_names", ()))
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the time limit of collectives that `group` begins from now on."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+    """Set the time limit of collectives that `group` begins from now on.
+
+    torch takes a limit only when a group is made. Where it lacks the name its own limit stays.
+    """
+    change = getattr(distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timeout, group)
 
 
 def operations_begun(group: Any) -> int:
-    """Return how many operations `group` has begun, sends and receives included."""
-    return int(group._get_sequence_number_for_group())
+    """Return how many operations `group` has begun, sends and receives included.
+
+    The public flight recorder does not record sends over Gloo. 0 where torch lacks the name.
+    """
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    return 0 if count is None else int(count())
+
+
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """Return the types of devices from which `group` takes tensors: "cpu", "cuda".
+
+    `get_backend_config` does not know groups that Shoal implements. Empty where torch lacks the name.
+    """
+    return [device.type for device in getattr(group, "_device_types", ())]
+
+
+def recorder_dumps() -> dict[str, Callable[..., bytes]]:
+    """Return the functions that dump torch's flight recorders: for Gloo, and another for NCCL.
+
+    torch documents the recorder, but no public way to read it. Those that it lacks are left out.
+    """
+    recorders = getattr(torch._C, "_distributed_c10d", None)
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return {name: getattr(recorders, name) for name in names if hasattr(recorders, name)}
 
 
 def has_rpc_agent() -> bool:
-    """Return whether this process has called `rpc.init_rpc`; torch allows one agent per process."""
+    """Return whether this process has called `rpc.init_rpc`; torch allows one agent per process.
+
+    False where torch lacks the name: `init_rpc` itself raises then if there is one.
+    """
     from torch.distributed import rpc
 
-    return bool(rpc._is_current_rpc_agent_set())  # type: ignore[attr-defined]
+    return bool(getattr(rpc, "_is_current_rpc_agent_set", bool)())

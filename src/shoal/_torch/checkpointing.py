@@ -6,19 +6,20 @@ from typing import Any
 
 from torch import nn
 
+from shoal._torch.versions import imported
+
 
 def checkpoint(module: nn.Module, **options: Any) -> None:
     """Recompute the forward of `module` in backward.
 
     The public `checkpoint_wrapper` changes parameter names; this composable one hooks the module.
     """
-    from torch.distributed._composable.checkpoint_activation import checkpoint as composable
-
-    composable(module, **options)
+    place = "torch.distributed._composable.checkpoint_activation"
+    imported(place, "checkpoint", "ActivationCheckpointing")(module, **options)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether `checkpoint` was applied to `module` itself."""
-    from torch.distributed._composable.contract import _get_registry
-
-    return "checkpoint" in (_get_registry(module) or {})
+    place = "torch.distributed._composable.contract"
+    registry = imported(place, "_get_registry", "ActivationCheckpointing")(module)
+    return "checkpoint" in (registry or {})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch.utils.data import _utils
+
 
 def worker_processes(iterator: Any) -> list[BaseProcess]:
     """Return the worker processes of an iterator over a DataLoader; it has none without workers.
@@ -12,3 +14,14 @@ def worker_processes(iterator: Any) -> list[BaseProcess]:
     torch names a worker that died by its process number, and often leaves out how it ended.
     """
     return list(getattr(iterator, "_workers", ()))
+
+
+def leave_worker() -> None:
+    """Let this worker process no longer pass for one: `torch.utils.data.get_worker_info` returns None.
+
+    Datasets would else divide their samples, or reseed, by the number of the worker. They still do
+    with a torch that keeps it elsewhere.
+    """
+    worker: Any = getattr(_utils, "worker", None)
+    if worker is not None:
+        worker._worker_info = None

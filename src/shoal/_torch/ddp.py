@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import after_backward
+from shoal._torch.versions import required
+
+_OF_REDUCERS = (
+    *("prepare_for_forward", "prepare_for_backward"),
+    *("_rebuild_buckets", "_delay_all_reduce"),
+)
 
 
 class GradientReducer:
@@ -28,6 +34,14 @@ class GradientReducer:
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = nn.parallel.DistributedDataParallel(module, **options)
         self._reducer: Any = self._ddp.reducer
+        for name in (
+            "prepare_for_forward",
+            "prepare_for_backward",
+            "_rebuild_buckets",
+            "_delay_all_reduce",
+        ):
+            required(self._reducer, name, "DataParallel")  # now, and not in the midst of training
+        required(self._ddp, "_sync_buffers", "DataParallel")
 
     def begin(self, roots: Sequence[Tensor] = ()) -> None:
         """Reduce the gradients of the next backward.

@@ -1,7 +1,17 @@
-"""Private modules of torch's dispatcher and of nested containers, under public names."""
+"""Private names of torch's dispatcher and of nested containers.
+
+torch 2.11 and 2.13 have no `torch.utils.pytree`: the functions on trees are in a private module only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     TreeSpec,
@@ -16,10 +26,73 @@ from torch.utils._pytree import (
 __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
+    "UncompiledMode",
+    "intercept",
+    "overloads_of",
+    "schema_of",
     "tree_flatten",
     "tree_iter",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "without_modes",
 ]
+
+
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode in which no compiled code runs.
+
+    torch then need not import its compiler for it, which takes a second; a torch without the method
+    imports it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def overloads_of(operation: Any) -> Any:
+    """Return the operation of which `operation` is one overload, the key of torch's flop formulas.
+
+    None where torch lacks the name, so that no formula is found.
+    """
+    return getattr(operation, "_overloadpacket", None)
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the schema of an operation, which says which arguments it changes."""
+    return operation._schema
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Let no dispatch mode see the operations inside; those of a torch that lacks the name are seen."""
+    disable: Callable[[], AbstractContextManager[Any]] = getattr(
+        _python_dispatch, "_disable_current_modes", nullcontext
+    )
+    return disable()
+
+
+def intercept(
+    namespace: str, before: Mapping[str, Callable[..., None]], key: str
+) -> Callable[[], None] | None:
+    """Call `before[name]` with the arguments of each call of an operator, ahead of its kernel.
+
+    The calls are intercepted at the dispatch key `key` and go on below it. Return the function that
+    ends this; None where torch lacks a name for it, and nothing is intercepted.
+    """
+    keyset = getattr(torch._C, "_dispatch_keyset_full_after", None)
+    library: Any = torch.library.Library(namespace, "IMPL")
+    end: Callable[[], None] | None = getattr(library, "_destroy", None)
+    if keyset is None or end is None:
+        return None
+    below = keyset(getattr(torch._C.DispatchKey, key))
+    for name, call in before.items():
+        kernel = getattr(getattr(torch.ops, namespace), name).default
+        library.impl(name, partial(_call_first, call, kernel, below), key, with_keyset=True)
+    return end
+
+
+def _call_first(call: Callable[..., None], kernel: Any, below: Any, keys: Any, *arguments: Any) -> Any:
+    call(*arguments)
+    return kernel.redispatch(keys & below, *arguments)

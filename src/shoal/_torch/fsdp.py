@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from shoal._torch.versions import required
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
 def parameter_groups(part: FSDPModule) -> list[Any]:
     """Return the groups in which FSDP2 gathers and reduces the parameters of `part`."""
-    state: Any = part._get_fsdp_state()
+    state: Any = required(part, "_get_fsdp_state", "FSDP")()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 knows one group
-    found = [state._fsdp_param_group] if groups is None else groups
+    found = [required(state, "_fsdp_param_group", "FSDP")] if groups is None else groups
     return [group for group in found if group is not None]
 
 

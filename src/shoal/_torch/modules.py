@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch._dynamo.eval_frame import OptimizedModule
+
+TABLES = ("_parameters", "_buffers", "_modules")
+"""The attributes in which a module keeps what it registers."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -36,6 +45,28 @@ def remove_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> 
                 module._forward_hooks_always_called.pop(key, None)
 
 
+def call_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks that run when `module` is called, or in its backward; torch lists none."""
+    return [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+
+
+def copied_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a copy of `module` that has neither hooks nor a compiled call."""
+    attributes: dict[str, Any] = {**vars(module), **{kind: OrderedDict() for kind in _HOOKS}}
+    attributes.pop("_compiled_call_impl", None)
+    return attributes
+
+
+def set_tables(
+    module: nn.Module,
+    parameters: dict[str, Any],
+    buffers: dict[str, Any],
+    children: dict[str, Any],
+) -> None:
+    """Let `module` hold these tables, in place of those that it shares with the module it copies."""
+    vars(module).update(_parameters=parameters, _buffers=buffers, _modules=children)
+
+
 def copy_with_children(
     module: nn.Module, child: Callable[[nn.Module], nn.Module], **attributes: Any
 ) -> nn.Module:
@@ -50,3 +81,43 @@ def copy_with_children(
         name: None if part is None else child(part) for name, part in module._modules.items()
     }
     return twin
+
+
+def move_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace the tensors that `module` itself holds by what `change` returns, as `module.to` does.
+
+    `to` also moves the children. nn.Module's method is called, since one that a module has in its place
+    need not know of `recurse`.
+    """
+    nn.Module._apply(module, change, recurse=False)
+
+
+def call_uncompiled(module: nn.Module, *arguments: Any, **named: Any) -> Any:
+    """Call `module` with its hooks, past a compiled call that `set_compiled_call` has set."""
+    return module._call_impl(*arguments, **named)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let `module(...)` run `call`. The public `module.compile` would compile it once more."""
+    module._compiled_call_impl = call
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Return whether `module(...)` runs compiled code, by `module.compile` or `set_compiled_call`."""
+    return module._compiled_call_impl is not None
+
+
+def compiled_module(model: object) -> nn.Module | None:
+    """Return the module in a model that torch.compile has wrapped; None for any other object."""
+    return model._orig_mod if _is_compiled(model) else None
+
+
+def compiler_of(model: object) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+    """Return torch.compile with the options by which it wrapped `model`; None for any other object."""
+    return model.dynamo_ctx if _is_compiled(model) else None
+
+
+def _is_compiled(model: object) -> TypeGuard[OptimizedModule]:
+    # The class has no public name. torch.compile has imported its module.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(model, dynamo.OptimizedModule)

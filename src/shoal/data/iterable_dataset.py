@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils import worker
 
+from shoal._torch.dataloader import leave_worker
 from shoal.data.feed import Feed, Fetch
 from shoal.data.map_dataset import (
     GLOBAL_STREAM,
@@ -124,7 +124,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
 
     def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
         # A worker that reads for nobody but itself: datasets would else divide or reseed by its number.
-        worker._worker_info = None
+        leave_worker()
         first, begun, offset = self._place
         size, drop = self._cutting.batch_size, self._cutting.drop_last
         for epoch in range(begun, self._until):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from shoal._torch.names import note_untested
 from shoal.distributed import cpu_affinity, env_vars, interfaces, mpi, objects
 from shoal.distributed import rendezvous as meeting
 from shoal.distributed.cluster_env import Placement
@@ -103,6 +104,9 @@ def join(
         if placement.rank == 0:
             told = _tell(placement, machines, count.value, variable)
             told += "".join(f"; {name}={value}" for name, value in written.items())
+    untested = note_untested(torch.__version__)
+    if untested is not None and placement.rank == 0:
+        told = "; ".join(filter(None, (told, f"torch {untested.value} is {untested.reason}")))
     return Joined(
         placement=placement,
         layout=division.value,
@@ -113,6 +117,7 @@ def join(
             *placement.choices,
             *([] if way is None else [way.choice]),
             *(count, place, means, division, limits),
+            *([] if untested is None else [untested]),
         ),
         told=told,
         host="127.0.0.1" if way is None else way.address,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal._torch.c10d import device_types
 from shoal.distributed import codec
 from shoal.util.errors import AgreementError
 
@@ -116,7 +117,7 @@ def _padded(data: bytes, group: dist.ProcessGroup) -> _Parts:
 
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Where this group takes tensors from: the memory of the host, if it can."""
-    kinds = [device.type for device in group._device_types]
+    kinds = device_types(group)
     return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal._torch import autograd
+
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """`tensor` on `device`; itself if it is there. A copy is waited for only where the CPU reads it."""
@@ -96,4 +98,4 @@ def values_kept(value: Any) -> Iterator[None]:
 
 def version(tensor: Tensor) -> int | None:
     """How often a tensor has been changed in place; torch does not count it of inference tensors."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else autograd.version(tensor)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shoal._torch import c10d, mesh
 from shoal.distributed import env_vars, mpi, objects
 from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.distributed.layout import AXES, Layout
@@ -100,9 +101,8 @@ def init(
         with contextlib.suppress(OSError):  # as in `World.print`
             print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
     if folder := env_vars.failures():
-        from shoal.distributed.failure_reports import (
-            report_into,  # jobs of `shoal submit` alone need it
-        )
+        # Jobs of `shoal submit` alone need it.
+        from shoal.distributed.failure_reports import report_into
 
         report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
     limits = WaitLimits(step=timeout, prepare=prepare_timeout)
@@ -214,7 +214,7 @@ class World:
             return self.group
         if self._data_group is None:
             axes = self.mesh["replicate", "shard"]
-            self._data_group = axes._flatten("data").get_group()
+            self._data_group = mesh.flatten(axes, "data").get_group()
         return self._data_group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
@@ -288,7 +288,7 @@ class World:
 
     def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]
         """The keys under `prefix` in the store that several ranks share."""
-        return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        return dist.PrefixStore(prefix, c10d.default_store())  # type: ignore[attr-defined]
 
     def survive(self, *, essential: bool = False) -> None:
         """From now on ranks that have ended are left out of what this world does together. Collective.
@@ -395,11 +395,11 @@ class World:
         """Give all process groups a limit of torch's own that is not reached before the watch's."""
         watched = max(self.limits.step, self.limits.prepare, BUSY_SECONDS)
         longest = timedelta(seconds=watched + MARGIN_SECONDS)
-        for group in list(dist.distributed_c10d._world.pg_names):
+        for group in c10d.process_groups():
             if isinstance(group, RecordingGroup):
                 group.allow(longest.total_seconds())
             else:
-                dist.distributed_c10d._set_pg_timeout(longest, group)
+                c10d.set_timeout(group, longest)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:

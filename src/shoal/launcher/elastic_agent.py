@@ -20,7 +20,6 @@ from typing import Any, cast
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
-    SimpleElasticAgent,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -32,6 +31,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from shoal._torch.elastic import ElasticAgent
 from shoal.distributed.cluster_env import RUN_ID
 from shoal.distributed.env_vars import worker_variables
 
@@ -104,7 +104,7 @@ class LocalRendezvous(RendezvousHandler):
         return True
 
 
-class Agent(SimpleElasticAgent):
+class Agent(ElasticAgent):
     """Elastic's agent, which decides; the launcher at the other end of `orders` acts.
 
     The launcher stops what is left of an attempt before it says that it failed, so that nothing is
@@ -129,8 +129,7 @@ class Agent(SimpleElasticAgent):
     @property
     def attempt_number(self) -> int:
         """How often ranks have been started before."""
-        failures = int(self._worker_group.spec.max_restarts) - self._remaining_restarts
-        return failures + self._preemptions
+        return self.restarts_used + self._preemptions
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -157,7 +156,7 @@ class Agent(SimpleElasticAgent):
         if ended == "preempted":
             # The launcher counts these; elastic is about to take one from those of failures.
             self._preemptions += 1
-            self._remaining_restarts += 1
+            self.grant_restart()
         if ended != "over":
             return RunResult(state=WorkerState.FAILED)
         values = {worker.global_rank: None for worker in worker_group.workers}

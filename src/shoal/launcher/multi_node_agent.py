@@ -161,7 +161,8 @@ class NodesAgent(Agent):
         if verdict.kind == "ended":
             text = f"{names} was told to end{verdict.text}: all end\n"
             self.ask("stop", [verdict.code, text, verdict.saving, False])
-            self.verdict, self._remaining_restarts = verdict, 0
+            self.verdict = verdict
+            self.end_restarts()
             return RunResult(state=WorkerState.FAILED)
         if verdict.kind == "left":
             self._rendezvous_handler.note_left(verdict.nodes, mine)
@@ -177,7 +178,8 @@ class NodesAgent(Agent):
             text += f"{what} {before + 1} of {most}\n"
             return self._again(text, False, verdict.code, mine)
         self.ask("stop", [verdict.code, text, False, mine])
-        self.verdict, self._remaining_restarts = verdict, 0
+        self.verdict = verdict
+        self.end_restarts()
         return RunResult(state=WorkerState.FAILED)
 
     def _again(self, text: str, saving: bool, code: int = 0, first: bool = False) -> RunResult:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
-from typing import Any, cast
+from datetime import timedelta
+from typing import cast
 
 from torch.distributed import DistError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -20,25 +20,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousStateError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-    _NodeDesc,
-    _RendezvousExitOp,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from shoal._torch.elastic import CheckedBackend, MonitoredRendezvous
 from shoal.distributed.cluster_env import NODES_RUN_ID
 from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
 from shoal.launcher.nodes import Nodes, differences, listen, way_to
 from shoal.util.errors import LaunchError
-from shoal.util.pickling import holds_only
 
 BEAT = 1.0
 """Seconds between two signs of life of a node; torch looks for changes as often."""
@@ -46,7 +38,6 @@ BEAT = 1.0
 # Torch asks for changes once a second, so that nodes which wait for the same moment come apart.
 _LAST_CALL = timedelta(seconds=3)
 _PAUSE = 0.02
-_STATE = (_RendezvousState, _NodeDesc, datetime, timezone, timedelta)
 _NAME, _JOB, _END = "shoal/name", "shoal/job", "shoal/end"
 _ARRIVED, _DEPARTED, _VERDICT, _DONE = "shoal/arrived", "shoal/departed", "verdict", "done"
 
@@ -80,44 +71,6 @@ def _connect(host: str, port: int, limit: float) -> TCPStore:
     if isinstance(found, Exception):
         raise found
     return found
-
-
-class Backend(C10dRendezvousBackend):
-    """Torch's, in a store that has no password: torch unpickles the state which others wrote there."""
-
-    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
-        found: tuple[bytes, Any] | None = super()._decode_state(base64_state)
-        if found is not None and not holds_only(found[0], _STATE):
-            raise RendezvousStateError("another process wrote the state of the rendezvous")
-        return found
-
-
-class MonitoredRendezvous(DynamicRendezvousHandler):
-    """Torch's rendezvous, which also tells who takes part in it."""
-
-    @property
-    def me(self) -> str:
-        """The identity of this node."""
-        return repr(self._this_node)
-
-    @property
-    def round(self) -> int:
-        """The number of the present attempt, the same on all of its nodes."""
-        return self._state_holder.state.round
-
-    def look(self) -> tuple[list[str], list[str]]:
-        """Who takes part, in the order of their ranks, and who waits."""
-        with self._heartbeat_lock:
-            self._state_holder.sync()
-            state = self._state_holder.state
-            ranks = sorted(state.participants.items(), key=lambda item: item[1])
-            return [repr(node) for node, _ in ranks], [repr(node) for node in state.wait_list]
-
-    def leave(self) -> None:
-        """No longer take part, so that nobody waits for this node's silence."""
-        self._stop_heartbeats()
-        with self._heartbeat_lock:
-            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + BEAT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +131,7 @@ class NodesRendezvous(RendezvousHandler):
         self._members = MonitoredRendezvous.from_backend(
             self._run_id,
             self._store,
-            Backend(self._store, self._run_id),
+            CheckedBackend(self._store, self._run_id),
             nodes.least,
             nodes.most,
             local_addr=address,
@@ -327,7 +280,7 @@ class NodesRendezvous(RendezvousHandler):
         """Take no further part, and say why."""
         if self.attempt is not None and not self.again:
             self.attempt.propose(verdict)
-        self._members.leave()
+        self._members.leave(BEAT)
         self._store.add(_DEPARTED, 1)
 
     def end(self, verdict: AttemptOutcome) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal._torch import foreach
+from shoal._torch.modules import parameters as module_parameters
 from shoal.data.batch import Count
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine, Totals
@@ -55,9 +57,9 @@ class HoldingEngine(Engine):
         if not self.parts:
             check_learns(module)
         self._kept = [
-            Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, part._parameters, key)
+            Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, module_parameters(part), key)
             for prefix, part in module.named_modules()
-            for key, p in part._parameters.items()
+            for key, p in module_parameters(part).items()
             if p is not None and p.requires_grad
         ]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -81,7 +83,7 @@ class HoldingEngine(Engine):
         """Multiply the gradients by `factor`; by 1 is free."""
         if factor != 1.0:
             for gradients in filter(None, self._by_device(self._gradients())):
-                torch._foreach_mul_(gradients, factor)
+                foreach.mul_(gradients, factor)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         """Multiply, step, clear; see the contract."""
@@ -220,14 +222,14 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    norms = torch._foreach_norm(list(gradients))
+    norms = foreach.norm(gradients)
     first = norms[0]
     if any(norm.dtype != first.dtype or norm.device != first.device for norm in norms):
         dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
         norms = tuple(norm.to(first.device, dtype) for norm in norms)
     elif first.dtype in (torch.float16, torch.bfloat16):
-        norms = torch._foreach_norm(list(gradients), 2, torch.float32)  # not rounded to 16 bits
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        norms = foreach.norm(gradients, torch.float32)  # not rounded to 16 bits
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(tuple(norms)))
     return norm
 
 

@@ -7,14 +7,15 @@ such function nothing is marked, and what it waits counts as the part in which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import _functional_collectives
 
 from shoal._torch.fsdp import parameter_groups
+from shoal._torch.waits import pipeline_waits, tensor_waits
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import COMMUNICATION, Timeline
 
@@ -32,8 +33,13 @@ def waiting(timeline: Timeline) -> AbstractContextManager[None]:
 
 
 def tensors_awaited(timeline: Timeline) -> AbstractContextManager[None]:
-    """Inside, where results of functional collectives are waited for, as those of DTensors."""
-    return standing_in(_functional_collectives, "wait_tensor", timeline)
+    """Mark the time inside that is spent waiting for functional collectives, as those of DTensors."""
+    return tensor_waits(partial(_marked, timeline=lambda: timeline))
+
+
+def neighbours_awaited(timeline: Timeline) -> AbstractContextManager[None]:
+    """Mark the time inside in which a pipeline's schedule waits for neighbouring stages."""
+    return pipeline_waits(partial(_marked, timeline=lambda: timeline))
 
 
 def mark_groups(part: FSDPModule, world: World) -> None:
@@ -43,20 +49,6 @@ def mark_groups(part: FSDPModule, world: World) -> None:
             wait = getattr(group, name, None)
             if wait is not None:
                 setattr(group, name, _marked(wait, lambda: world.timeline))
-
-
-@contextmanager
-def standing_in(module: Any, name: str, timeline: Timeline) -> Iterator[None]:
-    """Inside, where a function of a module of torch's waits, if there is one of this name."""
-    wait = getattr(module, name, None)
-    if wait is None:
-        yield
-        return
-    setattr(module, name, _marked(wait, lambda: timeline))
-    try:
-        yield
-    finally:
-        setattr(module, name, wait)
 
 
 def _marked(wait: Callable[..., Any], timeline: Callable[[], Timeline]) -> Callable[..., Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.strategies.contracts import Engine
 
 _SHOWN = 3
+_BATCH_NORMS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+_DROPOUTS = (
+    nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
+)
 
 
 def say_division(engine: Engine, micro_batches: int) -> None:
@@ -26,7 +28,7 @@ def say_division(engine: Engine, micro_batches: int) -> None:
         f"{name or 'the model'} ({type(each).__name__})"
         for name, each in modules
         # SyncBatchNorm takes its statistics over all ranks, but over one micro-batch too.
-        if isinstance(each, _BatchNorm)
+        if isinstance(each, _BATCH_NORMS)
         and (micro_batches > 1 or not isinstance(each, nn.SyncBatchNorm))
     ]
     drops = [f"{name or 'the model'} ({type(each).__name__})" for name, each in modules if _drops(each)]
@@ -42,7 +44,7 @@ def say_division(engine: Engine, micro_batches: int) -> None:
 
 
 def _drops(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, _DROPOUTS):
         return module.p > 0
     return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.autograd import storage_key
-from shoal._torch.dispatch import TorchDispatchMode, tree_iter, tree_map
+from shoal._torch.dispatch import TorchDispatchMode, schema_of, tree_iter, tree_map
 from shoal._torch.modules import buffers, parameters
 from shoal.strategies.dtensor import copy_share
 
@@ -270,7 +270,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _changed(operation: Any, positional: tuple[Any, ...]) -> list[Any]:
-    arguments = zip(operation._schema.arguments, positional, strict=False)
+    arguments = zip(schema_of(operation).arguments, positional, strict=False)
     return [value for a, value in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 

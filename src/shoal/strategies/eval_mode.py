@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.modules import TABLES, buffers
 from shoal.distributed.to_device import values_kept
 from shoal.strategies.dtensor import share
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-"""Where a module keeps what it registers, among its attributes."""
 
 
 @contextmanager
@@ -82,7 +80,7 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
     """The attributes of a module and its buffers, by name; none of TorchScript's, kept in C++."""
     if isinstance(module, torch.jit.ScriptModule):
         return []
-    return [vars(module), module._buffers]
+    return [vars(module), buffers(module)]
 
 
 @contextmanager
@@ -98,7 +96,7 @@ def attributes_kept(held: Sequence[dict[str, Any]]) -> Iterator[set[str]]:
         (name, value, copy.copy(value))
         for table in held
         for name, value in table.items()
-        if type(value) in (list, dict, set, deque) and name not in _TABLES
+        if type(value) in (list, dict, set, deque) and name not in TABLES
     ]
     try:
         yield changed

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal._torch.autograd import version
+from shoal._torch.modules import call_uncompiled, set_compiled_call
 from shoal.data.batch import Batch, Count
 from shoal.data.micro import Micro
 from shoal.distributed.to_device import device_in, move
@@ -90,10 +91,10 @@ class LocalEngine(HoldingEngine, OpenEngine):
 
         def call(*arguments: Any, **named: Any) -> Any:
             # In a frame of its own: torch compiles none that begins in a layer of torch's.
-            return module._call_impl(*arguments, **named)
+            return call_uncompiled(module, *arguments, **named)
 
         self.call = compiler(call)
-        module._compiled_call_impl = self.call  # as in module.compile(): your own loop calls it too
+        set_compiled_call(module, self.call)  # as in module.compile(): your own loop calls it too
 
     def _check_whole(self, given: str) -> None:
         if self._span is not None and self._span.hooked:

@@ -12,10 +12,11 @@ from typing import Any, TypeGuard, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from shoal._torch.modules import compiler_of
 from shoal.data.batch import ManualLoop
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.compiled import bare, compiler_of
+from shoal.strategies.compiled import bare
 from shoal.strategies.contracts import Engine, Spreading, Strategy
 from shoal.strategies.data_parallel.ddp import DDP
 from shoal.strategies.device_placement.multi_device import check_strategies

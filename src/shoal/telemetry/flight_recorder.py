@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d
 
-_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+from shoal._torch.c10d import operations_begun, process_groups, recorder_dumps
+
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -142,14 +142,15 @@ def outstanding(after: int, threads: Collection[str]) -> Collective | None:
 
 def groups() -> dict[str, list[int]]:
     """The process groups of this process by name, with their ranks in the world."""
-    world = dist.distributed_c10d._world
-    return {world.pg_names[group]: list(world.pg_group_ranks[group]) for group in list(world.pg_names)}
+    return {name: dist.get_process_group_ranks(group) for group, name in process_groups().items()}
 
 
 def calls(after: Mapping[str, int]) -> list[CollectiveCall]:
     """What each recorder has, oldest first; of one that `after` names, what it recorded later."""
     found = [
-        _call(name, entry) for name, dump in _dumps() for entry in _above(dump(), after.get(name, -1))
+        _call(name, entry)
+        for name, dump in recorder_dumps().items()
+        for entry in _above(dump(), after.get(name, -1))
     ]
     for group in recording():
         found += [call for call in group.calls() if call.record > after.get(call.recorder, -1)]
@@ -161,7 +162,7 @@ def progress() -> dict[str, GroupProgress]:
 
     Of NCCL's groups the recorder learns that with a delay longer than most collectives.
     """
-    dump = getattr(_distributed_c10d, _DUMPS[0], None)
+    dump = recorder_dumps().get("_dump_fr_trace_json")
     if dump is None:
         return {}
     found = json.loads(dump(includeCollectives=False))["pg_status"]
@@ -175,8 +176,7 @@ def progress() -> dict[str, GroupProgress]:
 
 def counts() -> list[int]:
     """How many operations each process group has begun, sending and receiving included."""
-    known: list[Any] = list(dist.distributed_c10d._world.pg_names)
-    return [group._get_sequence_number_for_group() for group in known]
+    return [operations_begun(group) for group in process_groups()]
 
 
 def describe(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
@@ -199,18 +199,13 @@ def _entries(after: int) -> list[CollectiveEntry]:
 
 def recording() -> Iterator[RecordingGroup]:
     """The process groups of this process that keep their own records."""
-    known: list[object] = list(dist.distributed_c10d._world.pg_names)
+    known: list[object] = list(process_groups())
     return (group for group in known if isinstance(group, RecordingGroup))
 
 
-def _dumps() -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """What torch's recorders are read by: that of NCCL's groups is another than that of Gloo's."""
-    found = ((name, getattr(_distributed_c10d, name, None)) for name in _DUMPS)
-    return ((name, dump) for name, dump in found if dump is not None)
-
-
 def _dumped() -> list[Mapping[str, Any]]:
-    return [entry for _, dump in _dumps() for entry in json.loads(dump()).get("entries", [])]
+    dumps = recorder_dumps().values()
+    return [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
 
 
 def _above(text: bytes, number: int) -> list[Mapping[str, Any]]:

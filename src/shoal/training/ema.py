@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal._torch import foreach
 from shoal.strategies.compiled import bare
 from shoal.strategies.dtensor import share
 from shoal.util.errors import CheckpointError, StepError
@@ -44,7 +45,7 @@ class EMA:
         """Move the average towards the parameters as they are now."""
         averages = [share(average) for average in self._averages.values()]
         current = [share(parameter.detach()) for parameter in self._parameters.values()]
-        torch._foreach_lerp_(averages, current, 1.0 - self.decay)
+        foreach.lerp_(averages, current, 1.0 - self.decay)
         self.updates += 1
 
     @contextmanager

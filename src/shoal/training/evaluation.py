@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from shoal._torch.metrics import mark_updated, reductions
 from shoal.data import Loader
 from shoal.data.batch import Count
 from shoal.data.map_dataset import Collate
@@ -253,7 +254,7 @@ def _foreign(metric: Any) -> bool:
 
 def _local(name: str, metric: Any, world: World) -> Any:
     """A fresh copy of a torchmetrics Metric that never talks to other ranks by itself."""
-    if not hasattr(metric, "_reductions"):
+    if reductions(metric) is None:
         raise StepError(
             given=f"metrics={{{name!r}: {type(metric).__name__}}}",
             found="a collection, whose states can't be merged over ranks",
@@ -301,16 +302,17 @@ def _merged(metric: Any, world: World) -> Any:
     """
     states = world.gather(_plain(metric.metric_state) if metric.update_count else None)
     seen = [state for state in states if state is not None]
+    reduced_by = reductions(metric) or {}
     for name in metric.metric_state if seen else ():
         values = [state[name] for state in seen]
         if isinstance(values[0], list):
             merged: Any = [item.to(world.device) for value in values for item in value]
         else:
-            reduce = metric._reductions[name]
+            reduce = reduced_by[name]
             stacked = torch.stack(values).to(world.device)
             merged = stacked if reduce is None else reduce(stacked)
         setattr(metric, name, merged)
-    metric._update_count = max(1, metric.update_count)  # compute warns where no update was seen
+    mark_updated(metric)
     value = metric.compute()
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 

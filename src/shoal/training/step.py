@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal._torch.modules import compiler_of
 from shoal.data.batch import Batch, StepResult
 from shoal.data.micro import Micro
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
-from shoal.strategies.compiled import compiler_of
 from shoal.strategies.contracts import Correction, OpenEngine, check_clip, correct
 from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.manual_loop import not_finite

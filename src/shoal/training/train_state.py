@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import StepResult
 from shoal.strategies.contracts import Engine, OpenEngine
 from shoal.strategies.dtensor import divided
@@ -148,7 +149,7 @@ class TrainState:
     @property
     def compiled(self) -> bool:
         """Whether forward and backward are run by other code than the model's."""
-        return self.model._compiled_call_impl is not None
+        return has_compiled_call(self.model)
 
     @property
     def dtype(self) -> torch.dtype:

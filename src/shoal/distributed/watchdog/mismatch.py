@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shoal._torch.dispatch import intercept, without_modes
 from shoal.distributed.watchdog import stacks
 from shoal.telemetry.flight_recorder import Collective, describe
 from shoal.util.errors import AgreementError
@@ -75,11 +75,8 @@ class Matching:
         self.found = False
         self._comparing = True
         self._rank = rank
-        self._library: Any = torch.library.Library("c10d", "IMPL")
-        for name, call in _CALLS.items():
-            kernel = getattr(torch.ops.c10d, name).default
-            checked = functools.partial(self._checked, call, kernel)
-            self._library.impl(name, checked, _KEY, with_keyset=True)
+        checks = {name: functools.partial(self._before, call) for name, call in _CALLS.items()}
+        self._stop_intercepting = intercept("c10d", checks, _KEY)
 
     def stop(self) -> None:
         """Compare no more, from this call on; call it again, for what holds calls up to be taken out.
@@ -87,9 +84,10 @@ class Matching:
         That is when no thread called ASIDE may be about to make one, on each rank for itself.
         """
         self._comparing = False
-        if self._library is not None and not any(t.name == ASIDE for t in threading.enumerate()):
-            self._library._destroy()
-            self._library = None
+        end = self._stop_intercepting
+        if end is not None and not any(t.name == ASIDE for t in threading.enumerate()):
+            end()
+            self._stop_intercepting = None
 
     def check(
         self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], sized: bool
@@ -102,14 +100,12 @@ class Matching:
         main = threading.current_thread() is threading.main_thread()
         return self._comparing and self.current is None and main
 
-    def _checked(self, call: _ComparedCollective, kernel: Any, keys: Any, *arguments: Any) -> Any:
+    def _before(self, call: _ComparedCollective, *arguments: Any) -> None:
         if self._compares() and all(tensor.device.type == "cpu" for tensor in _flat(arguments)):
             script = next(each for each in arguments if isinstance(each, torch.ScriptObject))
             tensors = [] if call.argument is None else _flat(arguments[call.argument])
             group = dist.ProcessGroup.unbox(script)
             self._compare(group, call.operation, tensors, call.sized)
-        below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-        return kernel.redispatch(keys & below, *arguments)
 
     def _compare(
         self, group: dist.ProcessGroup, operation: str, tensors: Sequence[Tensor], sized: bool
@@ -152,7 +148,7 @@ def _exchange(text: str, group: dist.ProcessGroup) -> list[str]:
     """The texts of all ranks of a group."""
     data = text.encode()[:_BYTES].ljust(_BYTES)
     # Whoever counts or records operations of tensors shall not see these.
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         group.allgather([everyone], [mine]).wait()

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from shoal._torch import foreach
 from shoal._torch.autograd import version
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
@@ -148,8 +149,8 @@ class HogwildEngine(Engine):
             return
         before = [p.clone() for p in self._parameters]
         self._local.update(optimizer, factor)
-        torch._foreach_sub_(before, self._parameters)
-        torch._foreach_neg_(before)
+        foreach.sub_(before, self._parameters)
+        foreach.neg_(before)
         with self.world.timeline.within(COMMUNICATION):
             found = self._commons.add(before)
             self._commons.tick()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from shoal._torch import foreach
 from shoal.distributed.world import World
 from shoal.strategies.asynchronous.shared_parameters import Commons, SharedMemory, private
 from shoal.strategies.rpc import RPCAgent
@@ -93,7 +93,7 @@ class Client(ServerEndpoint, Commons):
     def read(self, into: Sequence[Tensor]) -> list[int]:
         """Ask for all of them."""
         before, values = self._ask("read")
-        torch._foreach_copy_(list(into), values)
+        foreach.copy_(list(into), values)
         return list(before)
 
     def add(self, changes: Sequence[Tensor]) -> list[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal._torch import foreach
 from shoal.distributed.world import World
 
 _ALIGNED = 64
@@ -69,12 +70,12 @@ class SharedMemory(Commons):
 
     def put(self, values: Sequence[Tensor]) -> None:
         """Copy them there."""
-        torch._foreach_copy_(self._values, list(values))
+        foreach.copy_(self._values, list(values))
 
     def read(self, into: Sequence[Tensor]) -> list[int]:
         """Copy them from there."""
         before = self.updates()
-        torch._foreach_copy_(list(into), self._values)
+        foreach.copy_(list(into), self._values)
         return before
 
     def add(self, changes: Sequence[Tensor]) -> list[int]:
@@ -100,7 +101,7 @@ class SharedMemory(Commons):
     def add_for(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
         """Add an update of a worker's."""
         before = self.updates()
-        torch._foreach_add_(self._values, list(changes))
+        foreach.add_(self._values, list(changes))
         self._counters[worker, _UPDATES] += 1
         return before
 

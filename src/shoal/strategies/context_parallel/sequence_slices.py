@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal._torch.autograd import in_backward, made_by
+from shoal._torch.dispatch import tree_leaves, tree_map
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import waiting
 from shoal.strategies.context_parallel.ulysses import Heads, Peers
@@ -103,7 +104,7 @@ class _SlicedForward(_Forward):
         self._note(output, cut=True)
         if self._name != self._stack.names[-1]:
             return output
-        if not _again():
+        if not in_backward():
             self._stack.length = None
         slice_length = length // self._peers.size
         return tree_map(lambda value: self._gather(value, slice_length), output)
@@ -112,7 +113,7 @@ class _SlicedForward(_Forward):
         """The length of the whole sequence, with units in the order in which they are cut."""
         size, length = self._peers.size, hidden.size(1)
         if self._name != self._stack.names[0]:
-            if not _again() and self._stack.length != length * size:
+            if not in_backward() and self._stack.length != length * size:
                 raise self._misplaced(hidden)
             return length * size
         if length % size:
@@ -122,7 +123,7 @@ class _SlicedForward(_Forward):
                 fix=f"pad them to {math.ceil(length / size) * size}, in the collate function, and "
                 "leave what is added out of the loss",
             )
-        if not _again():
+        if not in_backward():
             self._stack.length = length
             _sum_behind(hidden)
         return length
@@ -282,14 +283,9 @@ def _sum_behind(hidden: Tensor) -> None:
         if node is None or node in visited:
             continue
         visited.add(node)
-        if getattr(node, "_forward_cls", None) is _GatherSlices:
+        if made_by(node, _GatherSlices):
             node.cut_again = True
         waiting.extend(child for child, _ in node.next_functions)
-
-
-def _again() -> bool:
-    """Whether a unit runs in backward, for what it has not kept."""
-    return torch._C._current_autograd_node() is not None
 
 
 def _hidden(name: str, values: Any) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal._torch import foreach
 from shoal.distributed.world import World
 
 
@@ -61,4 +62,4 @@ def put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     if tensors:
         parts = flat.split([tensor.numel() for tensor in tensors])
         shaped = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-        torch._foreach_copy_(list(tensors), shaped)
+        foreach.copy_(list(tensors), shaped)

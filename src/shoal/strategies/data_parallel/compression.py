@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from shoal._torch import foreach
 from shoal.strategies.data_parallel.compressed_collectives import Wire, joined, put_back
 from shoal.util.errors import StepError
 
@@ -229,7 +230,7 @@ class Feedback:
         ]
         if known:
             own, left = zip(*known, strict=True)
-            torch._foreach_add_(own, left, alpha=bucket.scale)
+            foreach.add_(own, left, alpha=bucket.scale)
         return flat
 
     def _leave(self, bucket: Bucket, rest: Tensor) -> None:

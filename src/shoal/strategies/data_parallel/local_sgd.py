@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from shoal._torch import foreach
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed.world import World
@@ -183,7 +184,7 @@ class OuterEngine(AveragingEngine):
     ) -> Totals:
         """The first ones begin from where the parameters are: weights may have been loaded."""
         if self._taken == 0:
-            torch._foreach_copy_(self._anchors, [p.detach() for p in self._local.parameters])
+            foreach.copy_(self._anchors, [p.detach() for p in self._local.parameters])
         return super().gradients(task, batch, autocast=autocast, scale=scale)
 
     def state(self) -> dict[str, Any]:
@@ -216,7 +217,7 @@ class OuterEngine(AveragingEngine):
             anchor.grad = anchor - parameter
         self._outer.step()
         self._outer.zero_grad()
-        torch._foreach_copy_(parameters, self._anchors)
+        foreach.copy_(parameters, self._anchors)
 
 
 def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal._torch.modules import buffers, children, parameters
+from shoal._torch.modules import buffers, children, move_own_tensors, parameters
 from shoal.strategies.base_engine import first
 from shoal.strategies.module_patterns import alike, find_units
 from shoal.strategies.partition.stages import balanced
@@ -128,8 +128,7 @@ def place(model: nn.Module, spots: Mapping[nn.Module, Spot]) -> None:
         place(part, spots)
     if model in spots:
         device = spots[model].device
-        # Its own alone: torch's, since a module's own `_apply` need not know of `recurse`.
-        nn.Module._apply(model, lambda tensor: tensor.to(device), recurse=False)
+        move_own_tensors(model, lambda tensor: tensor.to(device))
 
 
 def _named(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[str, Spot]:

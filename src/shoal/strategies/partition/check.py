@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from shoal._torch.dispatch import tree_leaves
 from shoal.distributed.to_device import tensors_in as batch_tensors
 from shoal.distributed.to_device import version
 from shoal.distributed.world import World

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
 
+from shoal._torch.dispatch import tree_map
+from shoal._torch.modules import buffers, children, parameters
 from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
 from shoal.util.errors import StepError
 
@@ -262,15 +263,15 @@ def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) 
     for stage in others:
         for name in stage.modules - called:
             owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._modules.pop(attribute, None)
+            children(model.get_submodule(owner)).pop(attribute, None)
         for name in stage.names - kept:
             owner, _, attribute = name.rpartition(".")
             try:
                 part = model.get_submodule(owner)
             except AttributeError:  # went with its module
                 continue
-            part._parameters.pop(attribute, None)
-            part._buffers.pop(attribute, None)
+            parameters(part).pop(attribute, None)
+            buffers(part).pop(attribute, None)
 
 
 def opened_by(names: Iterable[str]) -> set[str]:

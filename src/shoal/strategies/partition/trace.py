@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import checkpoint
 
+from shoal._torch.modules import call_hooks, parameters
 from shoal.strategies.eval_mode import attributes_kept, random_states_kept, tables
 from shoal.util.errors import ShoalError, StepError
 
@@ -32,8 +33,6 @@ IN_PLACE = (
     *("iand", "ior", "ixor", "ilshift", "irshift"),
 )
 """The functions of `operator` for `+=` and its like."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps the hooks that run when it is called, or in its backward."""
 
 _TORCH, _HERE = Path(torch.__file__).parent, Path(__file__)
 _OWN = {"tracer", "node", "root", "attr", "_node"}
@@ -257,7 +256,7 @@ def _traced(
     given: str,
 ) -> fx.Graph:
     opened_parts = [model, *(model.get_submodule(name) for name in opened)]
-    held = [table for part in opened_parts for table in (*tables(part), part._parameters)]
+    held = [table for part in opened_parts for table in (*tables(part), parameters(part))]
     with ExitStack() as aside:
         aside.enter_context(random_states_kept(model))
         aside.enter_context(_in_mode(model, mode))
@@ -347,7 +346,7 @@ def _refuse_hooks(model: nn.Module, given: str) -> None:
     )
 
     division = division_of(model)
-    hooks = [hook for kind in HOOKS for hook in getattr(model, kind).values()]
+    hooks = call_hooks(model)
     if any(getattr(hook, "__self__", None) is not division or division is None for hook in hooks):
         raise StepError(
             given=given,

@@ -8,7 +8,7 @@ traced: whatever Python decides, it decides with real values.
 from __future__ import annotations
 
 import inspect
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from shoal._torch.dispatch import tree_flatten, tree_leaves, tree_unflatten
+from shoal._torch.modules import buffers, children, copied_attributes, parameters, set_tables
 from shoal.distributed.to_device import version
 from shoal.strategies.deferred_init import like
 from shoal.strategies.dtensor import whole
 from shoal.strategies.partition.inputs import Inputs
 from shoal.strategies.partition.members import CannotTravelError, StageRanks
 from shoal.strategies.partition.stages import Outer, Stage
-from shoal.strategies.partition.trace import HOOKS, by_kind
+from shoal.strategies.partition.trace import by_kind
 
 _META = torch.device("meta")
 
@@ -164,18 +165,19 @@ class Uncut:
         memo[id(module)] = shell
         own = vars(shell)
         if not scripted:
-            own.update(vars(module))
-            own.pop("_compiled_call_impl", None)
-            own.update({kind: OrderedDict() for kind in HOOKS})
+            own.update(copied_attributes(module))
             for key, value in vars(module).items():
                 if isinstance(value, Tensor) and f"{name}.{key}".lstrip(".") not in self._read:
                     own[key] = _absent(value)
-            own["_parameters"] = {key: _absent(p) for key, p in module._parameters.items()}
-            own["_buffers"] = {key: _absent(b) for key, b in module._buffers.items()}
-            own["_modules"] = {
-                key: None if part is None else self._made(part, f"{name}.{key}".lstrip("."), memo)
-                for key, part in module._modules.items()
-            }
+            set_tables(
+                shell,
+                {key: _absent(p) for key, p in parameters(module).items()},
+                {key: _absent(b) for key, b in buffers(module).items()},
+                {
+                    key: None if part is None else self._made(part, f"{name}.{key}".lstrip("."), memo)
+                    for key, part in children(module).items()
+                },
+            )
         forward = own.get("forward")
         if name in self._places:
             own["forward"] = partial(self._called, name)
@@ -190,7 +192,7 @@ class Uncut:
         for name, module in self._model.named_modules(remove_duplicate=False):
             parts = name.split(".")
             if not any(".".join(parts[:end]) in self._places for end in range(1, len(parts) + 1)):
-                tensors = {**module._parameters, **module._buffers}
+                tensors = {**parameters(module), **buffers(module)}
                 found |= {f"{name}.{key}".lstrip(".") for key, t in tensors.items() if t is not None}
         return found
 
@@ -228,13 +230,14 @@ class Uncut:
         """Place a tensor under its names; None takes its memory back."""
         for name in names:
             path, _, key = name.rpartition(".")
-            shell: Any = self._shells.get(path)
+            shell = self._shells.get(path)
             if shell is None:  # a further name of a module
                 continue
-            for held in (shell._parameters, shell._buffers):
+            tables: tuple[dict[str, Any], ...] = (parameters(shell), buffers(shell))
+            for held in tables:
                 if held.get(key) is not None:
                     value = like(held[key], _META) if tensor is None else tensor
-                    held[key] = nn.Parameter(value, False) if held is shell._parameters else value
+                    held[key] = nn.Parameter(value, False) if held is parameters(shell) else value
 
 
 class _Given:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.utils._pytree import tree_flatten, tree_map
 
+from shoal._torch.dispatch import tree_flatten, tree_map
+from shoal._torch.pipelining import step_micro_batches
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed import objects
@@ -128,10 +129,9 @@ class PipelineEngine(MeshEngine):
         tensors = self._division is not None and not self._compiled
         with self.others_aside(), schedule_marked(timeline, tensors=tensors):
             try:
-                # The public `step` would join the micro-batches and cut them anew.
                 numbers = list(range(len(inputs)))
                 named = [{"micro": number} for number in numbers]
-                schedule._step_microbatches(None, named, numbers, return_outputs=False)
+                step_micro_batches(schedule, named, numbers)
             except Exception as error:
                 self._built = None  # it was left in the middle
                 if isinstance(error.__cause__, ShoalError):

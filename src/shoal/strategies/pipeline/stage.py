@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shoal._torch.autograd import is_view
+from shoal._torch.dispatch import TreeSpec, tree_flatten, tree_unflatten
+from shoal._torch.modules import call_uncompiled
 from shoal.distributed.world import World
 from shoal.strategies.local import mixed
 from shoal.strategies.partition.inputs import Inputs
@@ -39,7 +41,7 @@ class StageModule(nn.Module):
         """`call`, within the hooks of this stage, which gather its parameters."""
         self._alone = call
         try:
-            return self._call_impl(micro=0)  # not what is compiled
+            return call_uncompiled(self, micro=0)
         finally:
             self._alone = None
 
@@ -74,7 +76,7 @@ def _sendable(value: object, received: Sequence[Tensor]) -> Tensor:
     if torch.is_grad_enabled() and learns(value.dtype) and not value.requires_grad:
         return value.detach().contiguous().requires_grad_()  # of a frozen stage: torch sends gradients
     # torch detaches what is sent in place: no view, and nothing that only passes through.
-    shared = value._is_view() or any(value is tensor for tensor in received)
+    shared = is_view(value) or any(value is tensor for tensor in received)
     return value.clone() if shared else value.contiguous()
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
-from shoal.strategies.comm_timing import standing_in, tensors_awaited
+from shoal.strategies.comm_timing import neighbours_awaited, tensors_awaited
 from shoal.telemetry.step_timer import FORWARD, Timeline
 
 
@@ -28,7 +28,7 @@ class MarkedStage(PipelineStage):
 @contextmanager
 def schedule_marked(timeline: Timeline, *, tensors: bool) -> Iterator[None]:
     """Inside, where a schedule waits for neighbouring stages, and with `tensors` where DTensors do."""
-    with standing_in(schedules, "_wait_batch_p2p", timeline):
+    with neighbours_awaited(timeline):
         if not tensors:
             yield
             return

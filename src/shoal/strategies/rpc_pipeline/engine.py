@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed.world import World

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from shoal._torch.dispatch import tree_leaves
+from shoal._torch.modules import parameters
 from shoal.strategies.dtensor import whole
 from shoal.strategies.eval_mode import untouched
 from shoal.util.errors import StepError
@@ -70,13 +71,13 @@ class Proof:
             for key, parameter in part.named_parameters(recurse=False)
         ]
         for part, key, parameter in self._replaced[layer]:
-            part._parameters[key] = nn.Parameter(whole(parameter.detach()), requires_grad=False)
+            parameters(part)[key] = nn.Parameter(whole(parameter.detach()), requires_grad=False)
         return True
 
     def leave(self, layer: nn.Module) -> bool:
         """A layer has run; its own parameters are put back."""
         for part, key, parameter in self._replaced.pop(layer, []):
-            part._parameters[key] = parameter
+            parameters(part)[key] = parameter
         return self._whole
 
     def _see(self, what: str, tree: Any) -> None:

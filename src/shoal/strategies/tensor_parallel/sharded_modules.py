@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal._torch.autograd import version
+from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.distributed.world import World
 from shoal.strategies.dtensor import is_divided
 from shoal.strategies.tensor_parallel.plan_check import Proof
@@ -97,7 +98,7 @@ class ShardedLayers:
 
     def _gathered_once(self, tensor: DTensor) -> DTensor:
         """`tensor` whole: one copy for all layers that it goes to in turn, as query, key and value."""
-        state = (tensor._version, torch.is_grad_enabled())
+        state = (version(tensor), torch.is_grad_enabled())
         if self._shared is not None:
             known, then, gathered = self._shared
             if known() is tensor and then == state:

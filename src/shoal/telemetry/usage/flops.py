@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
-from shoal._torch.dispatch import TorchDispatchMode
+from shoal._torch.dispatch import UncompiledMode, overloads_of
 
 
 class Counting:
@@ -40,7 +40,7 @@ class Counting:
         self.flops = None if self.failed else self._mode.flops
 
 
-class _FlopMode(TorchDispatchMode):
+class _FlopMode(UncompiledMode):
     """Below autograd, where composite operations have been taken apart."""
 
     def __init__(self) -> None:
@@ -48,15 +48,10 @@ class _FlopMode(TorchDispatchMode):
         self.flops = 0
         self.failed: str | None = None
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No compiled code runs in it, so that torch need not import its compiler for it: a second."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         out = func(*args, **named)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = flop_registry.get(overloads_of(func))
         if formula is not None:
             try:
                 self.flops += int(formula(*args, **named, out_val=out))

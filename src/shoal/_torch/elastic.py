@@ -1,0 +1,79 @@
+"""Private names of torch elastic: its rendezvous of several nodes, and its agent."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    _NodeDesc,
+    _RendezvousExitOp,
+    _RendezvousState,
+)
+
+from shoal.util.pickling import holds_only
+
+_STATE = (_RendezvousState, _NodeDesc, datetime, timezone, timedelta)
+
+
+class ElasticAgent(SimpleElasticAgent):
+    """An agent whose restarts can be read and raised; elastic keeps both to itself."""
+
+    @property
+    def restarts_used(self) -> int:
+        """How many restarts elastic has counted as failures."""
+        return int(self._worker_group.spec.max_restarts) - self._remaining_restarts
+
+    def grant_restart(self) -> None:
+        """Allow one restart more."""
+        self._remaining_restarts += 1
+
+    def end_restarts(self) -> None:
+        """Allow no restart any more."""
+        self._remaining_restarts = 0
+
+
+class CheckedBackend(C10dRendezvousBackend):
+    """The state of a rendezvous in a store without a password: torch unpickles what others wrote there.
+
+    No public hook sees the bytes before that. With a torch that lacks this one nothing is checked.
+    """
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        found: tuple[bytes, Any] | None = super()._decode_state(base64_state)
+        if found is not None and not holds_only(found[0], _STATE):
+            raise RendezvousStateError("another process wrote the state of the rendezvous")
+        return found
+
+
+class MonitoredRendezvous(DynamicRendezvousHandler):
+    """torch's rendezvous, which also says who takes part in it; the public handler only counts them."""
+
+    @property
+    def me(self) -> str:
+        """The identity of this node."""
+        return repr(self._this_node)
+
+    @property
+    def round(self) -> int:
+        """The number of the present attempt, the same on all of its nodes."""
+        return self._state_holder.state.round
+
+    def look(self) -> tuple[list[str], list[str]]:
+        """Return who takes part, in the order of their ranks, and who waits."""
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+            state = self._state_holder.state
+            ranks = sorted(state.participants.items(), key=lambda item: item[1])
+            return [repr(node) for node, _ in ranks], [repr(node) for node in state.wait_list]
+
+    def leave(self, seconds: float) -> None:
+        """No longer take part, within `seconds`, so that no node waits for this one's silence."""
+        self._stop_heartbeats()
+        with self._heartbeat_lock:
+            self._op_executor.run(_RendezvousExitOp(), time.monotonic() + seconds)
