@@ -18,10 +18,6 @@ from shoal.util.errors import LaunchError, StepError
 
 SERVER = 0
 
-_OPEN: dict[str, Server | Client] = {}
-"""This rank's ends by name, until its world is closed: a call can only name the server that it is for,
-and others may still call one whose model is done with here."""
-
 
 class ServerEndpoint:
     """This rank's end of a server: others may call it until all that live have come to close it."""
@@ -30,13 +26,13 @@ class ServerEndpoint:
         self._world = world
         self._name = name
         self._calls = world.service(RPCAgent)
+        self._calls.serve(name, self, until_closed=True)
 
     def close(self) -> None:
         """Wait for all that live, unless this rank has failed, and answer no more."""
         if sys.exception() is None:
             with suppress(LaunchError):  # rank 0 has taken their store with it
                 self._world.meet()
-        del _OPEN[self._name]
 
 
 class Server(ServerEndpoint, Commons):
@@ -110,7 +106,7 @@ class Client(ServerEndpoint, Commons):
 
     def _ask(self, question: str, changes: Sequence[Tensor] = ()) -> Any:
         try:
-            return self._calls.ask(SERVER, _answer, self._name, question, self._worker, list(changes))
+            return self._calls.ask(SERVER, self._name, "answer", question, self._worker, list(changes))
         except (RuntimeError, StepError) as error:
             reason = error.found if isinstance(error, StepError) else str(error).splitlines()[0]
             raise StepError(
@@ -124,15 +120,6 @@ def serve(like: Sequence[Tensor], world: World) -> Commons:
     """The parameters as this rank has them, by a server in rank 0. Collective."""
     name = world.broadcast(uuid.uuid4().hex)
     end = Server(like, world, name) if world.rank == SERVER else Client(world, name)
-    _OPEN[name] = end
     world.before_closing(end.close)
     world.barrier()
     return end
-
-
-def _answer(name: str, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
-    """In the server's process."""
-    server = _OPEN[name]
-    if not isinstance(server, Server):
-        raise TypeError(f"{name} is no server")
-    return server.answer(question, worker, changes)
