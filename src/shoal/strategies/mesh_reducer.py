@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal._torch.mesh import flatten
 from shoal.data.batch import Count
 from shoal.data.micro import Micro
-from shoal.distributed.layout import DATA_AXES
+from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Totals
 from shoal.strategies.dtensor import is_divided, parts, share
@@ -123,7 +123,8 @@ def norm_of_parts(held: HeldParameters) -> Tensor:
 
 
 def first_along(world: World, *axes: str) -> bool:
-    """Return whether this rank is the first along each of `axes`."""
+    """Return whether this rank is the first along `axes`, by default all that share samples."""
+    axes = axes or tuple(axis for axis in AXES if axis not in DATA_AXES)
     return all(world.layout.coordinate(world.rank, axis) == 0 for axis in axes)
 
 

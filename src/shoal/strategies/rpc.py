@@ -1,8 +1,8 @@
 """torch RPC between the ranks of a world: begun once, and left without waiting for those that died.
 
-Calls are pickled, and run what they name: whoever reaches the port of a rank may have it run anything.
-So it listens where the world does: on the loopback interface where all ranks are on one machine, else
-on the one interface by which they were found to reach each other.
+Calls are pickled, and run what they name: a process that reaches the port of a rank can run anything
+in it. So it listens where the world does: on the loopback interface where all ranks are on one machine,
+else on the one interface by which they were found to reach each other.
 """
 
 from __future__ import annotations
@@ -89,14 +89,13 @@ class RPCAgent:
         finally:
             self._store.set_timeout(waits)  # torch gives the world's store that of calls
 
-    def serve(self, key: str, target: object, *, until_closed: bool = False) -> None:
-        """Let other ranks call methods of `target` by `key`, for as long as it lives.
-
-        With `until_closed` it lives until the world is closed: others may still call it then.
-        """
+    def serve(self, key: str, target: object) -> None:
+        """Let other ranks call methods of `target` by `key`, for as long as it lives."""
         _TARGETS[key] = target
-        if until_closed:
-            self._kept.append(target)
+
+    def keep(self, *objects: object) -> None:
+        """Keep objects alive until the world is closed."""
+        self._kept += objects
 
     def ask(self, rank: int, key: str, method: str, *arguments: Any) -> Any:
         """Return what a method returns on another rank, gradients and all; StepError if that is gone.

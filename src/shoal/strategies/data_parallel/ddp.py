@@ -40,7 +40,7 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class SingleProcess:
-    """The whole model in this process and nothing else; refused in a world of several ranks."""
+    """The whole model in this process and nothing else; StepError in a world of several."""
 
     axes: ClassVar[tuple[str, ...]] = AXES
     defers: ClassVar[bool] = False

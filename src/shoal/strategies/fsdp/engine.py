@@ -1,4 +1,4 @@
-"""The engine of FSDP: torch's FSDP2, which is told what to sum and when."""
+"""The engine of FSDP: torch's FSDP2, which sums what its reducer orders, and when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from shoal._torch.fsdp import drop_accumulated
 from shoal._torch.mesh import concatenate, flatten
 from shoal.data.batch import Batch, Count
 from shoal.data.micro import Micro
-from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
 from shoal.strategies.contracts import Totals
@@ -66,8 +65,7 @@ class FSDPReducer(Reducer):
     def __init__(self, held: HeldParameters, divided: Sequence[Any], whole: bool) -> None:
         self.held = held
         self.divided = divided
-        others = (axis for axis in AXES if axis not in DATA_AXES)
-        self.reports_loss = first_along(held.world, *others)
+        self.reports_loss = first_along(held.world)
         self._whole = whole
         self._unsummed = False
 

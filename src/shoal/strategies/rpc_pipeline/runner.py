@@ -203,7 +203,7 @@ class RPCPipelineRunner(Runner):
             self._error = failed = error
         arrived = Arrived(self._world.rank, failed)
         self._calls.ask(self._crew.driver, self._key, "post", turn, arrived)
-        over = self._attend(work, line)  # only the driver is told of anything else
+        over = self._attend(work, line)  # only the driver gets other messages
         failure = self._error or over.error
         if failure is not None:
             raise failure
@@ -255,7 +255,7 @@ class RPCPipelineRunner(Runner):
             try:
                 self._calls.ask(rank, self._key, "post", turn, over)
             except (ShoalError, RuntimeError):
-                continue  # the error under way says more
+                continue  # the error that is raised says more
 
     def _look(self) -> None:
         """Nothing has come for a while: raise StepError if whom this rank waits for is gone."""
@@ -338,7 +338,7 @@ class RPCPipelineRunner(Runner):
             with self._calls.explained(self._others):
                 dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             del loss
-            # Always in the same order, so that sums are rounded alike.
+            # Always in the same order, so that sums are rounded in the same way.
             with carriers.turn_of(micro):
                 workers = self._crew.workers(micro)
                 away = [rank for rank in workers if rank != self._world.rank]
@@ -413,8 +413,8 @@ class RPCPipelineRunner(Runner):
             return error, None
         try:
             with self._calling, torch.no_grad():
-                aside = self.module.training and not training
-                body = evaluating(self._stage.body) if aside else self._stage.body
+                evaluates = self.module.training and not training
+                body = evaluating(self._stage.body) if evaluates else self._stage.body
                 return None, _on(_CPU, self._run(body, received, _on(self._world.device, inputs)))
         except Exception as caught:
             return self._described(caught), None

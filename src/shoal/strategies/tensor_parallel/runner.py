@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
-from shoal.distributed.layout import AXES, DATA_AXES
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import tensors_awaited
 from shoal.strategies.compiled import Compiler
@@ -38,7 +37,7 @@ def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine
     """Return the engine of a model that was divided, which sums gradients over replicas."""
     reducer = MeshReducer(
         HeldParameters(module, world),
-        reports_loss=first_along(world, *(axis for axis in AXES if axis not in DATA_AXES)),
+        reports_loss=first_along(world),
         gradient_group=summing_group(world),
         buffer_group=data_group(world),
         norm=norm_of_parts,
