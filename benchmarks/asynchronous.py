@@ -34,8 +34,9 @@ import shoal
 from shoal.strategies import engine_of
 from shoal.strategies.asynchronous.hogwild import HogwildEngine
 from shoal.strategies.contracts import Engine
-from shoal.strategies.data_parallel.ddp import DDPEngine
+from shoal.strategies.data_parallel.ddp import DDPReducer
 from shoal.strategies.data_parallel.local_sgd import AveragingEngine
+from shoal.strategies.engine import SynchronousEngine
 
 ROOT = Path(__file__).parents[1]
 RATE, BATCH = 3e-3, 64
@@ -137,12 +138,13 @@ def sent(engine: Engine, steps: int) -> float:
     """Bytes that a rank has put on the wire, counted as `Wire` counts them."""
     if isinstance(engine, AveragingEngine):
         return engine.sent
-    if not isinstance(engine, DDPEngine):
+    reducer = engine.reducer if isinstance(engine, SynchronousEngine) else None
+    if not isinstance(reducer, DDPReducer):
         return 0.0
-    if engine.options.compression is not None:
-        return engine.wire.sent
+    if reducer.options.compression is not None:
+        return reducer.wire.sent
     ranks = engine.world.size
-    return steps * 2 * (ranks - 1) / ranks * sum(p.nbytes for p in engine.parameters)
+    return steps * 2 * (ranks - 1) / ranks * sum(p.nbytes for p in reducer.held.parameters)
 
 
 def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, Any] | None:

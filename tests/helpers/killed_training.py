@@ -22,7 +22,8 @@ from helpers.kill_in_save import HookedFiles
 from shoal.checkpoint import AnyPath, Checkpoints, async_save
 from shoal.distributed.seeds import random_state
 from shoal.strategies import engine_of
-from shoal.strategies.data_parallel.ddp import DDPEngine
+from shoal.strategies.data_parallel.ddp import DDPReducer
+from shoal.strategies.engine import SynchronousEngine
 
 SAMPLES = 41
 BATCH = 12  # the last batch of an epoch has 5 samples
@@ -124,8 +125,9 @@ def parallel(world: shoal.World, dropout: float) -> nn.Module:
 def buckets(world: shoal.World) -> int:
     """How many buckets the gradients are reduced in."""
     engine = engine_of(parallel(world, 0.3))
-    assert isinstance(engine, DDPEngine)
-    return len(engine._reducer._reducer._get_zeros_like_grad_buckets())
+    assert isinstance(engine, SynchronousEngine)
+    assert isinstance(engine.reducer, DDPReducer)
+    return len(engine.reducer._reducer._reducer._get_zeros_like_grad_buckets())
 
 
 def inputs(noise: float, batch: Any) -> Tensor:

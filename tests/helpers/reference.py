@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.strategies import engine_of
+from shoal.strategies.contracts import Totals
 from shoal.strategies.dtensor import whole
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.engine import SynchronousEngine
 
 SEED = 0
 LEARNING_RATE = 1e-3
@@ -186,12 +187,12 @@ def train(
 
 def mutate(mutation: str, world: shoal.World, engine: Any) -> None:
     """Break the engine in one way that a user would not notice."""
-    assert isinstance(engine, LocalEngine)
-    whole, backward = engine._sums, engine.backward
+    assert isinstance(engine, SynchronousEngine)
+    reducer = engine.reducer
+    whole, backward = reducer.totals, reducer.backward
 
-    def counts_samples(norm: Tensor) -> tuple[float, float, float]:
-        loss_sum, _, value = whole(norm)
-        return loss_sum, float(BATCH), value
+    def counts_samples() -> Totals:
+        return whole()._replace(counted=float(BATCH))
 
     def stand_in_counts(loss: Tensor, count: Any, micro: Any, *rest: Any, **named: Any) -> None:
         backward(loss, count, micro._replace(weight=1.0), *rest, **named)
@@ -201,11 +202,11 @@ def mutate(mutation: str, world: shoal.World, engine: Any) -> None:
         backward(silent, count, micro, *rest, **named)
 
     if mutation == "no count correction":
-        engine._sums = counts_samples  # type: ignore[method-assign]
+        reducer.totals = counts_samples  # type: ignore[method-assign]
     elif mutation == "stand-in counts":
-        engine.backward = stand_in_counts  # type: ignore[method-assign]
+        reducer.backward = stand_in_counts  # type: ignore[method-assign]
     else:
-        engine.backward = one_rank_silent  # type: ignore[method-assign]
+        reducer.backward = one_rank_silent  # type: ignore[method-assign]
 
 
 def _arrays(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:

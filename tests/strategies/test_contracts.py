@@ -45,7 +45,7 @@ class StageEngine(Engine):
     def __init__(self, module: nn.Module, world: shoal.World) -> None:
         self.module = module
         self.world = world
-        self.speaks = world.rank == 1
+        self.reports_loss = world.rank == 1
         self.followed: list[str] = []
 
     def gradients(
@@ -54,7 +54,7 @@ class StageEngine(Engine):
         sums = torch.zeros(2, dtype=torch.float64)
         for micro in batch.micros:
             hidden, output = self._forward(task, micro, batch.seed)
-            if self.speaks:
+            if self.reports_loss:
                 loss, count = task.reduce(output, micro, batch.seed)
                 (loss * (micro.weight * scale / batch.size)).backward()
                 assert hidden.grad is not None
@@ -69,7 +69,7 @@ class StageEngine(Engine):
         return Totals(float(totals[0]), float(totals[1]), float(totals[2].sqrt()))
 
     def _forward(self, task: Task, micro: Micro, seed: int) -> tuple[Tensor, Any]:
-        if not self.speaks:
+        if not self.reports_loss:
             hidden = self.module(*task.arguments(micro, seed)[0])
             dist.send(hidden.detach(), 1)
             return hidden, hidden
@@ -92,13 +92,13 @@ class StageEngine(Engine):
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         _, output = self._forward(task, micro, seed)
-        return output if self.speaks else None
+        return output if self.reports_loss else None
 
     def compile(self, how: str) -> None:
         raise NotImplementedError
 
-    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.followed.append("settle")
+    def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.followed.append("synchronize")
 
 
 class Net(nn.Module):
@@ -186,7 +186,7 @@ def test_a_mean_is_refused_on_the_stage_without_a_loss_too(ranks: Ranks) -> None
 
 def test_ranks_run_the_model_equally_often_in_the_trial(ranks: Ranks) -> None:
     # A rank that ran it once more would wait for the other's activations.
-    assert ranks.call(stepped, returned) == [["update", "settle"]] * 2
+    assert ranks.call(stepped, returned) == [["update", "synchronize"]] * 2
 
 
 def counts_nothing(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:

@@ -400,7 +400,7 @@ def lie(world: shoal.World, server: bool | None) -> str:
 
 
 def test_ranks_that_share_no_memory_have_a_server(ranks: Ranks) -> None:
-    assert ranks.call(lie, None) == ["Server", "Client"]
+    assert ranks.call(lie, None) == ["SharedMemory", "Client"]
     for refused in ranks.attempt(lie, False):
         assert isinstance(refused.error, shoal.StepError), refused
         assert "rank 1 can't map the memory of rank 0" in refused.error.found

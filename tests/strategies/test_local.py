@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.strategies.base_engine import as_scalar, global_norm
+from shoal.strategies.held_parameters import as_scalar, global_norm
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import shoal
 from helpers.ranks import Ranks
 from shoal.strategies import engine_of
-from shoal.strategies.data_parallel.ddp import DDPEngine
+from shoal.strategies.data_parallel.ddp import DDPReducer
+from shoal.strategies.engine import SynchronousEngine
 
 pytestmark = pytest.mark.processes
 
@@ -74,7 +75,8 @@ def through_shoal(world: shoal.World, directory: str, static: bool) -> Arrivals:
     data = shoal.Loader((torch.randn(64, WIDTH),), world, batch_size=16)
     shoal.parallelize(model, world, shoal.DDP(bucket_cap_mb=BUCKET_MB, static_graph=static))
     engine = engine_of(model)
-    assert isinstance(engine, DDPEngine)
+    assert isinstance(engine, SynchronousEngine)
+    assert isinstance(engine.reducer, DDPReducer)
     task = shoal.Task(lambda output, batch: (output.square().sum(), len(output)))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.1), task)
     with shoal.Run(directory, step, data, trackers=()) as run:
@@ -82,7 +84,7 @@ def through_shoal(world: shoal.World, directory: str, static: bool) -> Arrivals:
         batches = data.epochs(2)
         if static:  # a static graph is primed by its first backward, in which no bucket is sent
             step(next(batches))
-        seen = record(model, engine._reducer._ddp)
+        seen = record(model, engine.reducer._reducer._ddp)
         step(next(batches))
         arrivals = list(seen)
         run.save()

@@ -1,7 +1,7 @@
-"""Who executes a task: the contracts of Strategy and Engine, and what a step decides from their sums.
+"""The contracts of Strategy and Engine, and what a step decides from the sums of a batch.
 
-Everything above this file talks through these few types, so a strategy is two classes: frozen options
-with `apply`, and an engine.
+Everything above this file talks through these few types. A strategy is frozen options with `apply`,
+which returns an engine: one of a runner and a gradient reducer (see `engine.py`), or its own.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Engine(ABC):
 
     After each `gradients`, whatever it came to, exactly one of `update` and `discard` follows on every
     rank, so that both may be collective and may count. State never depends on the rank, but for which
-    part of the model it holds; what differs in between, `settle` makes the same.
+    part of the model it holds; what differs in between, `synchronize` makes the same.
     """
 
     module: nn.Module
@@ -138,16 +138,18 @@ class Engine(ABC):
     world: World
     strategy: str = ""
     """The strategy that it was made by, as text."""
-    speaks: bool = True
+    loop: LoopGradients | None = None
+    """The gradients of the user's own loop; None where such a loop can't drive the engine."""
+    reports_loss: bool = True
     """Whether this rank's output, and the loss of it, count: of the ranks that share samples exactly
-    one speaks, or each for its slice of them. Elsewhere `infer` may return None."""
-    unseen: str = ""
-    """Why what it computes can't be counted from where the step is taken; empty where it can."""
-    alone: bool = False
-    """Whether each rank takes steps of its own, so that one may fail where the others have stepped."""
-    told: bool = False
+    one reports, or each for its slice of them. Elsewhere `infer` may return None."""
+    flops_unknown: str = ""
+    """Why FLOPs can't be counted from where the step is taken; empty where they can."""
+    independent_steps: bool = False
+    """Whether each rank takes its own steps, so that one may fail where the others have stepped."""
+    division_reported: bool = False
     """Whether the layers have been named whose numbers depend on the division of the batch."""
-    noise: str = "noise"
+    noise_stream: str = "noise"
     """The stream of random numbers that this rank's forward draws from; see `World.reseed`."""
 
     @abstractmethod
@@ -175,10 +177,13 @@ class Engine(ABC):
 
     @abstractmethod
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """The model's output on one micro-batch, without gradients; see `speaks`. Collective."""
+        """Return the model's output on one micro-batch, without gradients. Collective.
 
-    def beside(self, output: Any, micro: Micro) -> Micro:
-        """The micro-batch as the loss wants it: on the device of the output."""
+        It may be None on a rank that does not report the loss.
+        """
+
+    def move_targets(self, output: Any, micro: Micro) -> Micro:
+        """Return the micro-batch on the device of the output, where the loss needs it."""
         return micro
 
     @abstractmethod
@@ -190,14 +195,9 @@ class Engine(ABC):
 
         For a model that is given as `torch.compile(model)`, with the backend and options of that call.
         """
-        raise StepError(
-            given=f"torch.compile({type(self.module).__name__}) and {self.world.layout}",
-            found="its strategy compiles the parts of a model, not the whole",
-            fix="shoal.parallelize(model, world) of the bare model; then shoal.Step(model, …, "
-            "compile='inductor'), or torch.compile(model) in your own loop",
-        )
+        raise compiles_parts(self.module, self.world)
 
-    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027 - nothing may differ
+    def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027 - nothing may differ
         """Make buffers, parameters and optimizer state that differ between ranks the same.
 
         Called before evaluating, where the optimizer may be unknown, and before state is taken.
@@ -205,7 +205,7 @@ class Engine(ABC):
         """
 
     def state(self) -> dict[str, Any]:
-        """What has to be kept besides the module's and the optimizer's state; usually nothing.
+        """Return what has to be kept besides the module's and the optimizer's state; usually nothing.
 
         The same on all ranks, so that any number of them can take it back.
         """
@@ -229,28 +229,29 @@ class StepCounter(Protocol):
         ...
 
 
-class OpenEngine(Engine):
-    """An engine whose forward and backward the user's own loop may call, one micro-batch at a time.
+class LoopGradients(ABC):
+    """The gradients of a model that the user's own loop trains, one micro-batch at a time.
 
-    Nothing tells it when the optimizer of such a loop has stepped: one that must know can't be open.
+    Nothing reports to it that the optimizer of such a loop has stepped, and it raises where the loop
+    steps or clears gradients at the wrong time. An engine that must know of each step has none.
     """
 
     def __init__(self) -> None:
-        self._states: list[weakref.ref[StepCounter]] = []
+        self._counters: list[weakref.ref[StepCounter]] = []
 
-    def count_in(self, state: StepCounter) -> None:
-        """From now on `state` counts the batches of loops that call `batch.finish` on this model."""
-        self._states = [reference for reference in self._states if reference() is not None]
-        self._states.append(weakref.ref(state))
+    def count_in(self, counter: StepCounter) -> None:
+        """Let `counter` count the batches for which a loop calls `batch.finish` from now on."""
+        self._counters = [reference for reference in self._counters if reference() is not None]
+        self._counters.append(weakref.ref(counter))
 
     @property
-    def states(self) -> list[StepCounter]:
-        """Who counts the batches that are finished on this model, oldest first."""
-        return [state for reference in self._states if (state := reference()) is not None]
+    def counters(self) -> list[StepCounter]:
+        """What counts the batches that are finished on this model, oldest first."""
+        return [counter for reference in self._counters if (counter := reference()) is not None]
 
     @abstractmethod
     def begin(self) -> None:
-        """The first `batch.backward` of a batch calls it.
+        """Prepare for the first `batch.backward` of a batch.
 
         Forgets a batch that the loop skipped: one whose gradients were cleared, and after which no
         optimizer has stepped. Raises StepError where a batch was neither skipped nor finished, where
@@ -259,31 +260,43 @@ class OpenEngine(Engine):
         """
 
     @abstractmethod
-    def backward(
-        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
-    ) -> None:
-        """Backward of one micro-batch of a global batch of `size`; reduce over ranks if `last`.
+    def backward(self, loss: Tensor, count: Count, micro: Micro, size: int, *, last: bool) -> None:
+        """Run backward for one micro-batch of a global batch of `size`; reduce over ranks if `last`.
 
         Adds to the gradients of this engine's module and of no other, though the loss may have run
-        through others (a GAN's).
+        through others (a GAN's). After the last one only `batch.finish` may change the gradients.
         """
 
     @abstractmethod
-    def note_gradients(self) -> None:
-        """The last `batch.backward` has run; only `batch.finish` may change the gradients now."""
-
-    @abstractmethod
-    def note_finish(self) -> None:
-        """`batch.finish` has made the gradients those of the mean; the optimizer step comes next."""
-
-    @abstractmethod
-    def check_gradients(self) -> None:
+    def check(self) -> None:
         """Raise StepError where the loop has changed or used the gradients before `batch.finish`."""
 
     @abstractmethod
     def totals(self) -> Totals:
-        """The sums of the batch whose last backward has run, and the norm of its gradients."""
+        """Return the sums of the batch whose last backward has run, and the norm of its gradients."""
 
     @abstractmethod
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients by `factor`."""
+    def finish(self, factor: float) -> None:
+        """Multiply the gradients by `factor`, which makes them those of the mean.
+
+        The optimizer step comes next.
+        """
+
+
+def compiles_parts(module: nn.Module, world: World) -> StepError:
+    """Return the error of a model given as `torch.compile(model)` that is compiled in parts."""
+    return StepError(
+        given=f"torch.compile({type(module).__name__}) and {world.layout}",
+        found="its strategy compiles the parts of a model, not the whole",
+        fix="shoal.parallelize(model, world) of the bare model; then shoal.Step(model, …, "
+        "compile='inductor'), or torch.compile(model) in your own loop",
+    )
+
+
+def no_gradient() -> StepError:
+    """Return the error of a loss that no backward can start from."""
+    return StepError(
+        given="the loss of a micro-batch",
+        found="it does not depend on any trainable parameter",
+        fix="compute it from the model's output, without .detach(), .item() or no_grad()",
+    )

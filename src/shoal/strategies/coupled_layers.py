@@ -20,9 +20,9 @@ def say_division(engine: Engine, micro_batches: int) -> None:
     which draws by rank. Layers in eval mode and dropout with p=0 are not reported.
     """
     world = engine.world
-    if engine.told or (world.data_size == 1 and micro_batches == 1):
+    if engine.division_reported or (world.data_size == 1 and micro_batches == 1):
         return
-    engine.told = True
+    engine.division_reported = True
     modules = [(name, each) for name, each in engine.module.named_modules() if each.training]
     norms = [
         f"{name or 'the model'} ({type(each).__name__})"

@@ -13,7 +13,7 @@ from shoal.data.batch import IN_A_LOOP, Batch, Count, ManualLoop, StepResult, no
 from shoal.distributed.consistency import check_same_environment
 from shoal.distributed.world import World
 from shoal.strategies.compiled import bare
-from shoal.strategies.contracts import Correction, Engine, OpenEngine, check_clip, correct
+from shoal.strategies.contracts import Correction, Engine, LoopGradients, check_clip, correct
 from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.registry import engines_of
 from shoal.strategies.task import check_loss
@@ -40,43 +40,40 @@ class EngineLoop(ManualLoop):
         """Run backward for the current micro-batch; the last one reduces the gradients over ranks."""
         micro = batch.micro
         loss = _loss_sum(positional, total, mean, count)
-        engine = self._engine(model)
+        engine, gradients = self._engine(model)
         if engine not in batch.backwards:
-            _begin(engine, batch)
+            _begin(engine, gradients, batch)
         last = micro is batch.micros[-1]
         with engine.world.timeline.within(BACKWARD):
-            engine.backward(*loss, micro, batch.size, scale=1.0, last=last)
-            if last:
-                engine.note_gradients()
+            gradients.backward(*loss, micro, batch.size, last=last)
         batch.backwards.append(engine)
 
     def finish(self, batch: Batch, model: nn.Module, *, clip: float | None) -> StepResult:
         """Correct and clip the gradients, and count the step; see `Batch.finish`."""
-        engine = self._engine(model)
+        engine, gradients = self._engine(model)
         _check_backwards(engine, batch)
         check_clip(clip)
         engine.world.stepping()
-        states = engine.states
+        counters = gradients.counters
         with engine.world.timeline.within(UPDATE):
             try:
-                engine.check_gradients()
-                for state in states:
-                    state.try_loss(batch)
-                decided = correct(engine.totals(), size=batch.size, scale=1.0, clip=clip)
+                gradients.check()
+                for counter in counters:
+                    counter.try_loss(batch)
+                decided = correct(gradients.totals(), size=batch.size, scale=1.0, clip=clip)
                 if not decided.finite:
                     raise not_finite(decided, batch)
             except ShoalError:
                 engine.discard()
                 raise
-            engine.multiply(decided.factor)
-        engine.note_finish()
+            gradients.finish(decided.factor)
         result = StepResult(decided.loss, decided.norm, decided.counted)
-        for state in states:
-            state.count(result)
+        for counter in counters:
+            counter.count(result)
         batch.taken = True
         return result
 
-    def _engine(self, model: nn.Module | None) -> OpenEngine:
+    def _engine(self, model: nn.Module | None) -> tuple[Engine, LoopGradients]:
         engines = self._engines(model)
         if len(engines) > 1:
             del engines
@@ -91,30 +88,30 @@ class EngineLoop(ManualLoop):
                 else "no parallelized model"
             )
         engine = engines[0]
-        if not isinstance(engine, OpenEngine):
+        if engine.loop is None:
             raise StepError(
                 given="your own loop over a Batch",
                 found="its strategy takes whole steps: it runs backward itself, or has to know when "
                 "the optimizer steps",
                 fix="step = shoal.Step(model, optimizer, task), then step(batch)",
             )
-        return engine
+        return engine, engine.loop
 
     def _engines(self, model: nn.Module | None) -> list[Engine]:
         wanted = None if model is None else bare(model)
         return [engine for engine in engines_of(self._world) if wanted in (None, engine.module)]
 
 
-def _begin(engine: OpenEngine, batch: Batch) -> None:
-    for state in engine.states:
-        state.check_loop()
-    engine.begin()
+def _begin(engine: Engine, gradients: LoopGradients, batch: Batch) -> None:
+    for counter in gradients.counters:
+        counter.check_loop()
+    gradients.begin()
     check_same_environment(engine.world)
     batch.compare_ranks()
     say_division(engine, len(batch))
 
 
-def _check_backwards(engine: OpenEngine, batch: Batch) -> None:
+def _check_backwards(engine: Engine, batch: Batch) -> None:
     done = sum(other is engine for other in batch.backwards)
     batch.backwards = [other for other in batch.backwards if other is not engine]
     if done != len(batch):

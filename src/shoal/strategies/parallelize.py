@@ -74,37 +74,50 @@ def parallelize(
     one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
     ranks have models of other parameters. Collective.
     """
-    *before, chosen = _checked(strategy, world)
+    strategies = _checked(strategy, world)
     module: Any = model
     deferred = None
     if not isinstance(model, nn.Module) and _makes(model):
         from shoal.strategies.deferred_init import construct  # which few need
 
-        defers = world.size > 1 and chosen.defers and not before
-        deferred = construct(model) if defers else None
+        if world.size > 1 and len(strategies) == 1 and strategies[0].defers:
+            deferred = construct(model)
         module = model() if deferred is None else deferred.module
     compiler, module = compiler_of(module), bare(module)
     _check_model(module, world)
     _check_same(module, world)
-    check_strategies(module, [*before, chosen])
-    for each in before:
-        each.spread(module, world)
-    check_strategies(module, [*before, chosen])
-    engine = chosen.apply(module, world)
+    engine = _apply(strategies, module, world)
     if compiler is not None:
         engine.compile_with(compiler)
-    engine.strategy = repr([*before, chosen] if before else chosen)
     if deferred is not None:
         deferred.fill()
     register(engine)
     world.provide(ManualLoop, EngineLoop(world))
     object.__setattr__(module, ATTRIBUTE, Attachment(engine))
-    world.reseed(engine.noise)
+    world.reseed(engine.noise_stream)
     return cast(Model, module)
 
 
+def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine:
+    """Apply `strategies` in the order in which they are given, and return the engine of the last.
+
+    Those before it change the module in place: they checkpoint activations, place layers on devices,
+    divide layers over the axis `tensor`, cut sequences over the axis `context`. The last one may
+    change the module too (divide parameters, keep a stage), moves what this rank keeps to its device,
+    and makes the engine, a runner of the module with a reducer of its gradients.
+    """
+    *before, chosen = strategies
+    check_strategies(module, strategies)
+    for each in before:
+        each.spread(module, world)
+    check_strategies(module, strategies)  # it may be on several devices only now
+    engine: Engine = chosen.apply(module, world)
+    engine.strategy = repr(strategies if before else chosen)
+    return engine
+
+
 def _checked(strategy: Any, world: World) -> list[Any]:
-    """The strategies, refused where they are none, can't be combined or leave an axis alone."""
+    """Return the strategies; StepError where they are none, can't be combined or leave an axis out."""
     given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
     if strategy is None or (given and isinstance(given[-1], Spreading) and not _complete(given[-1])):
         given = [*filter(None, given), FSDP() if world.layout.degree("shard") > 1 else DDP()]

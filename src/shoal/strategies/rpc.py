@@ -1,8 +1,8 @@
 """torch RPC between the ranks of a world: begun once, and left without waiting for those that died.
 
-Calls are pickled, and run what they name: whoever reaches the port of a rank may have it run anything.
-So it listens where the world does: on the loopback interface where all ranks are on one machine, else
-on the one interface by which they were found to reach each other.
+Calls are pickled, and run what they name: a process that reaches the port of a rank can run anything
+in it. So it listens where the world does: on the loopback interface where all ranks are on one machine,
+else on the one interface by which they were found to reach each other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rpc  # type: ignore[attr-defined]
@@ -33,6 +34,10 @@ THREADS = 16
 _POLL_SECONDS = 0.05
 _LATE = "RPC ran for more than set timeout"
 _SCHEME, _PREFIX = "shoal-world", "shoal/rpc"
+
+_TARGETS: WeakValueDictionary[str, object] = WeakValueDictionary()
+"""What this process serves, by key. torch runs a function of a module for each call, with nothing but
+its arguments, and has one agent in a process: so the one table of the process is here."""
 
 
 class RPCAgent:
@@ -56,6 +61,7 @@ class RPCAgent:
         self._answered = world.answered
         self._store = world.store(_PREFIX)
         self._closed = False
+        self._kept: list[object] = []
         longest = max(world.limits.step, world.limits.prepare) + MARGIN_SECONDS
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=THREADS + 2 * world.size,
@@ -67,6 +73,10 @@ class RPCAgent:
             _channels=["basic"],
         )
         waits = self._store.timeout
+        with contextlib.suppress(
+            RuntimeError
+        ):  # of an earlier world: torch keeps it as long as it runs
+            register_rendezvous_handler(_SCHEME, _meet)
         try:
             with env_vars.set_defaults(_interface(world)), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch is
@@ -79,25 +89,35 @@ class RPCAgent:
         finally:
             self._store.set_timeout(waits)  # torch gives the world's store that of calls
 
-    def ask(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function` returns on another rank, gradients and all; StepError if that is gone."""
+    def serve(self, key: str, target: object) -> None:
+        """Let other ranks call methods of `target` by `key`, for as long as it lives."""
+        _TARGETS[key] = target
+
+    def keep(self, *objects: object) -> None:
+        """Keep objects alive until the world is closed."""
+        self._kept += objects
+
+    def ask(self, rank: int, key: str, method: str, *arguments: Any) -> Any:
+        """Return what a method returns on another rank, gradients and all; StepError if that is gone.
+
+        `key` is that of the object which the other rank serves.
+        """
         with self.explained([rank]):
-            answer = rpc.rpc_sync(name_of(rank), function, args=arguments)
+            answer = rpc.rpc_sync(name_of(rank), _call, args=(key, method, *arguments))
         self._answered()
         return answer
 
-    def tell(self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any) -> None:
-        """Run `function` on all `ranks` at once, and wait until all have; StepError if one is gone."""
-        with self.telling(ranks, function, *arguments):
+    def tell(self, ranks: Sequence[int], key: str, method: str, *arguments: Any) -> None:
+        """Call a method on all `ranks` at once and wait until all have returned; see `ask`."""
+        with self.telling(ranks, key, method, *arguments):
             pass
 
     @contextlib.contextmanager
-    def telling(
-        self, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any
-    ) -> Iterator[None]:
-        """As `tell`; what is inside is done in the meantime."""
+    def telling(self, ranks: Sequence[int], key: str, method: str, *arguments: Any) -> Iterator[None]:
+        """Call as `tell` does; the body of the `with` runs in the meantime."""
         with self.explained(ranks):
-            begun = [rpc.rpc_async(name_of(rank), function, args=arguments) for rank in ranks]
+            arguments = (key, method, *arguments)
+            begun = [rpc.rpc_async(name_of(rank), _call, args=arguments) for rank in ranks]
             yield
             for each in begun:
                 each.wait()
@@ -136,6 +156,7 @@ class RPCAgent:
         together = sys.exc_info()[0] is None and self._others_leave()
         with contextlib.suppress(RuntimeError):  # one of them has died just now
             rpc.shutdown(graceful=together, timeout=FAREWELL_SECONDS)
+        self._kept.clear()
 
     def _others_leave(self) -> bool:
         """Whether all ranks have come to leave."""
@@ -150,7 +171,7 @@ class RPCAgent:
 
 
 def name_of(rank: int) -> str:
-    """What RPC calls a rank."""
+    """Return the name of a rank in RPC."""
     return f"rank{rank}"
 
 
@@ -161,6 +182,14 @@ def _answers(rank: int) -> bool:
     except RuntimeError as error:
         return _LATE in str(error)
     return True
+
+
+def _call(key: str, method: str, *arguments: Any) -> Any:
+    """Call a method of the object that this rank serves by `key`; other ranks have it run here."""
+    target = _TARGETS.get(key)
+    if target is None:
+        raise RuntimeError("this rank has dropped the object that the call is for")
+    return getattr(target, method)(*arguments)
 
 
 def _here() -> None:
@@ -179,6 +208,3 @@ def _meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """How RPC finds the other ranks: by the store of the world."""
     store = default_store()
     yield PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()
-
-
-register_rendezvous_handler(_SCHEME, _meet)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -15,9 +15,6 @@ from shoal.data.batch import Count
 from shoal.data.micro import CURRENT_MICRO, Micro
 from shoal.data.noise import Noise
 from shoal.util.errors import DataError, StepError
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def evaluate(
     metrics = _checked({} if metrics is None else metrics)
     with world.timeline.during(EVALUATION):
         # First, since ranks may be fewer then, which divide the dataset.
-        engine.settle(subject.optimizer)
+        engine.synchronize(subject.optimizer)
         loader = Loader(
             dataset,
             world,
@@ -117,15 +117,15 @@ def evaluate(
                 for micro in batch.micros:
                     output = subject.infer(micro, batch.seed)
                     samples += micro.samples if micro.weight else 0
-                    if output is None and not engine.speaks:
+                    if output is None and not engine.reports_loss:
                         continue
                     # A stand-in goes through everything too, and so does what peers repeat: what can't
                     # work fails on all ranks, and a loss that runs another model is collective.
-                    weight = micro.weight if engine.speaks else 0.0
-                    beside = engine.beside(output, micro)
-                    sums.add("loss", task.reduce(output, beside, batch.seed), weight)
+                    weight = micro.weight if engine.reports_loss else 0.0
+                    moved = engine.move_targets(output, micro)
+                    sums.add("loss", task.reduce(output, moved, batch.seed), weight)
                     if metrics:
-                        target = (targets or default_targets)(beside.value)
+                        target = (targets or default_targets)(moved.value)
                         kinds.add(sums, (outputs or _same)(output), target, weight)
         result: dict[str, Any] = sums.means(world)
         visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))

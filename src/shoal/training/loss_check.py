@@ -147,7 +147,7 @@ class _Trial:
     def whole(self) -> None:
         """Run the micro-batch, and cut its output in halves if it can be cut."""
         output = self._run(self._micro)
-        if output is None and not self._engine.speaks:
+        if output is None and not self._engine.reports_loss:
             return
         # Peers that repeat an output take the loss too: it may run another model, which is collective.
         total = self._reduce(self._micro, output)
@@ -205,9 +205,9 @@ class _Trial:
             return self._engine.infer(self._task, part, self._batch.seed, autocast=self._autocast)
 
     def _reduce(self, part: Micro, output: Any) -> Sum:
-        beside = self._engine.beside(output, part)
-        with values_kept(beside.value):
-            loss, count = self._task.reduce(output, beside, self._batch.seed)
+        moved = self._engine.move_targets(output, part)
+        with values_kept(moved.value):
+            loss, count = self._task.reduce(output, moved, self._batch.seed)
         return float(loss), float(count)
 
 

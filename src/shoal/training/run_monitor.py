@@ -102,7 +102,7 @@ class RunMonitor:
         if self._ticks == _COUNTED_TICK:
             for name, step in self._steps.items():
                 self._counted[name] = step.number, Counting()
-                if not step.compiled and not step.engine.unseen:
+                if not step.compiled and not step.engine.flops_unknown:
                     step.counting = self._counted[name][1]
         elif self._counted:
             self._conclude()
@@ -149,4 +149,6 @@ class RunMonitor:
     def _why_not(self, step: TrainState, counting: Counting) -> str:
         if step.compiled:
             return "compiled code runs no operations that could be seen"
-        return step.engine.unseen or counting.failed or "your own loop does not compute in a Step"
+        return (
+            step.engine.flops_unknown or counting.failed or "your own loop does not compute in a Step"
+        )

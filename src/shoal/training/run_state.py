@@ -199,7 +199,11 @@ class RunState:
         Collective. Ranks that take steps of their own (LocalSGD, Hogwild) have averages of their own
         too, of which rank 0's are kept.
         """
-        if not state or self._world.size == 1 or any(s.engine.alone for s in self._steps.values()):
+        if (
+            not state
+            or self._world.size == 1
+            or any(s.engine.independent_steps for s in self._steps.values())
+        ):
             return
         mine = facts(state, in_parts=self.in_parts)
         # One digest is enough where all ranks agree to the last bit, which is the usual case.

@@ -17,7 +17,7 @@ from shoal.data.batch import Batch, StepResult
 from shoal.data.micro import Micro
 from shoal.distributed.consistency import check_same_environment
 from shoal.strategies import engine_of
-from shoal.strategies.contracts import Correction, OpenEngine, check_clip, correct
+from shoal.strategies.contracts import Correction, check_clip, correct
 from shoal.strategies.coupled_layers import say_division
 from shoal.strategies.manual_loop import not_finite
 from shoal.strategies.task import Task
@@ -131,7 +131,9 @@ class Step(TrainState):
         self.engine.world.stepping()
         if not self._prepared:
             self._prepare(batch)
-        elif not self.engine.alone:  # its ranks don't come to a second Loader at the same time
+        elif (
+            not self.engine.independent_steps
+        ):  # its ranks don't come to a second Loader at the same time
             batch.compare_ranks()
         scale = 1.0 if self._scale is None else self._scale.value
         try:
@@ -148,11 +150,11 @@ class Step(TrainState):
             self._follow_schedule()
         else:
             self.engine.discard()
-            if skipped and self.engine.alone:
+            if skipped and self.engine.independent_steps:
                 self._follow_schedule()  # others may have stepped
             elif not skipped:
                 self._fail(batch)
-                over = "this rank's share" if self.engine.alone else "all ranks"
+                over = "this rank's share" if self.engine.independent_steps else "all ranks"
                 raise not_finite(decided, batch, over=over)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
@@ -161,7 +163,7 @@ class Step(TrainState):
 
     def _fail(self, batch: Batch) -> None:
         """Where the others may have taken this step, count it here too, as one without a sample."""
-        if self.engine.alone:
+        if self.engine.independent_steps:
             batch.taken = True
             self._follow_schedule()
             self.count(StepResult(math.nan, 0.0, 0.0, skipped=True))
@@ -303,7 +305,7 @@ def _train_state(
     engine = engine_of(model)
     if optimizer is None:
         raise _not_trainable(given, "a model without optimizer=, which a checkpoint has to hold")
-    if not isinstance(engine, OpenEngine):
+    if engine.loop is None:
         raise StepError(
             given=given,
             found="the strategy of this model takes whole steps, so your own loop can't train it",

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shoal._torch.modules import has_compiled_call
 from shoal.data.batch import StepResult
-from shoal.strategies.contracts import Engine, OpenEngine
+from shoal.strategies.contracts import Engine
 from shoal.strategies.dtensor import divided
 from shoal.training.state_names import (
     check_model,
@@ -56,8 +56,8 @@ class TrainState:
         """Forward and backward run in it, so that their FLOPs can be counted."""
         self._epoch_ended = False
         self._follow_schedule_from_here()
-        if isinstance(engine, OpenEngine):
-            engine.count_in(self)
+        if engine.loop is not None:
+            engine.loop.count_in(self)
 
     def count(self, result: StepResult) -> StepResult:
         """Count an optimizer step that came to `result`."""
@@ -95,7 +95,7 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All from which training goes on, the optimizer's state by parameter name. Collective."""
-        self.engine.settle(self.optimizer)
+        self.engine.synchronize(self.optimizer)
         return self.form()
 
     def form(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel.compressed_collectives import Wire
 from shoal.strategies.data_parallel.local_sgd import average, others
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.local import local_engine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.decision import GIVEN, Decision
@@ -87,16 +87,16 @@ class Hogwild:
 class HogwildEngine(Engine):
     """Runs the module as one process would, on a copy of the shared parameters, and adds the change.
 
-    A loop of one's own can't drive it: it has to know when the optimizer has stepped.
+    The user's own loop can't drive it: it has to know when the optimizer has stepped.
     """
 
-    alone = True
+    independent_steps = True
 
     def __init__(self, module: nn.Module, world: World, options: Hogwild) -> None:
         self.module = module
         self.world = world
-        self._local = LocalEngine(module, world)
-        self._parameters = [p.detach() for p in self._local.parameters]
+        self._local = local_engine(module, world)
+        self._parameters = [p.detach() for p in self._local.reducer.held.parameters]
         for tensor in (*module.parameters(), *module.buffers()):
             if world.size > 1:
                 torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
@@ -126,7 +126,7 @@ class HogwildEngine(Engine):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Those of this rank's share, at the newest parameters; see the contract."""
+        """Compute those of this rank's local batch, at the newest parameters; see the contract."""
         if autocast is torch.float16:
             raise StepError(
                 given="precision='fp16' with shoal.Hogwild()",
@@ -165,7 +165,7 @@ class HogwildEngine(Engine):
             self._commons.tick()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """The output of this rank's copy, which `settle` has made that of all."""
+        """Return the output of this rank's copy, which `synchronize` has made that of all."""
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
@@ -176,7 +176,7 @@ class HogwildEngine(Engine):
         """Run the forward compiled by `compiler`; see the contract."""
         self._local.compile_with(compiler)
 
-    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Wait for all, read the parameters while nobody changes them, average all else.
 
         Where others stand in their place, as those of an EMA do, these are averaged.

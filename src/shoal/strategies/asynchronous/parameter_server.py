@@ -1,4 +1,4 @@
-"""A parameter server: the parameters are in rank 0, beside its own training, and others call it."""
+"""A parameter server: the parameters are in rank 0, which trains too, and others call it."""
 
 from __future__ import annotations
 
@@ -12,105 +12,58 @@ from torch import Tensor
 
 from shoal._torch import foreach
 from shoal.distributed.world import World
-from shoal.strategies.asynchronous.shared_parameters import Commons, SharedMemory, private
+from shoal.strategies.asynchronous.shared_parameters import Commons, private
 from shoal.strategies.rpc import RPCAgent
 from shoal.util.errors import LaunchError, StepError
 
 SERVER = 0
 
-_OPEN: dict[str, Server | Client] = {}
-"""This rank's ends by name, until its world is closed: a call can only name the server that it is for,
-and others may still call one whose model is done with here."""
 
+class Farewell:
+    """Lets other ranks call this one until all that live have come to close their world."""
 
-class ServerEndpoint:
-    """This rank's end of a server: others may call it until all that live have come to close it."""
-
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._name = name
-        self._calls = world.service(RPCAgent)
 
     def close(self) -> None:
-        """Wait for all that live, unless this rank has failed, and answer no more."""
+        """Wait for all that live, unless this rank has failed."""
         if sys.exception() is None:
             with suppress(LaunchError):  # rank 0 has taken their store with it
                 self._world.meet()
-        del _OPEN[self._name]
 
 
-class Server(ServerEndpoint, Commons):
-    """The parameters in rank 0, for its own worker and, by `answer`, for all others."""
+class Client(Commons):
+    """The parameters in rank 0, as any other rank reaches them."""
 
-    def __init__(self, like: Sequence[Tensor], world: World, name: str) -> None:
-        super().__init__(world, name)
-        self._memory = private(like, world)
-
-    def put(self, values: Sequence[Tensor]) -> None:
-        """As in any memory."""
-        self._memory.put(values)
-
-    def read(self, into: Sequence[Tensor]) -> list[int]:
-        """As in any memory."""
-        return self._memory.read(into)
-
-    def add(self, changes: Sequence[Tensor]) -> list[int]:
-        """As in any memory."""
-        return self._memory.add(changes)
-
-    def tick(self) -> None:
-        """As in any memory."""
-        self._memory.tick()
-
-    def clocks(self) -> list[int]:
-        """As in any memory."""
-        return self._memory.clocks()
-
-    def answer(self, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
-        """What another worker asks for."""
-        memory: SharedMemory = self._memory
-        match question:
-            case "read":
-                before = memory.updates()
-                return before, memory.values()
-            case "add":
-                return memory.add_for(worker, changes)
-            case "tick":
-                memory.tick_for(worker)
-        return memory.clocks()
-
-
-class Client(ServerEndpoint, Commons):
-    """The same for any other rank."""
-
-    def __init__(self, world: World, name: str) -> None:
-        super().__init__(world, name)
-        self._worker = world.rank
+    def __init__(self, calls: RPCAgent, name: str, worker: int) -> None:
+        self._calls = calls
+        self._name = name
+        self._worker = worker
 
     def put(self, values: Sequence[Tensor]) -> None:
         """Nothing: rank 0 has put its own there, which all ranks have."""
 
     def read(self, into: Sequence[Tensor]) -> list[int]:
         """Ask for all of them."""
-        before, values = self._ask("read")
+        before, values = self._ask("snapshot")
         foreach.copy_(list(into), values)
         return list(before)
 
     def add(self, changes: Sequence[Tensor]) -> list[int]:
         """Send them."""
-        return list(self._ask("add", [change.cpu() for change in changes]))
+        return list(self._ask("add_for", self._worker, [change.cpu() for change in changes]))
 
     def tick(self) -> None:
         """Tell."""
-        self._ask("tick")
+        self._ask("tick_for", self._worker)
 
     def clocks(self) -> list[int]:
         """Ask."""
         return list(self._ask("clocks"))
 
-    def _ask(self, question: str, changes: Sequence[Tensor] = ()) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
         try:
-            return self._calls.ask(SERVER, _answer, self._name, question, self._worker, list(changes))
+            return self._calls.ask(SERVER, self._name, method, *arguments)
         except (RuntimeError, StepError) as error:
             reason = error.found if isinstance(error, StepError) else str(error).splitlines()[0]
             raise StepError(
@@ -121,18 +74,14 @@ class Client(ServerEndpoint, Commons):
 
 
 def serve(like: Sequence[Tensor], world: World) -> Commons:
-    """The parameters as this rank has them, by a server in rank 0. Collective."""
+    """Return the parameters as this rank reaches them: in the memory of rank 0. Collective."""
+    calls = world.service(RPCAgent)
     name = world.broadcast(uuid.uuid4().hex)
-    end = Server(like, world, name) if world.rank == SERVER else Client(world, name)
-    _OPEN[name] = end
-    world.before_closing(end.close)
+    server = world.rank == SERVER
+    commons = private(like, world) if server else Client(calls, name, world.rank)
+    farewell = Farewell(world)
+    calls.serve(name, commons)
+    calls.keep(commons, farewell)  # others may call when the model is done with here
+    world.before_closing(farewell.close)
     world.barrier()
-    return end
-
-
-def _answer(name: str, question: str, worker: int, changes: Sequence[Tensor]) -> Any:
-    """In the server's process."""
-    server = _OPEN[name]
-    if not isinstance(server, Server):
-        raise TypeError(f"{name} is no server")
-    return server.answer(question, worker, changes)
+    return commons

@@ -94,9 +94,9 @@ class SharedMemory(Commons):
         """How many updates of each worker there have been."""
         return [int(count) for count in self._counters[:, _UPDATES]]
 
-    def values(self) -> list[Tensor]:
-        """The parameters themselves, which others may be changing."""
-        return self._values
+    def snapshot(self) -> tuple[list[int], list[Tensor]]:
+        """Return the parameters, which others may be changing, and their updates when that began."""
+        return self.updates(), self._values
 
     def add_for(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
         """Add an update of a worker's."""

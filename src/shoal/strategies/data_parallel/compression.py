@@ -85,7 +85,7 @@ class Method(Protocol):
         """Replace the gradients by their means over the ranks, nearly. Collective."""
         ...
 
-    def settle(self, wire: Wire) -> None:
+    def synchronize(self, wire: Wire) -> None:
         """Make what is kept the same on all ranks, without changing its mean. Collective."""
         ...
 
@@ -156,7 +156,7 @@ class Half:
         flat = (joined(bucket.gradients) / wire.size).to(self._dtype)
         put_back(wire.mean(flat) * wire.size, bucket.gradients)
 
-    def settle(self, wire: Wire) -> None:
+    def synchronize(self, wire: Wire) -> None:
         """Nothing is kept."""
 
     def state(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Feedback:
         self._before: list[tuple[dict[str, Any], str, Any]] = []
         """What stood where something was kept since the last step that was taken: a step may fail."""
 
-    def settle(self, wire: Wire) -> None:
+    def synchronize(self, wire: Wire) -> None:
         """Each rank keeps the mean of what all have left out: in the next mean it counts the same."""
         for name in sorted(self.left):
             wire.mean(self.left[name])

@@ -24,21 +24,23 @@ from shoal.data.batch import IN_A_LOOP, Count
 from shoal.data.micro import Micro
 from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.base_engine import as_scalar, first
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel import choose_compression, compression
 from shoal.strategies.data_parallel.compressed_collectives import Wire
 from shoal.strategies.data_parallel.compression import Compress
 from shoal.strategies.device_placement.multi_device import bring, check_replicas
 from shoal.strategies.dtensor import is_divided
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.held_parameters import HeldParameters, as_scalar, first
+from shoal.strategies.local import LocalRunner, local_engine
+from shoal.strategies.reducer import LocalReducer, Reducer, backward_seed
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.errors import StepError
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleProcess:
-    """The whole model in this process and nothing else; refused in a world of several ranks."""
+    """The whole model in this process and nothing else; StepError in a world of several."""
 
     axes: ClassVar[tuple[str, ...]] = AXES
     defers: ClassVar[bool] = False
@@ -53,7 +55,7 @@ class SingleProcess:
                 fix="shoal.DDP(), or leave the strategy out",
             )
         bring(model, world)
-        return LocalEngine(model, world)
+        return local_engine(model, world)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +116,12 @@ class DDP:
             )
         bring(model, world)
         check_replicas(model, world)
-        return LocalEngine(model, world) if world.size == 1 else DDPEngine(model, world, self)
+        if world.size == 1:
+            return local_engine(model, world)
+        return SynchronousEngine(LocalRunner(DDPReducer(HeldParameters(model, world), self)))
 
 
-class DDPEngine(LocalEngine):
+class DDPReducer(Reducer):
     """Drives torch's gradient reducer; sums of loss and count ride in its first bucket.
 
     A parameter of two elements, the tally, is reduced along with the user's. Its "gradient" is
@@ -125,28 +129,29 @@ class DDPEngine(LocalEngine):
     without a collective of their own.
     """
 
-    def __init__(self, module: nn.Module, world: World, options: DDP) -> None:
-        super().__init__(module, world)
+    def __init__(self, held: HeldParameters, options: DDP) -> None:
+        self.held = held
+        self.world = world = held.world
         self.options = options
         self.wire = Wire(world)
         """What compression sends."""
         self._primed = False
-        self.speaks = world.layout.coordinate(world.rank, "context") == 0
+        self.reports_loss = world.layout.coordinate(world.rank, "context") == 0
         # On the device of the last parameters, whose bucket is the first: on all ranks the same.
-        place = self.parameters[-1].device
-        self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(self.parameters), device=place))
+        place = held.parameters[-1].device
+        self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(held.parameters), device=place))
         self._reducer = GradientReducer(
-            _Holder(module, self._tally),
+            _Holder(held.module, self._tally),
             process_group=world.group,
             bucket_cap_mb=options.bucket_cap_mb,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
         )
-        self._buffers = any(True for _ in module.buffers())
+        self._buffers = any(True for _ in held.module.buffers())
         self._method: compression.Method | None = None
         self._scale = 1.0
-        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._names = {id(p): name for name, p in held.module.named_parameters()}
         if options.compression is not None:
             self._compress(options.compression)
         # With `find_unused_parameters`, torch never rebuilds the buckets, and a static graph is
@@ -160,19 +165,17 @@ class DDPEngine(LocalEngine):
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
     ) -> None:
-        """Backward of one micro-batch; the last one lets the reducer all-reduce. See the contract."""
-        if not loss.requires_grad:
-            super().backward(loss, count, micro, size, scale=scale, last=last)
+        """Run backward; in the last one the reducer all-reduces. See the contract."""
         ranks = self.world.size
         weight = micro.weight * ranks  # the reducer averages over ranks; what is meant is a sum
         copies = self.world.layout.degree("context")  # of this loss, of which one is counted
-        seed = torch.full_like(loss, scale * weight / size / copies)
+        seed = backward_seed(loss, scale * weight / size / copies)
         if loss.device.type == "cpu" and not isinstance(count, Tensor):
             value = self._tally.new_tensor((loss.item() * weight, count * weight))
         else:
             sums = (loss.detach().to(self._tally), as_scalar(count, self._tally))
             value = torch.stack(sums) * weight
-        if micro.weight == 0 or not self.speaks:
+        if micro.weight == 0 or not self.reports_loss:
             value = torch.zeros_like(value)  # not 0 * loss, which is NaN for an infinite loss
         if not self._primed:
             # Before any other backward: the reducer takes the first that it sees for the graph.
@@ -183,13 +186,14 @@ class DDPEngine(LocalEngine):
             )
             self._reducer.begin(roots)
         self._last, self._scale = last, scale
-        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._inputs())
+        torch.autograd.backward([loss, self._tally], [seed, value], inputs=self._leaves())
         if last:
             self._check_reduced()
 
     def totals(self) -> Totals:
-        """As in one process; then rank 0's buffers go to all, as DDP has it."""
-        totals = super().totals()
+        """Return the tally's sums and the norm; then rank 0's buffers go to all, as DDP has it."""
+        self.held.check()
+        totals = self._totals(self.held.norm())
         if self._buffers and self.options.broadcast_buffers:
             with self.world.timeline.within(COMMUNICATION):
                 self._reducer.broadcast_buffers()
@@ -205,15 +209,15 @@ class DDPEngine(LocalEngine):
             enter = self.world.timeline.enter
             after_backward(lambda: enter(COMMUNICATION))
 
-    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def synchronize(self) -> None:
         """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
         if self._buffers:
             self._reducer.broadcast_buffers()
         if self._method is not None:
-            self._method.settle(self.wire)
+            self._method.synchronize(self.wire)
 
     def state(self) -> dict[str, Any]:
-        """What compression has left out so far."""
+        """Return what compression has left out so far."""
         return {} if self._method is None else {"compression": self._method.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -223,7 +227,7 @@ class DDPEngine(LocalEngine):
 
     def _compress(self, how: Compress) -> None:
         """Let each bucket pass through here on its way to the other ranks."""
-        named = [(n, p.detach()) for n, p in self.module.named_parameters() if p.requires_grad]
+        named = [(n, p.detach()) for n, p in self.held.module.named_parameters() if p.requires_grad]
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_cap_mb * (1 << 20)))
             if not some:
@@ -264,34 +268,35 @@ class DDPEngine(LocalEngine):
     def multiply(self, factor: float) -> None:
         """The batch has come to its end: what compression has left out of it is kept."""
         if self._method is not None:
-            named = self.module.named_parameters()
+            named = self.held.module.named_parameters()
             # Compression has sent what was left of these too, and it reached no gradient.
             self._method.keep([n for n, p in named if p.requires_grad and p.grad is None])
-        super().multiply(factor)
+        self.held.multiply(factor)
 
     def discard(self) -> None:
         """Drop the gradients, the tally's too, and what compression has left out of a failed batch."""
-        super().discard()
+        self.held.clear()
         self._tally.grad = None
         if self._method is not None:
             self._method.forget()
 
-    def _pending(self) -> bool:
+    @property
+    def pending(self) -> bool:
+        """Whether the tally has sums of a batch that was not finished."""
         return self._tally.grad is not None
 
     def _check_reduced(self) -> None:
         """Raise StepError if a bucket still waits for a gradient: all in it would stay this rank's."""
-        if not self._unused_checked:
-            self._check_unused()
+        self._check_unused()
         try:
             self._reducer.rebuild_buckets()  # done long ago; it still checks that all are reduced
         except RuntimeError:
-            self._check_converted()
-            self._check_replaced()
-            names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+            self.held.check_converted()
+            self.held.check_replaced()
+            names = self.held.without_gradient()
             some = f": {first(names)}" if names else ""
             raise StepError(
-                given=f"shoal.DDP() around {type(self.module).__name__}",
+                given=f"shoal.DDP() around {type(self.held.module).__name__}",
                 found="parameters that earlier batches used got no gradient in the last micro-batch "
                 f"of this one{some}; the parameters were not touched",
                 fix="shoal.DDP(find_unused_parameters=True) where the loss does not always use all of "
@@ -299,11 +304,11 @@ class DDPEngine(LocalEngine):
                 "convert parameters before parallelize",
             ) from None
 
-    def _inputs(self) -> list[nn.Parameter] | None:
-        leaves = super()._inputs()
+    def _leaves(self) -> list[nn.Parameter] | None:
+        leaves = self.held.leaves()
         return None if leaves is None else [*leaves, self._tally]
 
-    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
+    def _totals(self, norm: Tensor) -> Totals:
         tally = self._tally.grad
         if tally is None:
             raise StepError(
@@ -317,7 +322,7 @@ class DDPEngine(LocalEngine):
             value = norm.item()
         else:
             loss_sum, count, value = torch.cat((tally, norm.to(tally).reshape(1))).tolist()
-        return loss_sum, whole(count, tally.dtype, self.world.size), value
+        return Totals(loss_sum, whole(count, tally.dtype, self.world.size), value)
 
     def _prime(self) -> None:
         """Reduce gradients of zeros once, so that the reducer rebuilds its buckets now.
@@ -333,7 +338,7 @@ class DDPEngine(LocalEngine):
         could start before backward has ended.
         """
         self._reducer.begin()
-        for leaf in reversed([*self.parameters, self._tally]):
+        for leaf in reversed([*self.held.parameters, self._tally]):
             torch.autograd.backward(leaf, torch.zeros_like(leaf))
         self.discard()
         self._reducer.rebuild_buckets()
@@ -341,7 +346,7 @@ class DDPEngine(LocalEngine):
 
     def _prime_static(self, loss: Tensor, value: Tensor) -> None:
         """The same with the real graph, whose gradients are then thrown away."""
-        kept = [(leaf, leaf.grad) for leaf in (*self.parameters, self._tally)]
+        kept = [(leaf, leaf.grad) for leaf in (*self.held.parameters, self._tally)]
         for leaf, _ in kept:
             leaf.grad = None
         self._reducer.begin()
@@ -357,16 +362,17 @@ class DDPEngine(LocalEngine):
         self._reducer.rebuild_buckets()
         self._primed = True
 
-    def _report_unused(self, names: Sequence[str]) -> None:
+    def _check_unused(self) -> None:
+        """Raise StepError for parameters that the first batch has not used, or print them."""
         if self.options.find_unused_parameters or self.options.static_graph:
-            super()._report_unused(names)
-            return
-        raise StepError(
-            given=f"shoal.DDP() around {type(self.module).__name__}",
-            found=f"parameters that the loss does not use: {', '.join(names)}",
-            fix="shoal.DDP(find_unused_parameters=True), or freeze them with requires_grad_(False) "
-            "beforehand",
-        )
+            self.held.print_unused()
+        elif names := self.held.unused():
+            raise StepError(
+                given=f"shoal.DDP() around {type(self.held.module).__name__}",
+                found=f"parameters that the loss does not use: {', '.join(names)}",
+                fix="shoal.DDP(find_unused_parameters=True), or freeze them with requires_grad_(False) "
+                "beforehand",
+            )
 
 
 def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -446,13 +452,8 @@ class DataParallel:
                 f"shoal: DataParallel does nothing here: it needs two GPUs, and {visible} are visible "
                 f"on {world.device}"
             )
-            return LocalEngine(model.to(world.device), world)
-        return DataParallelEngine(model.to(world.device), world)
-
-
-class DataParallelEngine(LocalEngine):
-    """Calls the module through nn.DataParallel; a loop of one's own uses one GPU."""
-
-    def __init__(self, module: nn.Module, world: World) -> None:
-        super().__init__(module, world)
-        self.call = nn.DataParallel(module)
+            return local_engine(model.to(world.device), world)
+        model.to(world.device)
+        reducer = LocalReducer(HeldParameters(model, world))
+        # A user's own loop uses one GPU.
+        return SynchronousEngine(LocalRunner(reducer, nn.DataParallel(model)))

@@ -21,7 +21,7 @@ from shoal.distributed.world import World
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.data_parallel.compressed_collectives import Wire, joined, put_back
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.local import local_engine
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.errors import StepError
@@ -82,28 +82,37 @@ class DiLoCo:
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Give all ranks rank 0's parameters and buffers, and return the engine."""
-        return OuterEngine(model.to(world.device), world, self)
+        return AveragingEngine(model.to(world.device), world, self.sync_every, outer=self)
 
 
 class AveragingEngine(Engine):
-    """Runs the module as one process would, on this rank's share, and averages after some steps.
+    """Runs the module as one process would, on this rank's local batch, and averages after some steps.
 
-    A loop of one's own can't drive it: it has to know when the optimizer has stepped.
+    The user's own loop can't drive it: it has to know when the optimizer has stepped.
     """
 
-    alone = True
+    independent_steps = True
 
-    def __init__(self, module: nn.Module, world: World, every: int, together: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        every: int,
+        together: int = 0,
+        outer: DiLoCo | None = None,
+    ) -> None:
         self.module = module
         self.world = world
         self._wire = Wire(world)
         self._every = every
         self._together = together
         self._taken = 0
-        self._local = LocalEngine(module, world)
+        self._local = local_engine(module, world)
+        self._parameters = self._local.reducer.held.parameters
         for tensor in (*module.parameters(), *module.buffers()):
             if world.size > 1:
                 torch.distributed.broadcast(tensor.detach(), group=world.group, group_src=0)
+        self._outer = None if outer is None else OuterStep(module, self._parameters, outer)
 
     @property
     def sent(self) -> int:
@@ -113,12 +122,14 @@ class AveragingEngine(Engine):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Those of this rank's share; see the contract."""
+        """Compute those of this rank's local batch; see the contract."""
+        if self._taken == 0 and self._outer is not None:
+            self._outer.start()
         totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
         return totals._replace(local=True)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Step alone, then average if it is time; see the contract."""
+        """Step without the others, then average if it is time; see the contract."""
         if factor == 0:  # no sample was this rank's: a step would let its moments decay
             self._local.discard()
         else:
@@ -131,7 +142,7 @@ class AveragingEngine(Engine):
         self._count()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """The output of this rank's parameters, which `settle` has averaged."""
+        """Return the output of this rank's parameters, which `synchronize` has averaged."""
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
@@ -142,82 +153,79 @@ class AveragingEngine(Engine):
         """Run the forward compiled by `compiler`; see the contract."""
         self._local.compile_with(compiler)
 
-    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Average parameters, buffers and moments: an averaging more, which training goes on from."""
         self._average(_inexact(self.module.parameters()))
         self._average(others(self.module, optimizer, self.world))
 
     def state(self) -> dict[str, Any]:
-        """How many steps were taken."""
-        return {"taken": self._taken}
+        """Return how many steps were taken, and what an outer step keeps."""
+        outer = {} if self._outer is None else self._outer.state()
+        return {"taken": self._taken, **outer}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on counting from there; a checkpoint of another strategy has nothing to count on from."""
         self._taken = state.get("taken", 0)
+        if self._outer is not None:
+            self._outer.load_state(state)
 
     def _count(self) -> None:
         self._taken += 1
         if self._taken % self._every == 0 or self._taken <= self._together:
-            self._meet()
-
-    def _meet(self) -> None:
-        self._average(self._local.parameters)
+            self._average(self._parameters)
+            if self._outer is not None:
+                self._outer.step()
 
     def _average(self, tensors: Sequence[Tensor]) -> None:
         with self.world.timeline.within(COMMUNICATION):
             average(tensors, self._wire, self.world.device)
 
 
-class OuterEngine(AveragingEngine):
-    """Takes the mean way of the ranks since they met last for the gradient of an outer step."""
+class OuterStep:
+    """Takes the mean way of the ranks since they met last for the gradient of an outer optimizer."""
 
-    def __init__(self, module: nn.Module, world: World, options: DiLoCo) -> None:
-        super().__init__(module, world, options.sync_every)
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], options: DiLoCo) -> None:
+        self._module = module
+        self._parameters = parameters
         self._names = [name for name, p in module.named_parameters() if p.requires_grad]
-        self._anchors = [p.detach().clone() for p in self._local.parameters]
-        self._outer = torch.optim.SGD(
+        self._anchors = [p.detach().clone() for p in parameters]
+        self._optimizer = torch.optim.SGD(
             self._anchors, lr=options.lr, momentum=options.momentum, nesterov=options.momentum > 0
         )
 
-    def gradients(
-        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
-    ) -> Totals:
-        """The first ones begin from where the parameters are: weights may have been loaded."""
-        if self._taken == 0:
-            foreach.copy_(self._anchors, [p.detach() for p in self._local.parameters])
-        return super().gradients(task, batch, autocast=autocast, scale=scale)
+    def start(self) -> None:
+        """Begin from where the parameters are: weights may have been loaded."""
+        foreach.copy_(self._anchors, [p.detach() for p in self._parameters])
+
+    def step(self) -> None:
+        """Step from where the ranks met last, on parameters that have just been averaged."""
+        parameters = [p.detach() for p in self._parameters]
+        for anchor, parameter in zip(self._anchors, parameters, strict=True):
+            anchor.grad = anchor - parameter
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        foreach.copy_(parameters, self._anchors)
 
     def state(self) -> dict[str, Any]:
-        """Besides, where the ranks met last and the outer momentum, by the names of parameters."""
+        """Return where the ranks met last and the outer momentum, by the names of parameters."""
         momentum = {
-            name: self._outer.state[anchor]["momentum_buffer"]
+            name: self._optimizer.state[anchor]["momentum_buffer"]
             for name, anchor in zip(self._names, self._anchors, strict=True)
-            if self._outer.state.get(anchor, {}).get("momentum_buffer") is not None
+            if self._optimizer.state.get(anchor, {}).get("momentum_buffer") is not None
         }
-        anchors = dict(zip(self._names, self._anchors, strict=True))
-        return {**super().state(), "anchors": anchors, "momentum": momentum}
+        return {"anchors": dict(zip(self._names, self._anchors, strict=True)), "momentum": momentum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there; from a checkpoint of another strategy the ranks set out together."""
-        super().load_state(state)
-        loaded = dict(self.module.named_parameters())
+        loaded = dict(self._module.named_parameters())
         anchors, momentum = state.get("anchors", loaded), state.get("momentum", {})
         for name, anchor in zip(self._names, self._anchors, strict=True):
             anchor.copy_(anchors.get(name, loaded[name]).detach())  # it may have been frozen then
             kept = momentum.get(name)
             if kept is None:
-                self._outer.state.pop(anchor, None)
+                self._optimizer.state.pop(anchor, None)
             else:
-                self._outer.state[anchor] = {"momentum_buffer": kept.to(anchor, copy=True)}
-
-    def _meet(self) -> None:
-        self._average(self._local.parameters)
-        parameters = [p.detach() for p in self._local.parameters]
-        for anchor, parameter in zip(self._anchors, parameters, strict=True):
-            anchor.grad = anchor - parameter
-        self._outer.step()
-        self._outer.zero_grad()
-        foreach.copy_(parameters, self._anchors)
+                self._optimizer.state[anchor] = {"momentum_buffer": kept.to(anchor, copy=True)}
 
 
 def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch.modules import buffers, children, move_own_tensors, parameters
-from shoal.strategies.base_engine import first
+from shoal.strategies.held_parameters import first
 from shoal.strategies.module_patterns import alike, find_units
 from shoal.strategies.partition.stages import balanced
 from shoal.util.errors import StepError

@@ -1,9 +1,9 @@
-"""The engine of FSDP: torch's FSDP2, told what to sum and when."""
+"""The engine of FSDP: torch's FSDP2, which sums what its reducer orders, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,52 +19,121 @@ from torch.distributed.fsdp import (
 from shoal._torch.autograd import in_backward
 from shoal._torch.fsdp import drop_accumulated
 from shoal._torch.mesh import concatenate, flatten
-from shoal.data.batch import Batch
+from shoal.data.batch import Batch, Count
+from shoal.data.micro import Micro
 from shoal.distributed.world import World
 from shoal.strategies.comm_timing import mark_groups
-from shoal.strategies.compiled import Compiler
-from shoal.strategies.contracts import Engine, Totals
+from shoal.strategies.contracts import Totals
+from shoal.strategies.engine import Runner, SynchronousEngine
+from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.mesh_reducer import (
+    broadcast_buffers,
+    data_group,
+    first_along,
+    norm_of_parts,
+    other_gradients_kept,
+    world_totals,
+)
+from shoal.strategies.reducer import Reducer, backward_seed
 from shoal.strategies.task import Task
-from shoal.strategies.tensor_parallel.engine import PlannedEngine
+from shoal.strategies.tensor_parallel.divided_loss import whole_loss
+from shoal.strategies.tensor_parallel.runner import check_compilable, local_runner
+from shoal.strategies.tensor_parallel.sharded_modules import division_of
 from shoal.util.errors import StepError
 
-if TYPE_CHECKING:
-    from shoal.strategies.fsdp.options import FSDP
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+def fsdp_engine(module: nn.Module, world: World, *, whole: bool, reshard: bool) -> SynchronousEngine:
+    """Return the engine of a model that `divide` has divided.
+
+    `whole` sums gradients over ranks after the last micro-batch only; `reshard` frees parameters
+    between forward and backward.
+    """
+    divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in divided[:1] if reshard else divided:
+        part.register_forward_pre_hook(_gather_anew, prepend=True)
+    return SynchronousEngine(
+        FSDPRunner(FSDPReducer(HeldParameters(module, world), divided, whole), reshard)
+    )
 
 
-class FSDPEngine(PlannedEngine):
-    """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed."""
+class FSDPReducer(Reducer):
+    """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed.
 
-    def __init__(
-        self, module: nn.Module, world: World, options: FSDP, units: Sequence[nn.Module]
-    ) -> None:
-        divide(module, units, options, world)
-        if any(p.is_meta for p in module.parameters()):
-            module.to_empty(device="cpu" if options.cpu_offload else world.device)
-        super().__init__(module, world)
-        self._whole = options.accumulate == "whole"
-        self._sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._reshard = options.reshard_after_forward
-        for part in self._sharded[:1] if options.reshard_after_forward else self._sharded:
-            part.register_forward_pre_hook(_gather_anew, prepend=True)
+    `divided` are the modules that FSDP2 has divided, the root first.
+    """
+
+    def __init__(self, held: HeldParameters, divided: Sequence[Any], whole: bool) -> None:
+        self.held = held
+        self.divided = divided
+        self.reports_loss = first_along(held.world)
+        self._whole = whole
         self._unsummed = False
+
+    def backward(
+        self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
+    ) -> None:
+        """Run backward of the loss, in which FSDP2 sums the gradients; see the contract."""
+        loss, count = whole_loss(self.held.module, loss, count)
+        copies = self.held.world.layout.degree("context")  # of this loss; gradients of all are summed
+        seed = backward_seed(loss, scale * micro.weight / size / copies)
+        summed = last or not self._whole
+        root = self.divided[0]
+        root.set_requires_gradient_sync(summed)
+        root.set_is_last_backward(last)
+        self._unsummed = not summed
+        with other_gradients_kept(self.held):
+            torch.autograd.backward([loss], [seed])
+        self.held.losses.append((loss.detach(), count, micro.weight))
+        if last:
+            self.held.print_unused()
+
+    def totals(self) -> Totals:
+        """Sum over the world, and take the norm of the whole; see the contract."""
+        self.held.check()
+        return world_totals(self.held, norm_of_parts(self.held), reports_loss=self.reports_loss)
+
+    def discard(self) -> None:
+        """Drop the gradients, also those of a batch that was left in the middle."""
+        self.held.clear()
+        if self._unsummed:
+            for part in self.divided:
+                drop_accumulated(part)
+            self._unsummed = False
+
+    def synchronize(self) -> None:
+        """Send the first data rank's buffers to all; see the contract."""
+        broadcast_buffers(self.held, data_group(self.held.world))
+
+
+class FSDPRunner(Runner):
+    """Runs the module here, and keeps what lies outside of units gathered until its backward."""
+
+    loopable = True
+
+    def __init__(self, reducer: FSDPReducer, reshard: bool) -> None:
+        self.reducer = reducer
+        self._inner = local_runner(reducer)
+        self._divided = reducer.divided
+        self._reshard = reshard
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """As in one process; what lies outside of units stays gathered until its backward.
+        """Run as in one process; what lies outside of units stays gathered until its backward.
 
-        Only here, where that follows at once and nothing changes the shares in between.
+        Only here, where that follows at once and nothing changes the parameters in between.
         """
-        root = self._sharded[0]
+        root = self._divided[0]
         root.set_reshard_after_forward(False, recurse=False)
         try:
-            return super().gradients(task, batch, autocast=autocast, scale=scale)
+            return self._inner.gradients(task, batch, autocast=autocast, scale=scale)
         finally:
             root.set_reshard_after_forward(self._reshard, recurse=False)
             root.reshard()
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """Return the output of the module as it stands; see the contract."""
+        return self._inner.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
         """Compile each unit; its parameters are gathered outside of what is compiled."""
@@ -74,37 +143,33 @@ class FSDPEngine(PlannedEngine):
                 found="TorchScript can't call what gathers the parameters",
                 fix="compile='inductor'",
             )
-        self._check_compiled(how)
-        for part in self._sharded[1:] or self._sharded:
+        check_compilable(division_of(self.reducer.held.module), how)
+        for part in self._divided[1:] or self._divided:
             part.compile()
 
-    def compile_with(self, compiler: Compiler) -> None:
-        """Raise StepError: units are compiled one by one, see `compile`."""
-        Engine.compile_with(self, compiler)
-
-    def discard(self) -> None:
-        """Drop the gradients, also those of a batch that was left in the middle."""
-        super().discard()
-        if self._unsummed:
-            for part in self._sharded:
-                drop_accumulated(part)
-            self._unsummed = False
-
-    def _differentiate(self, loss: Tensor, seed: Tensor, *, last: bool) -> None:
-        root = self._sharded[0]
-        summed = last or not self._whole
-        root.set_requires_gradient_sync(summed)
-        root.set_is_last_backward(last)
-        self._unsummed = not summed
-        with self.others_aside():
-            torch.autograd.backward([loss], [seed])
+    def check_model(self) -> None:
+        """Prove the plan that divides layers, if one does; see the contract."""
+        self._inner.check_model()
 
 
-def divide(module: nn.Module, units: Sequence[nn.Module], options: FSDP, world: World) -> None:
+def divide(
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    world: World,
+    *,
+    reshard_after_forward: bool,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype,
+    cpu_offload: bool,
+) -> None:
     """Let FSDP2 divide `module` by `units`, and sum gradients over ranks."""
-    given = _torchs(options, world)
+    options: dict[str, Any] = {
+        "mesh": _mesh(world),
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    }
     for part in (*units, module):
-        sharded: Any = fully_shard(part, reshard_after_forward=options.reshard_after_forward, **given)
+        sharded: Any = fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
         # Sums, exactly: what they are divided by is known only afterwards.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
@@ -131,18 +196,8 @@ def _gather_anew(part: nn.Module, *_: object) -> None:
         part.reshard()
 
 
-def _torchs(options: FSDP, world: World) -> dict[str, Any]:
-    """What `fully_shard` calls the options."""
-    gather = None if options.param_dtype is None else DTYPES[options.param_dtype]
-    return {
-        "mesh": _mesh(world),
-        "mp_policy": MixedPrecisionPolicy(gather, DTYPES[options.reduce_dtype] if gather else None),
-        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-    }
-
-
 def _mesh(world: World) -> DeviceMesh:
-    """Over which parameters are divided, with slices of sequences like other samples; and copied."""
+    """Return the mesh over which parameters are divided, slices of sequences included, and copied."""
     divided = world.mesh["shard"]
     if world.layout.degree("context") > 1:
         divided = flatten(world.mesh["shard", "context"], "shard_context")

@@ -15,11 +15,11 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
 from shoal.util.errors import LayoutError, StepError
 
-DTYPES = ("fp32", "bf16", "fp16")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class FSDP:
     def __post_init__(self) -> None:
         chosen: dict[str, tuple[str | None, tuple[str | None, ...]]] = {
             "param_dtype": (self.param_dtype, (None, *DTYPES)),
-            "reduce_dtype": (self.reduce_dtype, DTYPES),
+            "reduce_dtype": (self.reduce_dtype, (*DTYPES,)),
             "accumulate": (self.accumulate, ("sharded", "whole")),
         }
         for option, (value, allowed) in chosen.items():
@@ -76,20 +76,38 @@ class FSDP:
         units = find_units(model, self.modules)
         _check_parameters(model, units)
         if world.size == 1:
-            return LocalEngine(model.to(world.device), world)
+            return local_engine(model.to(world.device), world)
         if world.layout.degree("shard") * world.layout.degree("context") == 1:
             raise LayoutError(
                 given=f"shoal.FSDP() with layout='{world.layout}'",
                 found="no axis over which parameters could be divided",
                 fix="shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
             )
-        from shoal.strategies.fsdp.engine import FSDPEngine  # which brings DTensor and half a second
+        from shoal.strategies.fsdp.engine import fsdp_engine  # which brings DTensor and half a second
 
-        return FSDPEngine(model, world, self, units)
+        self.divide(model, units, world)
+        if any(p.is_meta for p in model.parameters()):
+            model.to_empty(device="cpu" if self.cpu_offload else world.device)
+        whole, reshard = self.accumulate == "whole", self.reshard_after_forward
+        return fsdp_engine(model, world, whole=whole, reshard=reshard)
+
+    def divide(self, module: nn.Module, units: Sequence[nn.Module], world: World) -> None:
+        """Divide the parameters of `module` in place, gathered unit by unit; see `apply`."""
+        from shoal.strategies.fsdp.engine import divide
+
+        divide(
+            module,
+            units,
+            world,
+            reshard_after_forward=self.reshard_after_forward,
+            param_dtype=None if self.param_dtype is None else DTYPES[self.param_dtype],
+            reduce_dtype=DTYPES[self.reduce_dtype],
+            cpu_offload=self.cpu_offload,
+        )
 
 
 def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Refuse what FSDP2 would divide wrongly: parameters that units share, complex or mixed ones."""
+    """Raise StepError for what FSDP2 divides wrongly: shared, complex or mixed parameters."""
     inside = {id(part): number for number, unit in enumerate(units) for part in unit.modules()}
     owners: dict[int, tuple[int, str]] = {}
     kinds: dict[int, tuple[torch.dtype, str]] = {}

@@ -11,8 +11,9 @@ from torch import nn
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.contracts import Engine
+from shoal.strategies.engine import SynchronousEngine
 from shoal.strategies.fsdp.options import FSDP
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.local import local_engine
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.partition.stages import (
     Outer,
@@ -103,7 +104,7 @@ class Pipeline:
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Keep this rank's stages of the model; in a world of one there is nothing to cut."""
         if world.size == 1:
-            return LocalEngine(model.to(world.device), world)
+            return local_engine(model.to(world.device), world)
         ranks = world.layout.degree("pipeline")
         if ranks == 1:
             raise LayoutError(
@@ -125,9 +126,18 @@ class Pipeline:
         stages = outer.cut(points, f"shoal.Pipeline(split_points={tuple(points)!r})")
         owners = self._owners(len(stages), ranks)
         _check(model, stages, owners, splits=SCHEDULES[self.schedule].splits)
-        from shoal.strategies.pipeline.engine import PipelineEngine  # which brings torch's pipelining
+        from shoal.strategies.pipeline.runner import PipelineRunner  # which brings torch's pipelining
 
-        return PipelineEngine(model, world, self, outer, stages, owners)
+        runner = PipelineRunner(
+            model,
+            world,
+            outer,
+            stages,
+            owners,
+            schedule=self.schedule,
+            stage_strategy=self.stage_strategy,
+        )
+        return SynchronousEngine(runner)
 
     def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages

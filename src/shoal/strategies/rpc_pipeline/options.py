@@ -10,9 +10,10 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
-from shoal.strategies.base_engine import check_learns
 from shoal.strategies.contracts import Engine
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.engine import SynchronousEngine
+from shoal.strategies.held_parameters import check_learns
+from shoal.strategies.local import local_engine
 from shoal.strategies.partition.assignment import crew_of, split_points
 from shoal.strategies.partition.stages import Outer, Stage, opened_by, refuse_tied, trace
 from shoal.strategies.tensor_parallel.sharded_modules import division_of
@@ -87,12 +88,12 @@ class RPCPipeline:
         check_learns(model)
         if world.size == 1:
             self._cut(model, given)
-            return LocalEngine(model.to(world.device), world)
+            return local_engine(model.to(world.device), world)
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
         outer, stages = self._cut(model, given)
-        from shoal.strategies.rpc_pipeline.engine import RemoteEngine  # which brings torch's RPC
+        from shoal.strategies.rpc_pipeline.runner import RPCPipelineRunner  # which brings torch's RPC
 
-        return RemoteEngine(model, world, outer, stages, crew)
+        return SynchronousEngine(RPCPipelineRunner(model, world, outer, stages, crew))
 
     def _cut(self, model: nn.Module, given: str) -> tuple[Outer, list[Stage]]:
         """The model's forward as a graph, and its stages."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.distributed.world import World
 from shoal.strategies.contracts import Engine
-from shoal.strategies.local import LocalEngine
+from shoal.strategies.local import local_engine
 from shoal.strategies.tensor_parallel.plan import (
     KINDS,
     carried_plan,
@@ -76,7 +76,7 @@ class TensorParallel:
         """Divide the layers, and return an engine that sums gradients over replicas."""
         self.spread(model, world)
         if world.size == 1:
-            return LocalEngine(model, world)
-        from shoal.strategies.tensor_parallel.engine import TensorEngine
+            return local_engine(model, world)
+        from shoal.strategies.tensor_parallel.runner import tensor_parallel_engine
 
-        return TensorEngine(model, world)
+        return tensor_parallel_engine(model, world)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shoal._torch.dispatch import tree_leaves
 from shoal._torch.modules import parameters
 from shoal.strategies.dtensor import whole
 from shoal.strategies.eval_mode import untouched
-from shoal.util.errors import StepError
-
-if TYPE_CHECKING:
-    from shoal.distributed.world import World
-    from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers
 
 
 class Proof:
@@ -28,18 +23,27 @@ class Proof:
     comes to it. In the whole model each layer has its whole parameters while it runs, and not longer.
     """
 
-    def __init__(self, division: ShardedLayers) -> None:
-        self._division = division
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
         self._whole = False
         self._seen: list[tuple[str, Tensor]] = []
         self._replaced: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
         self.found: str | None = None
 
-    def run(self, call: Callable[[], Any]) -> None:
-        """Run the model both ways, by `call`; `found` is the first difference. Collective.
+    def run(self, model: nn.Module, call: Callable[[], Any], values: Any) -> None:
+        """Run the model both ways, by `call` on `values`; `found` is the first difference. Collective.
 
         A model that fails both ways proves nothing: that is not the plan's doing.
         """
+
+        def without_trace() -> Any:
+            with untouched(model, values):
+                return call()
+
+        with _calm(model):
+            self._run(without_trace)
+
+    def _run(self, call: Callable[[], Any]) -> None:
         error: Exception | None = None
         try:
             self._see("the output of the model", call())
@@ -95,9 +99,8 @@ class Proof:
 
     def _alike(self, seen: Tensor, expected: Tensor) -> bool:
         """Whether `seen` is `expected`, or this rank's features of it, up to rounding."""
-        mesh = self._division.mesh
         if seen.shape != expected.shape and expected.dim():
-            expected = expected.tensor_split(mesh.size(), -1)[mesh.get_local_rank()]
+            expected = expected.tensor_split(self._mesh.size(), -1)[self._mesh.get_local_rank()]
         if seen.shape != expected.shape:
             return False
         if not expected.is_floating_point():
@@ -106,52 +109,6 @@ class Proof:
         distance = torch.linalg.vector_norm((seen - expected).double())
         size = torch.linalg.vector_norm(expected.double())
         return not bool(distance > tolerance * size)  # what is not finite proves nothing
-
-
-def prove(
-    division: ShardedLayers,
-    model: nn.Module,
-    world: World,
-    call: Callable[[], Any] | None = None,
-    values: Any = None,
-) -> None:
-    """Compare the divided `model` with the whole one, once it has been called everywhere. Collective.
-
-    `call` runs it on `values`; by default as it was called. Raises StepError on all ranks where they
-    differ.
-    """
-    if division.proved:
-        return
-    called = division.arguments
-    if call is None:
-        if not all(world.gather(called is not None)) or called is None:
-            return
-        call, values = partial(model, *called[0], **called[1]), called
-    proof = division.proof = Proof(division)
-    try:
-        with _calm(model):
-            proof.run(partial(_without_trace, model, call, values))
-    finally:
-        division.proof = None
-    findings = [found for found in world.gather(proof.found) if found is not None]
-    division.proved = not findings
-    division.arguments = None
-    if findings:
-        mixed = "mixed torch.Tensor and DTensor" in findings[0]
-        raise StepError(
-            given=f"shoal.TensorParallel(plan={division.plan!r}) around {type(model).__name__}",
-            found=f"the divided model is not the whole one: {findings[0]}",
-            fix="whatever meets a divided sequence as a layer of its own, which the plan may name as "
-            '"sequence": an nn.Embedding for positions, a module for a scale'
-            if mixed
-            else "between a column and a row layer only what acts on each feature, or head, alone, as "
-            "view(batch, length, -1, head_size) does; leave other layers out of the plan",
-        )
-
-
-def _without_trace(model: nn.Module, call: Callable[[], Any], values: Any) -> Any:
-    with untouched(model, values):
-        return call()
 
 
 @contextmanager

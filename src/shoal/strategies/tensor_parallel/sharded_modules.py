@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ class ShardedLayers:
         self.sequence = "sequence" in self.ways
         self.proved = False
         self.proof: Proof | None = None
-        """The comparison that is under way."""
+        """The comparison with the whole model, while it runs."""
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """What the model was called with, until the plan is proved."""
         self._keep = False
@@ -76,6 +76,45 @@ class ShardedLayers:
             yield
         finally:
             self._keep = False
+
+    def prove(
+        self,
+        model: nn.Module,
+        world: World,
+        call: Callable[[], Any] | None = None,
+        values: Any = None,
+    ) -> None:
+        """Compare the divided `model` with the whole one, once all ranks have called it. Collective.
+
+        `call` runs it on `values`; by default as it was called. Raises StepError on all ranks where
+        they differ.
+        """
+        if self.proved:
+            return
+        called = self.arguments
+        if call is None:
+            if not all(world.gather(called is not None)) or called is None:
+                return
+            call, values = partial(model, *called[0], **called[1]), called
+        proof = self.proof = Proof(self.mesh)
+        try:
+            proof.run(model, call, values)
+        finally:
+            self.proof = None
+        findings = [found for found in world.gather(proof.found) if found is not None]
+        self.proved = not findings
+        self.arguments = None
+        if findings:
+            mixed = "mixed torch.Tensor and DTensor" in findings[0]
+            raise StepError(
+                given=f"shoal.TensorParallel(plan={self.plan!r}) around {type(model).__name__}",
+                found=f"the divided model is not the whole one: {findings[0]}",
+                fix="whatever meets a divided sequence as a layer of its own, which the plan may name "
+                'as "sequence": an nn.Embedding for positions, a module for a scale'
+                if mixed
+                else "between a column and a row layer only what acts on each feature, or head, alone, "
+                "as view(batch, length, -1, head_size) does; leave other layers out of the plan",
+            )
 
     def _remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.proved:

@@ -1,4 +1,4 @@
-"""The engine of `RPCPipeline`: stages on several ranks that call each other by torch RPC.
+"""The runner of `RPCPipeline`: stages on several ranks that call each other by torch RPC.
 
 All ranks run the same micro-batches in a turn, which is a step or an inference. The rank of the last
 stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
@@ -16,10 +16,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
-import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 
@@ -27,10 +26,11 @@ from shoal._torch.dispatch import tree_leaves, tree_map_only
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed.world import World
-from shoal.strategies.base_engine import global_norm
-from shoal.strategies.contracts import Totals
+from shoal.strategies.contracts import Totals, no_gradient
+from shoal.strategies.engine import Runner
+from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
-from shoal.strategies.mesh_engine import MeshEngine, sum_over
+from shoal.strategies.mesh_reducer import MeshReducer
 from shoal.strategies.partition.assignment import Crew
 from shoal.strategies.partition.check import CutProof
 from shoal.strategies.partition.groups import members_of, peers_of
@@ -57,20 +57,19 @@ Answer: TypeAlias = tuple[ShoalError | None, Any]
 """What a rank answers: an error, or a value. torch would make a RuntimeError of what is raised."""
 
 _CPU = torch.device("cpu")
-_ENGINES: WeakValueDictionary[str, RemoteEngine] = WeakValueDictionary()
-"""By the key that the ranks share: what torch calls are functions, which find their engine here."""
 
 
-class RemoteEngine(MeshEngine):
-    """Runs this rank's stage when it is called, drives the others if it is the driver, which speaks."""
+class RPCPipelineRunner(Runner):
+    """Runs this rank's stage when it is called; the driver drives the others and reports the loss."""
 
-    parts = True
-    unseen = "backward runs in threads of distributed autograd"
+    flops_unknown = "backward runs in threads of distributed autograd"
 
     def __init__(
         self, module: nn.Module, world: World, outer: Outer, stages: Sequence[Stage], crew: Crew
     ) -> None:
         rank = world.rank
+        self.module = module
+        self._world = world
         self._crew = crew
         self._number = crew.stage(rank)
         self._compiled = False
@@ -85,13 +84,21 @@ class RemoteEngine(MeshEngine):
         )
         keep_only(module, [self._stage], [stage for stage in stages if stage is not self._stage])
         hold(module, [self._stage], world.device)
-        super().__init__(module, world)
-        self.speaks = rank == crew.driver
+        self._drives = rank == crew.driver
+        peers, group = peers_of(world, crew)
+        first = rank == peers[0]
+        self._held = HeldParameters(module, world, may_be_empty=True)
+        self.reducer = self._reducer = MeshReducer(
+            self._held,
+            reports_loss=self._drives,
+            gradient_group=group,
+            buffer_group=group,
+            norm=lambda held: held.norm() if first else torch.zeros(()),
+        )
         self._others = [other for other in crew.everyone if other != rank]
         replica = crew.ranks[self._number].index(rank)
-        self.noise = f"noise of replica {replica}" if replica else "noise"
-        self._own = {id(parameter) for parameter in self.parameters}
-        self._peers, self._group = peers_of(world, crew)
+        self.noise_stream = f"noise of replica {replica}" if replica else "noise"
+        self._own = {id(parameter) for parameter in self._held.parameters}
         self._inbox = Inbox(self._look)
         self._error: Exception | None = None
         """What went wrong in this rank's stage in this turn: others only hear of it."""
@@ -99,7 +106,7 @@ class RemoteEngine(MeshEngine):
         self._collecting = threading.Lock()
         """Held while gradients are added, and where a turn ends: they are of it, or of none."""
         self._key = world.broadcast(secrets.token_hex(16))
-        _ENGINES[self._key] = self
+        self._calls.serve(self._key, self)
         world.barrier()  # a call that came sooner would find nothing
         module.forward = partial(_call_from_here, ref(self))
 
@@ -107,26 +114,22 @@ class RemoteEngine(MeshEngine):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
         """Forward and backward through all stages, then sums over replicas; see the contract."""
-        timeline = self.world.timeline
+        timeline = self._world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
         work = TurnWork(
             task=task, micros=batch.micros, seed=batch.seed, autocast=autocast, factor=factor
         )
         self._prove(work)
-        shown = self._take_part(work)
-        self._shown = [
+        losses = self._take_part(work)
+        self._held.losses = [
             (loss, count, micro.weight)
-            for (loss, count), micro in zip(shown, batch.micros, strict=bool(shown))
+            for (loss, count), micro in zip(losses, batch.micros, strict=bool(losses))
         ]
-        if not self._unused_checked:
-            self._check_unused()
         with self._calls.explained(self._others):
-            if self._group is not None:
-                with timeline.within(COMMUNICATION):
-                    sum_over(self._group, self.parameters)
+            self._reducer.reduce()
             timeline.enter(UPDATE)
-            return self.totals()
+            return self._reducer.totals()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
         """The output on the driver, None elsewhere. Collective."""
@@ -145,17 +148,6 @@ class RemoteEngine(MeshEngine):
         self._stage.body.compile()
         self._compiled = True
 
-    def settle(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Send the buffers of each stage's first rank to the others: they follow each one's samples."""
-        if self._group is not None:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, group=self._group, group_src=0)
-
-    def _norm(self) -> Tensor:
-        """Of each stage counted once, on its first rank."""
-        own = self.world.rank == self._peers[0]
-        return global_norm(self._gradients() if own else [])
-
     def _prove(self, work: TurnWork) -> None:
         """Compare stages and uncut model on micro-batches like which none has come before."""
         if self._compiled and self.module.training:
@@ -168,7 +160,7 @@ class RemoteEngine(MeshEngine):
     def _output(self, work: TurnWork) -> Any:
         """The output of the one micro-batch on the driver, None elsewhere."""
         outputs = self._take_part(work)
-        return outputs[0] if self.speaks else None
+        return outputs[0] if self._drives else None
 
     def _inputs(self, work: TurnWork, micro: Micro) -> Inputs:
         """What the model is called with, for one micro-batch."""
@@ -183,35 +175,35 @@ class RemoteEngine(MeshEngine):
         """Do this rank's part in one turn; on the driver the values of all micro-batches."""
         turn = self._inbox.begin()
         self._error = None
-        line = ForwardQueue(self._crew.micros(self.world.rank, len(work.micros)))
-        before = self.world.timeline.enter(COMMUNICATION)
+        line = ForwardQueue(self._crew.micros(self._world.rank, len(work.micros)))
+        before = self._world.timeline.enter(COMMUNICATION)
         try:
-            if self.speaks:
+            if self._drives:
                 return self._drive(work, turn, line)
             self._serve(work, turn, line)
             return []
         finally:
             over = StepError(
                 given=f"a micro-batch of a {type(self.module).__name__} in a step that is over",
-                found=f"{self._crew.title(self.world.rank)} has left it with an error",
+                found=f"{self._crew.title(self._world.rank)} has left it with an error",
                 fix="see that rank's own error",
             )
             with self._collecting:
                 left = [each for each in self._inbox.end() if isinstance(each, ForwardRequest)]
             for job in (*left, *line.left()):
                 job.reply.set_result((over, None))
-            self.world.timeline.enter(before)
+            self._world.timeline.enter(before)
 
     def _serve(self, work: TurnWork, turn: int, line: ForwardQueue) -> None:
         """Take micro-batches through this rank's stage until the driver says that all is over."""
-        told: ShoalError | None = None
+        failed: ShoalError | None = None
         try:
-            self._check_converted()
+            self._held.check_converted()
         except StepError as error:
-            self._error = told = error
-        arrived = (self._key, turn, self.world.rank, told)
-        self._calls.ask(self._crew.driver, _arrived, *arrived)
-        over = self._attend(work, line)  # only the driver is told of anything else
+            self._error = failed = error
+        arrived = Arrived(self._world.rank, failed)
+        self._calls.ask(self._crew.driver, self._key, "post", turn, arrived)
+        over = self._attend(work, line)  # only the driver gets other messages
         failure = self._error or over.error
         if failure is not None:
             raise failure
@@ -226,7 +218,7 @@ class RemoteEngine(MeshEngine):
         )
         values: dict[int, Any] = {}
         try:
-            self._check_converted()
+            self._held.check_converted()
             self._await_others(work, line)
             carriers.start(len(self._crew.everyone) + 1)
             while len(values) < len(work.micros):
@@ -255,23 +247,23 @@ class RemoteEngine(MeshEngine):
 
     def _end(self, turn: int, failed: BaseException | None) -> None:
         """Tell the others that the turn is over, also where some of them are gone."""
-        told = None if failed is None else self._described(failed)
         if failed is None:
-            self._calls.tell(self._others, _over, self._key, turn, None)
+            self._calls.tell(self._others, self._key, "post", turn, Over(None))
             return
+        over = Over(self._described(failed))
         for rank in self._others:
             try:
-                self._calls.ask(rank, _over, self._key, turn, told)
+                self._calls.ask(rank, self._key, "post", turn, over)
             except (ShoalError, RuntimeError):
-                continue  # the error under way says more
+                continue  # the error that is raised says more
 
     def _look(self) -> None:
         """Nothing has come for a while: raise StepError if whom this rank waits for is gone."""
-        self._calls.look(self._others if self.speaks else [self._crew.driver])
+        self._calls.look(self._others if self._drives else [self._crew.driver])
 
     def _attend(self, work: TurnWork, line: ForwardQueue) -> Arrived | Carried | Over:
         """Do the jobs of this rank's stage, until there is a message of another kind."""
-        timeline = self.world.timeline
+        timeline = self._world.timeline
         while True:
             timeline.enter(BACKWARD if line.backward else COMMUNICATION)
             message = self._inbox.receive(wait=not line.ready)
@@ -303,7 +295,7 @@ class RemoteEngine(MeshEngine):
 
     def _compute(self, work: TurnWork, job: ForwardRequest) -> Any:
         """Take one micro-batch through this rank's stage, and on the last one through the loss."""
-        device, micro = self.world.device, work.micros[job.micro]
+        device, micro = self._world.device, work.micros[job.micro]
         inputs: Inputs = {}
         if self._stage.needed:
             inputs = self._inputs(work, micro)
@@ -319,11 +311,7 @@ class RemoteEngine(MeshEngine):
                 return output  # the driver's own
             loss, count = work.task.reduce(output, micro, work.seed)
         if not loss.requires_grad:
-            raise StepError(
-                given="the loss of a micro-batch",
-                found="it does not depend on any trainable parameter",
-                fix="compute it from the model's output, without .detach(), .item() or no_grad()",
-            )
+            raise no_gradient()
         return _on(_CPU, (loss * (work.factor * micro.weight), (loss.detach(), count)))
 
     def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
@@ -338,7 +326,7 @@ class RemoteEngine(MeshEngine):
 
     def _run(self, body: nn.Module, received: Sequence[Any], inputs: Inputs) -> Any:
         needed = (inputs[name] for name in self._stage.needed)
-        return body(*_on(self.world.device, received), *needed)
+        return body(*_on(self._world.device, received), *needed)
 
     def _carry(self, work: TurnWork, turn: int, micro: int, carriers: Carriers) -> Any:
         """Take one micro-batch through all stages and back; the driver's, in a thread of its own."""
@@ -350,22 +338,22 @@ class RemoteEngine(MeshEngine):
             with self._calls.explained(self._others):
                 dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             del loss
-            # Always in the same order, so that sums are rounded alike.
+            # Always in the same order, so that sums are rounded in the same way.
             with carriers.turn_of(micro):
                 workers = self._crew.workers(micro)
-                away = [rank for rank in workers if rank != self.world.rank]
-                with self._calls.telling(away, _collect, self._key, context, turn, micro):
-                    if self.world.rank in workers:
+                away = [rank for rank in workers if rank != self._world.rank]
+                with self._calls.telling(away, self._key, "collect", context, turn, micro):
+                    if self._world.rank in workers:
                         self.collect(context, turn, micro)
         return shown
 
     def _asked(self, stage: int, turn: int, micro: int) -> Any:
         """What a stage makes of a micro-batch; raises the error of whichever rank failed."""
         worker = self._crew.worker(stage, micro)
-        if worker == self.world.rank:
+        if worker == self._world.rank:
             error, value = self.passed(turn, micro)
         else:
-            error, value = self._calls.ask(worker, _pass, self._key, turn, micro)
+            error, value = self._calls.ask(worker, self._key, "passed", turn, micro)
         if error is not None:
             raise error
         return value
@@ -408,7 +396,7 @@ class RemoteEngine(MeshEngine):
         error, output = self.called(inputs, self._crew.last, self.module.training)
         if error is not None:
             raise error
-        return _on(self.world.device, output)
+        return _on(self._world.device, output)
 
     def called(self, inputs: Inputs, stage: int, training: bool) -> Answer:
         """What `stage` makes of the model's inputs, here or where it is; `training` as the caller is.
@@ -417,7 +405,7 @@ class RemoteEngine(MeshEngine):
         """
         if stage != self._number:
             answer: Answer = self._calls.ask(
-                self._crew.ranks[stage][0], _called, self._key, _on(_CPU, inputs), stage, training
+                self._crew.ranks[stage][0], self._key, "called", _on(_CPU, inputs), stage, training
             )
             return answer
         error, received = self.called(inputs, stage - 1, training) if stage else (None, ())
@@ -425,9 +413,9 @@ class RemoteEngine(MeshEngine):
             return error, None
         try:
             with self._calling, torch.no_grad():
-                aside = self.module.training and not training
-                body = evaluating(self._stage.body) if aside else self._stage.body
-                return None, _on(_CPU, self._run(body, received, _on(self.world.device, inputs)))
+                evaluates = self.module.training and not training
+                body = evaluating(self._stage.body) if evaluates else self._stage.body
+                return None, _on(_CPU, self._run(body, received, _on(self._world.device, inputs)))
         except Exception as caught:
             return self._described(caught), None
 
@@ -436,48 +424,16 @@ class RemoteEngine(MeshEngine):
         if isinstance(error, ShoalError):
             return error
         return StepError(
-            given=f"{self._crew.title(self.world.rank)} of a {type(self.module).__name__}, on "
-            f"{self._calls.hosts[self.world.rank]}",
+            given=f"{self._crew.title(self._world.rank)} of a {type(self.module).__name__}, on "
+            f"{self._calls.hosts[self._world.rank]}",
             found=f"{type(error).__name__}: {error}",
             fix="see that rank's own error; python train.py, in one process, may show more",
         )
 
 
-def _pass(key: str, turn: int, micro: int) -> Answer:
-    """By RPC: take a micro-batch through this rank's stage."""
-    return _engine(key).passed(turn, micro)
-
-
-def _collect(key: str, context: int, turn: int, micro: int) -> None:
-    """By RPC: keep the gradients that a context of distributed autograd has of this rank."""
-    _engine(key).collect(context, turn, micro)
-
-
-def _arrived(key: str, turn: int, rank: int, error: ShoalError | None) -> None:
-    """By RPC: another rank has come to a turn."""
-    _engine(key).post(turn, Arrived(rank, error))
-
-
-def _over(key: str, turn: int, error: ShoalError | None) -> None:
-    """By RPC: the driver has ended a turn."""
-    _engine(key).post(turn, Over(error))
-
-
-def _called(key: str, inputs: Inputs, stage: int, training: bool) -> Answer:
-    """By RPC: take the model's inputs through a stage, outside of any turn."""
-    return _engine(key).called(inputs, stage, training)
-
-
-def _engine(key: str) -> RemoteEngine:
-    engine = _ENGINES.get(key)
-    if engine is None:
-        raise RuntimeError("this rank has dropped its stage of the model")
-    return engine
-
-
-def _call_from_here(engine: ref[RemoteEngine], *args: Any, **kwargs: Any) -> Any:
+def _call_from_here(runner: ref[RPCPipelineRunner], *args: Any, **kwargs: Any) -> Any:
     """The forward of the module that stands for the whole model."""
-    here = engine()
+    here = runner()
     if here is None:
         raise RuntimeError("the world of this model is closed")
     kind = type(here.module).__name__

@@ -1,4 +1,4 @@
-"""What engines share that hold parameters and gradients in this process, whoever runs the model."""
+"""The parameters and gradients that a rank holds: their norm, their product, what must not change."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from shoal._torch import foreach
 from shoal._torch.modules import parameters as module_parameters
 from shoal.data.batch import Count
 from shoal.distributed.world import World
-from shoal.strategies.contracts import Engine, Totals
 from shoal.strategies.device_placement.multi_device import span_of
+from shoal.strategies.dtensor import is_divided, share
+from shoal.strategies.registry import engines_of
 from shoal.util.errors import StepError
 
 
@@ -42,20 +43,25 @@ class Kept(NamedTuple):
         return self.table.get(self.key) is not self.parameter
 
 
-class HoldingEngine(Engine):
-    """Sums of a batch, the norm of its gradients, and what is done to them."""
+class HeldParameters:
+    """The trainable parameters that this rank holds, their gradients, and the losses of a batch.
 
-    parts = False
-    """Whether it holds a part of a model, of which nothing need be trainable."""
+    Both what runs the model and what reduces its gradients work on it.
+    """
 
-    def __init__(self, module: nn.Module, world: World) -> None:
+    def __init__(self, module: nn.Module, world: World, *, may_be_empty: bool = False) -> None:
         self.module = module
         self.world = world
-        self._span = span_of(module)
+        self.span = span_of(module)
         _check_kinds(module)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
-        if not self.parts:
+        if not may_be_empty:
             check_learns(module)
+        self.losses: list[tuple[Tensor, Count, float]] = []
+        """Loss sum, count and weight of the micro-batches of this batch so far."""
+        self.unused_checked = False
+        """Whether a batch has shown which parameters the loss uses."""
+        self._divided = any(map(is_divided, self.parameters))
         self._kept = [
             Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, module_parameters(part), key)
             for prefix, part in module.named_modules()
@@ -63,91 +69,59 @@ class HoldingEngine(Engine):
             if p is not None and p.requires_grad
         ]
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self._shown: list[tuple[Tensor, Count, float]] = []
-        """Loss sum, count and weight of the micro-batches of this batch so far."""
-        self._unused_checked = False
 
-    def totals(self) -> Totals:
-        """The sums of the batch and the norm of its gradients, in one transfer from the device."""
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            self._refuse_others(thawed)
-        self._check_converted()
-        self._check_replaced()
-        norm = self._norm()
-        loss_sum, count, value = self._sums(norm)
-        self._shown.clear()
-        return Totals(loss_sum, count, value)
+    def gradients(self) -> list[Tensor]:
+        """Return what this rank holds of the gradients, as plain tensors."""
+        found = [p.grad for p in self.parameters if p.grad is not None]
+        if not self._divided:
+            return found
+        with torch.no_grad():
+            return [share(gradient) for gradient in found]
 
-    def multiply(self, factor: float) -> None:
-        """Multiply the gradients by `factor`; by 1 is free."""
-        if factor != 1.0:
-            for gradients in filter(None, self._by_device(self._gradients())):
-                foreach.mul_(gradients, factor)
-
-    def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Multiply, step, clear; see the contract."""
-        self.multiply(factor)
-        try:
-            optimizer.step()
-        finally:
-            self.discard()  # whoever catches an error goes on with the next batch
-
-    def discard(self) -> None:
-        """Drop the gradients, and what was recorded of the batch that they are of."""
-        self._shown.clear()
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def _gradients(self) -> list[Tensor]:
-        """What this rank holds of the gradients, as plain tensors."""
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    def _by_device(self, gradients: list[Tensor]) -> list[list[Tensor]]:
-        """The gradients in lists of one device each, which torch's fused primitives want."""
-        if self._span is None:
-            return [gradients]
-        parts: dict[torch.device, list[Tensor]] = {}
-        for gradient in gradients:
-            parts.setdefault(gradient.device, []).append(gradient)
-        return list(parts.values()) or [[]]
-
-    def _norm(self) -> Tensor:
-        norm, *others = [global_norm(gradients) for gradients in self._by_device(self._gradients())]
+    def norm(self) -> Tensor:
+        """Return the L2 norm of what this rank holds of the gradients."""
+        norm, *others = [global_norm(gradients) for gradients in self._by_device()]
         for other in others:
             norm = torch.hypot(norm, other.to(norm.device))
         return norm
 
-    def _sums(self, norm: Tensor) -> tuple[float, float, float]:
-        shown = self._shown
-        if norm.device.type == "cpu" and not any(isinstance(c, Tensor) for _, c, _ in shown):
-            loss_sum = sum(loss.item() for loss, _, weight in shown if weight)
-            count = sum(float(count) for _, count, weight in shown if weight)
-            return loss_sum, count, norm.item()
-        zero = norm.new_zeros(())
-        losses = sum((loss.to(norm) for loss, _, weight in shown if weight), zero)
-        counts = sum((as_scalar(count, norm) for _, count, weight in shown if weight), zero)
-        loss_sum, count, value = torch.stack((losses, counts, norm)).tolist()
-        return loss_sum, count, value
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients by `factor`; by 1 is free."""
+        if factor != 1.0:
+            for gradients in filter(None, self._by_device()):
+                foreach.mul_(gradients, factor)
 
-    def _refuse_others(self, others: Sequence[Tensor]) -> None:
-        ids = {id(p) for p in others}
-        names = [name for name, p in self.module.named_parameters() if id(p) in ids]
-        for p in others:
-            p.grad = None  # nobody else would
-        raise StepError(
-            given=f"trainable parameters of {type(self.module).__name__}: {first(names)}",
-            found="parallelize did not see them as such: they were frozen then, or were added since",
-            fix="add layers and requires_grad_(True) before parallelize; to let a layer learn later, "
-            "leave it out of the optimizer until then (add_param_group)",
-        )
+    def clear(self) -> None:
+        """Drop the gradients and the losses of the batch that they are of."""
+        self.losses.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
 
-    def _check_converted(self) -> None:
+    def leaves(self) -> list[nn.Parameter] | None:
+        """Return the leaves that a backward has to name, or None where it need not name them.
+
+        With several models, a loss of one may run through another (a GAN's generator through the
+        discriminator), whose parameters must not learn from it. Naming the leaves costs a little, so
+        it is done only then.
+        """
+        if len(engines_of(self.world)) == 1:
+            return None
+        return [p for p in self.parameters if p.requires_grad]  # some may have been frozen since
+
+    def check(self) -> None:
+        """Raise StepError if the module's trainable parameters are not those of the beginning."""
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            self._refuse_others(thawed)
+        self.check_converted()
+        self.check_replaced()
+
+    def check_converted(self) -> None:
         """Raise StepError if parameters were moved or given another dtype since."""
         if any(kept.converted for kept in self._kept):
             self._refuse_changed([kept for kept in self._kept if kept.converted])
 
-    def _check_replaced(self) -> None:
+    def check_replaced(self) -> None:
         """Raise StepError if the module has others in their place; FSDP puts none there just now."""
         gone = [kept for kept in self._kept if kept.replaced]
         if gone:
@@ -155,6 +129,50 @@ class HoldingEngine(Engine):
             gone = [kept for kept in gone if id(kept.parameter) not in there]
         if gone:
             self._refuse_changed(gone)
+
+    def without_gradient(self) -> list[str]:
+        """Return the names of the trainable parameters that have no gradient."""
+        return [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+
+    def unused(self) -> list[str]:
+        """Return the names of the parameters that the first batch has not used; later, nothing.
+
+        Raises StepError for trainable parameters that were added since the beginning.
+        """
+        if self.unused_checked:
+            return []
+        self.unused_checked = True
+        known = {id(p) for p in self.parameters}
+        others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in known]
+        if others:
+            self._refuse_others(others)
+        return self.without_gradient()
+
+    def print_unused(self) -> None:
+        """Print, after the first batch, which parameters the loss does not use."""
+        if names := self.unused():
+            self.world.print(f"shoal: parameters that the loss does not use: {', '.join(names)}")
+
+    def _by_device(self) -> list[list[Tensor]]:
+        """Return the gradients in lists of one device each, which torch's fused primitives want."""
+        if self.span is None:
+            return [self.gradients()]
+        parts: dict[torch.device, list[Tensor]] = {}
+        for gradient in self.gradients():
+            parts.setdefault(gradient.device, []).append(gradient)
+        return list(parts.values()) or [[]]
+
+    def _refuse_others(self, others: Sequence[Tensor]) -> None:
+        ids = {id(p) for p in others}
+        names = [name for name, p in self.module.named_parameters() if id(p) in ids]
+        for p in others:
+            p.grad = None  # no engine clears it
+        raise StepError(
+            given=f"trainable parameters of {type(self.module).__name__}: {first(names)}",
+            found="parallelize did not see them as such: they were frozen then, or were added since",
+            fix="add layers and requires_grad_(True) before parallelize; to let a layer learn later, "
+            "leave it out of the optimizer until then (add_param_group)",
+        )
 
     def _refuse_changed(self, changed: Sequence[Kept]) -> NoReturn:
         raise StepError(
@@ -166,22 +184,9 @@ class HoldingEngine(Engine):
             "shoal.load(model, state) in place of load_state_dict(state, assign=True)",
         )
 
-    def _check_unused(self) -> None:
-        self._unused_checked = True
-        known = {id(p) for p in self.parameters}
-        others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in known]
-        if others:
-            self._refuse_others(others)
-        names = [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-        if names:
-            self._report_unused(names)
-
-    def _report_unused(self, names: Sequence[str]) -> None:
-        self.world.print(f"shoal: parameters that the loss does not use: {', '.join(names)}")
-
 
 def first(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of `names`, and how many more there are."""
+    """Return the first few of `names`, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 
@@ -197,7 +202,7 @@ def check_learns(module: nn.Module) -> None:
 
 
 def _check_kinds(module: nn.Module) -> None:
-    """Refuse parameters that no engine here can sum and take the norm of."""
+    """Raise StepError for parameters that no engine here can sum and take the norm of."""
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
     if lazy:
@@ -215,7 +220,7 @@ def _check_kinds(module: nn.Module) -> None:
 
 
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The L2 norm over all elements of `gradients`, on the device of the first, at least float32.
+    """Return the L2 norm of all `gradients` together, on the device of the first, at least float32.
 
     The fused primitives are those of torch.nn.utils.get_total_norm, without its grouping of every
     call by device and dtype, which takes longer than the norm itself for small models.
@@ -234,7 +239,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def as_scalar(count: Count, like: Tensor) -> Tensor:
-    """`count` as a tensor without dimensions, with the dtype and on the device of `like`."""
+    """Return `count` as a tensor without dimensions, with the dtype and on the device of `like`."""
     if isinstance(count, Tensor):
         return count.detach().reshape(()).to(like)
     return torch.as_tensor(count, dtype=like.dtype, device=like.device)

@@ -1,10 +1,10 @@
-"""The engine of a pipeline: torch's schedules over this rank's stages."""
+"""The runner of a pipeline: torch's schedules over this rank's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,21 @@ from shoal._torch.pipelining import step_micro_batches
 from shoal.data.batch import Batch
 from shoal.data.micro import Micro
 from shoal.distributed import objects
-from shoal.distributed.layout import AXES
 from shoal.distributed.world import World
-from shoal.strategies.contracts import Totals
+from shoal.strategies.contracts import Totals, no_gradient
+from shoal.strategies.engine import Runner
 from shoal.strategies.eval_mode import untouched
+from shoal.strategies.fsdp.options import FSDP
+from shoal.strategies.held_parameters import HeldParameters
 from shoal.strategies.local import mixed
-from shoal.strategies.mesh_engine import MeshEngine, sum_over, summing_group
+from shoal.strategies.mesh_reducer import (
+    MeshReducer,
+    data_group,
+    first_along,
+    norm_of_parts,
+    other_gradients_kept,
+    summing_group,
+)
 from shoal.strategies.module_patterns import find_units
 from shoal.strategies.partition.check import CutProof
 from shoal.strategies.partition.inputs import Inputs, bring, by_name, hold
@@ -33,43 +42,42 @@ from shoal.strategies.pipeline.schedules import SCHEDULES, micro_batches_refused
 from shoal.strategies.pipeline.stage import StageModule, learns
 from shoal.strategies.pipeline.timed_stage import MarkedStage, schedule_marked
 from shoal.strategies.task import Task
-from shoal.strategies.tensor_parallel.plan_check import prove
-from shoal.strategies.tensor_parallel.sharded_modules import (
-    ShardedLayers,
-    divide_alike,
-    division_of,
-)
-from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
+from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of
+from shoal.telemetry.step_timer import BACKWARD, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
-
-if TYPE_CHECKING:
-    from shoal.strategies.pipeline.options import Pipeline
 
 Form = tuple[tuple[torch.Size, torch.dtype], ...]
 """Shapes and dtypes of tensors."""
 
 
-class PipelineEngine(MeshEngine):
-    """Runs the stages of this rank, as the schedule has it, and speaks where the last of them is.
+class PipelineRunner(Runner):
+    """Runs the stages of this rank in the order of the schedule; the last one reports the loss.
+
+    `owners` is the rank within the pipeline of each stage; `stage_strategy` says how FSDP divides the
+    parameters of stages where the layout has an axis for it.
 
     All micro-batches of a batch get one shape: shorter ones are filled up with copies of their last
-    sample, and the loss sees the output of the real ones only. torch has to be told the shapes of
-    what travels; they are learned by one forward of a micro-batch whenever its shape is a new one.
+    sample, and the loss sees the output of the real ones only. torch has to know the shapes of what
+    travels; they are learned by one forward of a micro-batch whenever its shape is a new one.
     """
 
     def __init__(
         self,
         module: nn.Module,
         world: World,
-        options: Pipeline,
         outer: Outer,
         stages: Sequence[Stage],
         owners: Sequence[int],
+        *,
+        schedule: str,
+        stage_strategy: FSDP,
     ) -> None:
+        self._module = module
+        self._world = world
         self._division = division_of(module)
         _refuse_slices(self._division)
-        self._kind = SCHEDULES[options.schedule]
-        self._name = options.schedule
+        self._kind = SCHEDULES[schedule]
+        self._name = schedule
         self._signature = outer.signature
         self._owners = list(owners)
         self._place = world.layout.coordinate(world.rank, "pipeline")
@@ -81,24 +89,26 @@ class PipelineEngine(MeshEngine):
         }
         self._sharded = world.layout.degree("shard") > 1
         kept = [stages[number] for number in mine]
-        units = find_units(module, options.stage_strategy.modules) if self._sharded else []
+        units = find_units(module, stage_strategy.modules) if self._sharded else []
         members = StageRanks(self._group, self._place, self._owners, world.device)
         uncut = Uncut(outer, stages, members, self._compute_alone)
         self._proof = CutProof(uncut, module, world, outer.given)
         keep_only(module, kept, [stage for number, stage in enumerate(stages) if number not in mine])
-        self._place_parameters(module, world, options, kept, units)
-        super().__init__(module, world)
-        inner = [axis for axis in AXES if axis in ("context", "tensor")]
-        self.speaks = last in mine and all(
-            world.layout.coordinate(world.rank, axis) == 0 for axis in inner
+        self._place_parameters(stage_strategy, kept, units)
+        self._held = HeldParameters(module, world)
+        self.reducer = self._reducer = MeshReducer(
+            self._held,
+            reports_loss=last in mine and first_along(world, "context", "tensor"),
+            gradient_group=None if self._sharded else summing_group(world),
+            buffer_group=data_group(world),
+            norm=norm_of_parts,
         )
-        self._summing = summing_group(world)
         self._forms: dict[object, dict[int, tuple[Form, Form]]] = {}
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
         self._compiled = False
         self._sums_up = False
         """Whether a short micro-batch gave a number that the model itself computed over its samples."""
-        self._reduce: Callable[[Any, int], Tensor]
+        self._loss_of: Callable[[Any, int], Tensor]
         """What torch differentiates, of an output and the number of its micro-batch."""
         _refuse_calls(module)
 
@@ -106,9 +116,9 @@ class PipelineEngine(MeshEngine):
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
         """Run the schedule, then sum gradients over replicas; see the contract."""
-        timeline = self.world.timeline
+        timeline = self._world.timeline
         timeline.enter(FORWARD)
-        self._check_converted()
+        self._held.check_converted()
         self._compute_in(autocast)
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
         for one, micro in zip(inputs, batch.micros, strict=True):
@@ -124,10 +134,10 @@ class PipelineEngine(MeshEngine):
             stage.has_backward = True
             stage.clear_runtime_states()
         self._sums_up = False
-        self._reduce = partial(self._loss, task, batch, scale, rows)
+        self._loss_of = partial(self._loss, task, batch, scale, rows)
         timeline.enter(BACKWARD)
         tensors = self._division is not None and not self._compiled
-        with self.others_aside(), schedule_marked(timeline, tensors=tensors):
+        with other_gradients_kept(self._held), schedule_marked(timeline, tensors=tensors):
             try:
                 numbers = list(range(len(inputs)))
                 named = [{"micro": number} for number in numbers]
@@ -140,26 +150,24 @@ class PipelineEngine(MeshEngine):
                     raise self._not_split(error) from error
                 raise
         self._refuse_sums(batch)
-        if not self._unused_checked:
-            self._check_unused()  # after the sums all have gradients
-        self._sum_over_replicas()
+        self._reducer.reduce()
         timeline.enter(UPDATE)
-        return self.totals()
+        return self._reducer.totals()
 
     def _not_split(self, error: RuntimeError) -> StepError:
         return StepError(
-            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self.module).__name__}",
+            given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self._module).__name__}",
             found="torch failed where backward runs in two parts, which it can't for all models: "
             f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
             fix="schedule='interleaved', whose backward is whole",
         )
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """The output where the last stage is, None elsewhere. Collective."""
+        """Return the output where the last stage is, None elsewhere. Collective."""
         self._compute_in(autocast)
         inputs = self._inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
-            prove(self._division, self.module, self.world, lambda: self._flow(inputs)[0], inputs)
+            self._division.prove(self._module, self._world, lambda: self._flow(inputs)[0], inputs)
         self._prove(inputs, micro, autocast)
         output, _ = self._flow(inputs)
         return output
@@ -183,16 +191,13 @@ class PipelineEngine(MeshEngine):
 
     def _place_parameters(
         self,
-        module: nn.Module,
-        world: World,
-        options: Pipeline,
+        stage_strategy: FSDP,
         kept: Sequence[Stage],
         units: Sequence[nn.Module],
     ) -> None:
         """Give stages memory on the device, divide them if asked; stages and module share tensors."""
+        module, world = self._module, self._world
         if self._sharded:
-            from shoal.strategies.fsdp.engine import divide
-
             if tied(kept, range(len(kept))) is not None:
                 raise StepError(
                     given=f"shoal.Pipeline(…) around {type(module).__name__} with '{world.layout}'",
@@ -202,9 +207,7 @@ class PipelineEngine(MeshEngine):
             meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
                 inside = {id(one) for one in part.modules()}
-                divide(
-                    part, [unit for unit in units if id(unit) in inside], options.stage_strategy, world
-                )
+                stage_strategy.divide(part, [unit for unit in units if id(unit) in inside], world)
                 if meta:
                     part.to_empty(device=world.device)
             bring(module, kept, world.device)
@@ -213,7 +216,7 @@ class PipelineEngine(MeshEngine):
 
     def _prove(self, inputs: Inputs, micro: Micro, autocast: torch.dtype | None) -> None:
         """Compare the stages with the uncut model, if inputs like these come for the first time."""
-        if self._compiled and self.module.training:
+        if self._compiled and self._module.training:
             return  # compiled code draws other numbers than the same code that is not
         # Divided stages are gathered by ranks with other samples, which may have been proved already.
         structure = None if self._sharded else inputs
@@ -232,7 +235,7 @@ class PipelineEngine(MeshEngine):
             part.autocast = autocast
 
     def _inputs(self, task: Task, micro: Micro, seed: int) -> Inputs:
-        return by_name(self._signature, *task.arguments(micro, seed), type(self.module).__name__)
+        return by_name(self._signature, *task.arguments(micro, seed), type(self._module).__name__)
 
     def _schedule(
         self, inputs: Sequence[Inputs], autocast: torch.dtype | None
@@ -259,7 +262,7 @@ class PipelineEngine(MeshEngine):
 
         In the mode that there is: in the other one layers may compute in another dtype.
         """
-        with untouched(self.module, inputs):
+        with untouched(self._module, inputs):
             _, forms = self._flow(inputs)
         return forms
 
@@ -268,11 +271,11 @@ class PipelineEngine(MeshEngine):
     ) -> tuple[Any, list[PipelineStage]]:
         stages: list[PipelineStage] = [
             MarkedStage(
-                self.world.timeline,
+                self._world.timeline,
                 part,
                 number,
                 len(self._owners),
-                self.world.device,
+                self._world.device,
                 input_args=_examples(forms[number][0]),
                 output_args=_examples(forms[number][1]),
                 group=self._group,
@@ -285,56 +288,45 @@ class PipelineEngine(MeshEngine):
             schedule = kind(
                 stages[0] if single else stages,
                 micro_batches,
-                loss_fn=self._loss_under_way,
+                loss_fn=self._timed_loss,
                 scale_grads=False,
             )
         except ValueError as error:
-            ranks = self.world.layout.degree("pipeline")
+            ranks = self._world.layout.degree("pipeline")
             raise micro_batches_refused(self._name, ranks, micro_batches, error) from None
         return schedule, stages
 
-    def _loss_under_way(self, output: Any, number: int) -> Tensor:
-        with self.world.timeline.within(FORWARD):
-            return self._reduce(output, number)
+    def _timed_loss(self, output: Any, number: int) -> Tensor:
+        with self._world.timeline.within(FORWARD):
+            return self._loss_of(output, number)
 
     def _loss(
         self, task: Task, batch: Batch, scale: float, rows: int, output: Any, number: int
     ) -> Tensor:
         micro = batch.micros[number]
         part = self._parts[len(self._owners) - 1]
-        with mixed(self.world.device, part.autocast):
+        with mixed(self._world.device, part.autocast):
             found = part.whole(output)
             if micro.samples < rows:
                 self._sums_up = self._sums_up or any(map(_is_sum, tree_flatten(found)[0]))
                 found = tree_map(lambda leaf: _real(leaf, micro.samples, rows), found)
             loss, count = task.reduce(found, micro, batch.seed)
         if not loss.requires_grad:
-            raise StepError(
-                given="the loss of a micro-batch",
-                found="it does not depend on any trainable parameter",
-                fix="compute it from the model's output, without .detach(), .item() or no_grad()",
-            )
-        self._shown.append((loss.detach(), count, micro.weight))
+            raise no_gradient()
+        self._held.losses.append((loss.detach(), count, micro.weight))
         return loss * (scale * micro.weight / batch.size)
 
     def _refuse_sums(self, batch: Batch) -> None:
         """What the model itself sums up over samples is wrong where micro-batches were filled up."""
-        even = batch.size % (self.world.data_size * len(batch.micros)) == 0
-        if even or not any(self.world.gather(self._sums_up)):
+        even = batch.size % (self._world.data_size * len(batch.micros)) == 0
+        if even or not any(self._world.gather(self._sums_up)):
             return
         raise StepError(
-            given=f"a number among the outputs of a {type(self.module).__name__} in a pipeline",
+            given=f"a number among the outputs of a {type(self._module).__name__} in a pipeline",
             found="it was computed over samples of which some only fill a short micro-batch up",
             fix="compute it in the loss, from outputs with a row for each sample; or "
             "shoal.Loader(…, drop_last=True) with equal micro-batches",
         )
-
-    def _sum_over_replicas(self) -> None:
-        for parameter in self.parameters:
-            divide_alike(parameter)
-        if self._summing is not None and not self._sharded:
-            with self.world.timeline.within(COMMUNICATION):
-                sum_over(self._summing, self.parameters)
 
     def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
         """One forward through all stages, of any shape; the forms of what this rank's ones saw."""
@@ -370,7 +362,7 @@ class PipelineEngine(MeshEngine):
         """Let the stages to come fail as well, instead of waiting."""
         if not isinstance(error, ShoalError):
             error = StepError(
-                given=f"a stage of a {type(self.module).__name__} on rank {self.world.rank}",
+                given=f"a stage of a {type(self._module).__name__} on rank {self._world.rank}",
                 found=f"{type(error).__name__}: {error}",
                 fix="see that rank's own error; python train.py, in one process, may show more",
             )
@@ -386,7 +378,7 @@ class PipelineEngine(MeshEngine):
         if isinstance(found, ShoalError):
             raise found
         tensors = tuple(
-            torch.empty(size, dtype=dtype, device=self.world.device) for size, dtype in found
+            torch.empty(size, dtype=dtype, device=self._world.device) for size, dtype in found
         )
         for tensor in tensors:
             dist.recv(tensor, group=self._group, group_src=source)

@@ -1,0 +1,182 @@
+"""The gradients of a user's own loop: computed batch by batch, and checked for what it does to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shoal._torch.autograd import version
+from shoal.data.batch import Count
+from shoal.data.micro import Micro
+from shoal.strategies.contracts import LoopGradients, Totals
+from shoal.strategies.dtensor import share
+from shoal.strategies.held_parameters import first
+from shoal.strategies.reducer import Reducer
+from shoal.util.errors import StepError
+
+
+class CheckedGradients(LoopGradients):
+    """Lets a reducer make the gradients, and watches that the loop does each thing in its turn.
+
+    `check_model` runs before the first batch that a loop begins, and may run before later ones.
+    """
+
+    def __init__(self, reducer: Reducer, check_model: Callable[[], None]) -> None:
+        super().__init__()
+        self._reducer = reducer
+        self._held = reducer.held
+        self._check_model = check_model
+        self._stepped = False
+        """Whether an optimizer has stepped since the first backward of a batch that is not finished."""
+        self._computed: dict[int, tuple[int, int]] = {}
+        """The gradients as the last backward of the batch left them."""
+        self._finished: dict[int, tuple[int, int]] = {}
+        """The gradients of the last finished batch, as `batch.finish` or the optimizer left them."""
+        self._awaited = False
+        """Whether the optimizer has yet to step on them."""
+        self._emptied = False
+        """Whether it stepped after they had been cleared."""
+        self._warned = False
+        self._own = frozenset(map(id, self._held.parameters))
+        handle = register_optimizer_step_post_hook(_noting_steps(weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def begin(self) -> None:
+        """Forget the sums of a batch that was skipped; see the contract."""
+        self._check_cleared()
+        self._forget_skipped()
+        self._check_model()
+
+    def backward(self, loss: Tensor, count: Count, micro: Micro, size: int, *, last: bool) -> None:
+        """Run backward for one micro-batch; see the contract."""
+        self._reducer.backward(loss, count, micro, size, scale=1.0, last=last)
+        if last:
+            self._computed = self._states()
+
+    def check(self) -> None:
+        """Compare the gradients with those that the last backward left; see the contract."""
+        if self._stepped:
+            found = "the optimizer has stepped before it, with gradients that were not the mean's"
+            fix = "batch.finish(model), then optimizer.step()"
+        elif self._computed != self._states():
+            found = (
+                "the gradients were changed after the last batch.backward, before they were the mean's"
+            )
+            fix = "batch.finish(model, clip=1.0) to clip them; change them in other ways after it"
+        else:
+            return
+        self._stepped = False
+        raise StepError(given="batch.finish(model)", found=found, fix=fix)
+
+    def totals(self) -> Totals:
+        """Return the sums of the batch and the norm of its gradients; see the contract."""
+        return self._reducer.totals()
+
+    def finish(self, factor: float) -> None:
+        """Multiply the gradients, and await the optimizer step; see the contract."""
+        self._reducer.multiply(factor)
+        self._finished = self._states()
+        self._awaited = bool(self._finished)
+        self._emptied = False
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped: perhaps on gradients of a batch that is not finished."""
+        if self._reducer.pending and not self._stepped:
+            own = {id(p) for p in self._held.parameters if p.grad is not None}
+            groups = optimizer.param_groups
+            self._stepped = any(id(p) in own for group in groups for p in group["params"])
+        if (
+            not self._held.unused_checked
+            and self._held.world.size > 1
+            and self._steps_on_own(optimizer)
+        ):
+            self._warn_unreduced()
+        if self._awaited and self._steps_on_own(optimizer):
+            self._awaited = False
+            given = (p.grad for group in optimizer.param_groups for p in group["params"])
+            self._emptied = all(gradient is None for gradient in given)
+            # The loop may have clipped them since, and may never clear those of other parameters.
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._finished = {k: v for k, v in self._states().items() if k in own}
+
+    def _check_cleared(self) -> None:
+        """Raise StepError where the gradients of a finished batch were cleared too early or never."""
+        finished, self._finished = self._finished, {}
+        emptied, self._emptied = self._emptied, False
+        self._awaited = False
+        kept = [p for p in self._held.parameters if p.requires_grad and _unchanged(p, finished)]
+        fix = "batch.finish(model), optimizer.step(), optimizer.zero_grad(), in this order; to "
+        fix += "accumulate, shoal.Loader(…, micro_batches=4)"
+        if kept:
+            ids = set(map(id, kept))
+            names = first([name for name, p in self._held.module.named_parameters() if id(p) in ids])
+            self._reducer.discard()
+            found = f"the gradients of the batch before it would be added to its own: {names}"
+        elif emptied:
+            found = "the gradients of the batch before it were cleared between batch.finish and "
+            found += "optimizer.step(), which therefore changed nothing"
+        else:
+            return
+        raise StepError(given="batch.backward on a new batch", found=found, fix=fix)
+
+    def _forget_skipped(self) -> None:
+        """Drop the sums of a batch that the loop skipped; StepError where it did not just skip it."""
+        stepped, self._stepped = self._stepped, False
+        if not self._reducer.pending:
+            return
+        if any(p.grad is not None for p in self._held.parameters):
+            raise StepError(
+                given="batch.backward on a new batch",
+                found="the gradients of the batch before it, for which batch.finish was not called",
+                fix="batch.finish(model) after each batch, or optimizer.zero_grad() to skip one; to "
+                "accumulate, shoal.Loader(…, micro_batches=4)",
+            )
+        self._reducer.discard()
+        if stepped:
+            raise StepError(
+                given="batch.backward on a new batch",
+                found="the optimizer has stepped on the batch before it without batch.finish: its "
+                "gradients were not those of the mean over the global batch",
+                fix="batch.finish(model) before optimizer.step()",
+            )
+
+    def _warn_unreduced(self) -> None:
+        """Print once that an optimizer has stepped on gradients that no rank has summed."""
+        if not self._warned and any(p.grad is not None for p in self._held.parameters):
+            self._warned = True
+            self._held.world.print(
+                f"shoal: an optimizer has stepped on a {type(self._held.module).__name__} before any "
+                "batch.backward or step(batch): each rank trains on its own gradients. Take batches "
+                "from shoal.Loader, and call batch.backward and batch.finish in place of loss.backward"
+            )
+
+    def _states(self) -> dict[int, tuple[int, int]]:
+        """Return, by parameter, where its gradient is, and how often that was changed."""
+        return {id(p): _state(p.grad) for p in self._held.parameters if p.grad is not None}
+
+    def _steps_on_own(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"])
+
+
+def _state(gradient: Tensor) -> tuple[int, int]:
+    """Return where a gradient is, and how often it was changed."""
+    own = share(gradient)
+    return own.data_ptr(), version(own)
+
+
+def _unchanged(parameter: nn.Parameter, before: dict[int, tuple[int, int]]) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and before.get(id(parameter)) == _state(gradient)
+
+
+def _noting_steps(gradients: weakref.ref[CheckedGradients]) -> Callable[..., None]:
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        found = gradients()
+        if found is not None:
+            found.note_step(optimizer)
+
+    return note

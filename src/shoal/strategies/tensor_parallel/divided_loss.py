@@ -1,0 +1,58 @@
+"""Losses of logits that stay divided over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal._torch.autograd import saved_result
+from shoal.data.batch import Count
+from shoal.strategies.dtensor import is_divided, whole
+from shoal.strategies.tensor_parallel.sharded_modules import division_of
+from shoal.util.errors import StepError
+
+VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
+"""How the names of autograd's nodes begin that only look at a tensor in another shape."""
+
+
+def whole_loss(model: nn.Module, loss: Tensor, count: Count) -> tuple[Tensor, Count]:
+    """Return loss and count as plain tensors, where a plan leaves the logits of `model` divided.
+
+    Raises StepError for a loss whose gradients would be wrong.
+    """
+    division = division_of(model)
+    if division is None or not division.logits:
+        return loss, count
+    _check_graph(loss)
+    return whole(loss), whole(count) if isinstance(count, Tensor) else count
+
+
+def _check_graph(loss: Tensor) -> None:
+    """Raise StepError where a log-softmax of divided logits is not a part of a cross-entropy."""
+    # Nodes, and whether they are reached through a negative log-likelihood, or a view of its input.
+    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
+    visited = set(waiting)
+    while waiting:
+        node, inside = waiting.pop()
+        name = "" if node is None else node.name()
+        if name.startswith("LogSoftmax") and is_divided(saved_result(node)) and not inside:
+            raise logits_refused("it takes a log-softmax of them that is not part of a cross-entropy")
+        if node is None or "FromTorchTensor" in name:
+            continue  # what lies behind the last DTensor is the model
+        inside = name.startswith("NllLoss") or (inside and name.startswith(VIEWS))
+        for child, _ in node.next_functions:
+            if (child, inside) not in visited:
+                visited.add((child, inside))
+                waiting.append((child, inside))
+
+
+def logits_refused(found: str) -> StepError:
+    """Return the error of a loss that can't be taken of divided logits."""
+    return StepError(
+        given='a loss of logits that stay divided, as shoal.TensorParallel(plan={…: "logits"}) leaves '
+        "them",
+        found=found,
+        fix="F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction='sum'), without label "
+        'smoothing; or "head" in place of "logits", which gathers them',
+    )

@@ -1,0 +1,135 @@
+"""The runner of a model whose layers a plan divides, and its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from shoal.data.batch import Batch
+from shoal.data.micro import Micro
+from shoal.distributed.world import World
+from shoal.strategies.comm_timing import tensors_awaited
+from shoal.strategies.compiled import Compiler
+from shoal.strategies.contracts import Totals
+from shoal.strategies.engine import Runner, SynchronousEngine
+from shoal.strategies.held_parameters import HeldParameters
+from shoal.strategies.local import LocalRunner
+from shoal.strategies.mesh_reducer import (
+    MeshReducer,
+    data_group,
+    first_along,
+    norm_of_parts,
+    summing_group,
+)
+from shoal.strategies.reducer import Reducer
+from shoal.strategies.task import Task
+from shoal.strategies.tensor_parallel.divided_loss import logits_refused
+from shoal.strategies.tensor_parallel.sharded_modules import ShardedLayers, division_of
+from shoal.util.errors import StepError
+
+
+def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine:
+    """Return the engine of a model that was divided, which sums gradients over replicas."""
+    reducer = MeshReducer(
+        HeldParameters(module, world),
+        reports_loss=first_along(world),
+        gradient_group=summing_group(world),
+        buffer_group=data_group(world),
+        norm=norm_of_parts,
+    )
+    return SynchronousEngine(local_runner(reducer))
+
+
+def local_runner(reducer: Reducer) -> Runner:
+    """Return what runs the module of `reducer` here, whether a plan divides its layers or not."""
+    division = division_of(reducer.held.module)
+    runner = LocalRunner(reducer)
+    return runner if division is None else PlannedRunner(runner, division)
+
+
+class PlannedRunner(Runner):
+    """Proves a plan on the first batch, and takes losses of divided logits by parts.
+
+    torch's `loss_parallel` turns the backward of every log-softmax over divided classes into nothing,
+    since that of the negative log-likelihood does both; a loss that uses one in another way would be
+    right and its gradients wrong. It raises StepError.
+    """
+
+    loopable = True
+
+    def __init__(self, runner: LocalRunner, division: ShardedLayers) -> None:
+        self.reducer = runner.reducer
+        self._local = runner
+        self._division = division
+        self._module = runner.reducer.held.module
+        self._world = runner.reducer.held.world
+
+    def compile(self, how: str) -> None:
+        """Compile as in one process, where torch can compile what a plan does."""
+        check_compilable(self._division, how)
+        self._local.compile(how)
+
+    def compile_with(self, compiler: Compiler) -> None:
+        """Compile as in one process, where torch can compile what a plan does."""
+        check_compilable(self._division, "inductor")
+        self._local.compile_with(compiler)
+
+    def gradients(
+        self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
+    ) -> Totals:
+        """Run as in one process, with the logits divided where the plan says so; see the contract."""
+        with ExitStack() as stack:
+            if self._local.call is self._module:  # in compiled code nothing can be marked
+                stack.enter_context(tensors_awaited(self._world.timeline))
+            if self._division.logits:
+                stack.enter_context(self._division.logits_kept())
+                stack.enter_context(_divided_losses())
+            return self._local.gradients(task, batch, autocast=autocast, scale=scale)
+
+    def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
+        """Return the output; the first time the plan is proved, also where the divided model fails."""
+        try:
+            output = self._local.infer(task, micro, seed, autocast=autocast)
+        except Exception:
+            self.check_model()
+            raise
+        self.check_model()
+        return output
+
+    def check_model(self) -> None:
+        """Prove the plan once; see the contract."""
+        self._division.prove(self._module, self._world)
+
+
+def check_compilable(division: ShardedLayers | None, how: str) -> None:
+    """Raise StepError where torch can't compile the layers of a plan."""
+    ways = set() if division is None else set(division.ways)
+    hard = ways if how == "script" else ways & {"sequence", "logits"}
+    if hard:
+        raise StepError(
+            given=f"compile={how!r} with shoal.TensorParallel(plan={{…: {min(hard)!r}}})",
+            found="torch can't compile the DTensors that pass between its layers",
+            fix="leave compile out, or 'sequence' and 'logits' with compile='inductor'",
+        )
+
+
+@contextmanager
+def _divided_losses() -> Iterator[None]:
+    """Take losses of divided logits by parts; StepError for one that torch can't take so."""
+    context = loss_parallel()
+    context.__enter__()
+    try:
+        yield
+    except StepError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        if "DTensor" not in str(error) and "loss_parallel" not in str(error):
+            raise
+        raise logits_refused(str(error).partition("\n")[0]) from error
+    finally:
+        context.__exit__(None, None, None)  # torch's own ends only where no exception passes through
