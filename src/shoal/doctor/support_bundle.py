@@ -20,7 +20,7 @@ from shoal.doctor.findings import Examination
 from shoal.doctor.redaction import Redactor, stand_ins
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
-from shoal.util.tables import size
+from shoal.util.units import size
 
 PREFIXES = (
     "SLURM_", "PBS_", "PALS_", "LSB_", "FLUX_", "PMI_", "PMIX_", "OMPI_", "I_MPI_", "MPICH_", "HYDRA_",

@@ -13,7 +13,6 @@ from shoal.report.history import PARTS, Array, Attempt, Event, GrowingArray, His
 from shoal.report.html.palette import PALETTE
 from shoal.report.reader import Reader, read_history
 from shoal.report.stragglers import Straggler
-from shoal.util.units import bandwidth, duration, percent
 
 __all__ = [
     "LABELS",
@@ -32,10 +31,7 @@ __all__ = [
     "Straggler",
     "TrafficTotal",
     "BottleneckReport",
-    "bandwidth",
-    "duration",
     "find_bottleneck",
-    "percent",
     "profile",
     "read_history",
 ]

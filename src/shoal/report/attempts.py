@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.report import Attempt, History, duration
+from shoal.report import Attempt, History
 from shoal.report.history import Array
+from shoal.util.units import duration
 
 SILENCE = 60.0
 """Seconds without an event after which a run is not said to be running."""

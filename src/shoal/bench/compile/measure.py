@@ -26,11 +26,11 @@ from shoal.bench.import_target import raised, require_alone
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.bench.scaling.models import make
 from shoal.bench.scaling.subject import ScriptSubject, parse_subject
-from shoal.bench.units import duration, percent
 from shoal.data import Loader
 from shoal.distributed.world import World, init
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+from shoal.util.units import duration, percent
 
 SQUARINGS = 10
 NUMBERS = (5, 10_000)
@@ -301,9 +301,9 @@ def _cells(mode: Mode) -> Iterator[str]:
     if mode.seconds is None:
         yield from ("", "", "", mode.reason)
         return
-    yield duration(mode.seconds)
-    yield percent((mode.high - mode.low) / mode.seconds)
-    yield duration(mode.first)
+    yield duration(mode.seconds, fixed=True)
+    yield percent((mode.high - mode.low) / mode.seconds, tenths=True)
+    yield duration(mode.first, fixed=True)
     yield (
         ""
         if mode.difference is None

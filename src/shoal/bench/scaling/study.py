@@ -24,6 +24,7 @@ from shoal.launcher.submit.times import spell_time
 from shoal.report.html import csv_of, save
 from shoal.util.errors import LaunchError
 from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+from shoal.util.units import three_digits
 
 CSV, PAGE = "results.csv", "index.html"
 
@@ -51,7 +52,7 @@ def run(path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[s
 def _outcome(repeat: Repeat, word: str, each: int) -> str:
     if repeat.measured is None:
         return f"failed: {repeat.reason}"
-    return f"{format.number(repeat.measured.rate * each)} {word}/s"
+    return f"{three_digits(repeat.measured.rate * each)} {word}/s"
 
 
 def show(study: Study, console: Console) -> None:
