@@ -15,6 +15,7 @@ from shoal.distributed.cluster_env import REQUEUE
 from shoal.launcher.submit.job import Job, Turn
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.times import spell_time
+from shoal.telemetry.events import path_of
 from shoal.util.errors import LaunchError
 
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f]")
@@ -88,7 +89,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         launcher=Shell(job.launcher),
         processes=job.processes,
         launch=Shell(_launch(job, site)),
-        events=f"{place.run}/events/rank-0.jsonl",
+        events=str(path_of(place.run, 0)),
         local=Shell(site.local),
         stage=[os.path.split(path) for path in place.stage],
         program=_words(_around(job, _program(job, site, place))),
