@@ -25,11 +25,11 @@ from shoal.bench.collectives.machine_file import (
 )
 from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure
 from shoal.bench.collectives.message_sizes import parse_sizes
-from shoal.bench.csv_file import write_rows
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.distributed import env_vars, link_speed
 from shoal.distributed.world import World, init
 from shoal.launcher.local import run_job
+from shoal.report.html import write_csv
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line, print_path
 from shoal.util.units import binary_size
@@ -217,7 +217,7 @@ def _report(
         display.show_pairs(console, pairs)
     print_path(console, f"machine file: {path}")
     if asked.csv is not None:
-        write_rows(asked.csv, display.rows(machine))
+        write_csv(asked.csv, display.rows(machine))
         print_path(console, f"points: {asked.csv}")
     if asked.json:
         print_path(console, to_json(machine))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.csv_file import write_rows
 from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
 from shoal.bench.data_loading.measure import Stages, Trial, stages, trial
 from shoal.bench.import_target import called, named, raised, require_alone
@@ -19,6 +18,7 @@ from shoal.data import Loader
 from shoal.data.iterable_dataset import Flow
 from shoal.distributed.world import World, init
 from shoal.report import Reader
+from shoal.report.html import write_csv
 from shoal.util.errors import DataError, LaunchError, ShoalError
 from shoal.util.tables import (
     add_row,
@@ -234,7 +234,7 @@ def _report(
             )
         print_table(console, "Each stage alone", stage)
     if asked.csv is not None:
-        write_rows(asked.csv, _rows(found))
+        write_csv(asked.csv, _rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain: dict[str, Any] = {

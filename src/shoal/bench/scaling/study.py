@@ -90,7 +90,7 @@ def show(study: Study, console: Console) -> None:
                 add_row(compact, *cells)
             print_table(console, each_table.caption, compact)
     path = study.path / CSV
-    path.write_text(csv_of(format.table(found, word, each)))
+    path.write_text(csv_of(format.table(found, word, each).lines))
     written = save(study_page(study, found, notes), study.path / PAGE)
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 
