@@ -12,8 +12,8 @@ import shoal
 from shoal.bench.collectives import command, display
 from shoal.bench.collectives.machine_file import CollectiveSeries
 from shoal.bench.collectives.measure import OPERATIONS, summary
-from shoal.bench.units import duration, parse_sizes, percent, shown_size
-from shoal.report import bandwidth
+from shoal.bench.collectives.message_sizes import parse_sizes
+from shoal.util.units import bandwidth, binary_size, duration, percent
 
 
 def request(**changed: Any) -> command.CollectivesOptions:
@@ -98,7 +98,7 @@ def test_sizes() -> None:
 
 
 def test_numbers_are_spelled_with_three_digits() -> None:
-    assert [duration(s) for s in (4.41e-6, 18.54e-6, 9.996e-3, 0.9999, 75.2, 0.0)] == [
+    assert [duration(s, fixed=True) for s in (4.41e-6, 18.54e-6, 9.996e-3, 0.9999, 75.2, 0.0)] == [
         "4.41 µs",
         "18.5 µs",
         "10.0 ms",
@@ -107,8 +107,8 @@ def test_numbers_are_spelled_with_three_digits() -> None:
         "0.00 µs",
     ]
     assert [bandwidth(b) for b in (512.0, 4.2e6, 1.234e10)] == ["0.51 kB/s", "4.20 MB/s", "12.3 GB/s"]
-    assert [shown_size(b) for b in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
-    assert [percent(p) for p in (0.012, 0.0999, 6.95)] == ["1.2 %", "10 %", "695 %"]
+    assert [binary_size(b) for b in (8, 1536, 64 << 20)] == ["8 B", "1.5 KiB", "64 MiB"]
+    assert [percent(p, tenths=True) for p in (0.012, 0.0999, 6.95)] == ["1.2 %", "10 %", "695 %"]
 
 
 def test_a_point_is_the_median_and_the_quartiles() -> None:

@@ -22,7 +22,7 @@ from helpers.processes import Alone
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.inspect import diff, extract, locate, manifest
 from shoal.cli.main import app
-from shoal.util import tables
+from shoal.util import units
 from shoal.util.errors import CheckpointError
 
 VALUES = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -292,7 +292,7 @@ def test_circumstances_that_somebody_made_up(value: Any, tmp_path: Path) -> None
     ],
 )
 def test_sizes_as_people_say_them(count: int, said: str) -> None:
-    assert tables.size(count) == said
+    assert units.size(count) == said
 
 
 def save(directory: Path, state: dict[str, Any], **info: Any) -> manifest.CheckpointManifest:

@@ -357,10 +357,6 @@ def test_the_same_driver_on_all_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_clocks_are_apart_only_for_certain() -> None:
-    # Sent at 100.0 by its own clock, which is 5 s ahead; the answer took 0.2 s and 2 s.
-    clock = clocks.estimate([(100.0, 95.1, 0.2), (110.0, 106.9, 2.0)])
-    assert clock["offset"] == pytest.approx(5.0)
-    assert clock["error"] == pytest.approx(0.1)
     known = [clocks.Clock(offset=offset, error=0.2) for offset in (0.0, 0.25, -2.0, 3600.0)]
     assert [
         (state, text.split(" (")[0]) for _, state, text in grave(list(clocks.check_clocks(seen(known))))

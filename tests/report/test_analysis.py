@@ -11,9 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
-from shoal.report import SHOWN, BottleneckReport, History, Reader, duration, find_bottleneck, profile
+from shoal.report import SHOWN, BottleneckReport, History, Reader, find_bottleneck, profile
 from shoal.report import reader as reading
 from shoal.util.errors import CheckpointError
+from shoal.util.units import duration
 
 
 def load(directory: Path) -> History:

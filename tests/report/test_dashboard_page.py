@@ -31,7 +31,8 @@ from shoal.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
-from shoal.report.dashboard.theme import PARTS, Look, compact
+from shoal.report.dashboard.theme import PARTS, Look
+from shoal.util.units import compact
 
 NAMES = [part.name for part in PARTS]
 PLAIN = Look(colour=False)

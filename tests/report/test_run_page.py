@@ -263,7 +263,7 @@ def judged(history: History) -> Any:
 
 def test_formulas_are_harmless_in_spreadsheets() -> None:
     table = Table(caption="", head=["a", "b"], rows=[["=1+1", "-2.5"], ["+x", "plain, with comma"]])
-    assert csv_of(table) == "a,b\n'=1+1,-2.5\n'+x,\"plain, with comma\"\n"
+    assert csv_of(table.lines) == "a,b\n'=1+1,-2.5\n'+x,\"plain, with comma\"\n"
 
 
 def test_texts_of_a_page_are_escaped() -> None:

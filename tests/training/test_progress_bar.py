@@ -16,7 +16,7 @@ import shoal
 from helpers.pseudo_terminal import Shown, on_terminal
 from helpers.ranks import Ranks
 from shoal.training.progress_bar import ProgressBar, Standing
-from shoal.util.text import duration
+from shoal.util.units import elapsed
 
 DAY = 24 * 3600.0
 
@@ -62,7 +62,7 @@ def test_a_hundred_percent_is_the_end(position: int, percent: str) -> None:
     [(-5, "0:00"), (59.6, "1:00"), (754, "12:34"), (12345, "3:25:45"), (357_900, "4d 03:25")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert elapsed(seconds) == text
 
 
 def test_a_log_of_a_day_stays_small(loader: shoal.Loader) -> None:

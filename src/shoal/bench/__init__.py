@@ -1,1 +1,5 @@
-"""What a machine gives: scaling studies of a model, its collectives, its input, its ways to compute."""
+"""Measurements: scaling studies of a model, collectives, data loading, ways to compute.
+
+It offers `scaling`, `collectives`, `data_loading` and `compile`, each with its own measurement,
+display and CSV file; only the command line imports them.
+"""

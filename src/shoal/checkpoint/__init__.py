@@ -1,6 +1,7 @@
 """Checkpoints that exist whole or not at all, readable at any number of ranks.
 
-Nothing is imported until it is used (PEP 562): what only looks at files needs no torch.
+It offers `Checkpoints` to save and load state, and `inspect` to look at files from outside. Nothing
+is imported until it is used (PEP 562): what only looks at files needs no torch.
 """
 
 from __future__ import annotations

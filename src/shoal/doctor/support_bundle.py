@@ -18,9 +18,10 @@ from shoal.distributed import env_vars
 from shoal.doctor import display
 from shoal.doctor.findings import Examination
 from shoal.doctor.redaction import Redactor, stand_ins
+from shoal.telemetry.events import parse_event, paths_in
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
-from shoal.util.tables import size
+from shoal.util.units import size
 
 PREFIXES = (
     "SLURM_", "PBS_", "PALS_", "LSB_", "FLUX_", "PMI_", "PMIX_", "OMPI_", "I_MPI_", "MPICH_", "HYDRA_",
@@ -131,15 +132,14 @@ def _user() -> str:
 
 def _starts(run: Path) -> Iterator[dict[str, Any]]:
     """The beginning of each attempt on each rank, with its configuration."""
-    for path in sorted((run / "events").glob("rank-*.jsonl"))[:_MOST_STARTS]:
+    for path in list(paths_in(run).values())[:_MOST_STARTS]:
         with suppress(OSError), path.open("rb") as lines:
             for line in lines:
                 if b'"start"' not in line:  # there may be a million of other lines
                     continue
-                with suppress(ValueError, RecursionError):
-                    event = json.loads(line)
-                    if isinstance(event, dict) and event.get("event") == "start":
-                        yield event
+                event = parse_event(line)
+                if event is not None and event["event"] == "start":
+                    yield event
 
 
 def _logs(run: Path) -> Iterator[tuple[str, str]]:

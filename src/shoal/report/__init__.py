@@ -1,7 +1,7 @@
-"""What the events of a run say: read as they are written, divided into parts, and judged.
+"""Reads what runs recorded and judges it: the report page, `shoal watch`, timelines.
 
-`Reader` reads the files of a run directory, again and again while it runs; `History` holds what was
-read; `profile` says what the steps of an attempt were spent on; `find_bottleneck` gives the verdict.
+It offers `Reader` and `read_history` for the events of a run, `profile` for what steps were spent
+on and `find_bottleneck` for the verdict; pages of plain values are in `html`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from shoal.report.history import PARTS, Array, Attempt, Event, GrowingArray, His
 from shoal.report.html.palette import PALETTE
 from shoal.report.reader import Reader, read_history
 from shoal.report.stragglers import Straggler
-from shoal.util.units import bandwidth, duration, percent
 
 __all__ = [
     "LABELS",
@@ -32,10 +31,7 @@ __all__ = [
     "Straggler",
     "TrafficTotal",
     "BottleneckReport",
-    "bandwidth",
-    "duration",
     "find_bottleneck",
-    "percent",
     "profile",
     "read_history",
 ]

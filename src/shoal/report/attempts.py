@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
-from shoal.report import Attempt, History, duration
+from shoal.report import Attempt, Event, History
+from shoal.report.event_fields import integer_in, number_in, text_in
 from shoal.report.history import Array
+from shoal.util.units import duration
 
-SILENCE = 60.0
-"""Seconds without an event after which a run is not said to be running."""
+QUIET = 15.0
+"""Seconds without an event after which a run is silent; longer where its steps take long."""
+RECENT = 512
+"""Steps that tell how long one takes."""
 BINS = 240
 """Points of a curve."""
 
@@ -40,40 +45,99 @@ class Save:
     error: str
 
 
-def ending(attempt: Attempt, *, last: bool, now: float) -> str:
-    """How an attempt ended, as far as it has said so itself."""
-    for kind, words in (
-        ("failed", "stopped"),
-        ("preempted", "preempted"),
-        ("interrupted", "interrupted"),
-    ):
-        said = attempt.said(kind)
-        if said:
-            rank, event = said[0]
-            on = event.get("on", rank)
-            where = attempt.place(on) if type(on) is int else "a rank"
-            return f"{words} by {event.get('by', 'a signal')} on {where}, saved at step {_step(event)}"
-    errors = [(rank, event) for rank, event in attempt.said("end") if event.get("reason") == "error"]
+@dataclass(frozen=True, kw_only=True)
+class AttemptOutcome:
+    """How an attempt said that it ended: on which rank, at which step and when, by what.
+
+    `by` is a signal or another reason to stop, or the class of an error, which `error` tells apart.
+    What the events lack is None or empty.
+    """
+
+    kind: Literal["ended", "preempted", "interrupted", "failed"]
+    rank: int | None
+    step: int | None
+    time: float | None
+    by: str = ""
+    error: bool = False
+
+    def reason(self, attempt: Attempt) -> str:
+        """Return by what, where and when: `ValueError on rank 3 on node0, after step 50`."""
+        after = f"after step {self.step:,}" if self.step is not None else ""
+        if self.error:
+            return ", ".join(filter(None, (f"{self.by} on {_place(attempt, self.rank)}", after)))
+        by = f"by {self.by}" if self.by else ""
+        on = f"on rank {self.rank}" if self.rank is not None and self.kind != "ended" else ""
+        return " ".join(filter(None, (by, on, after)))
+
+
+_ASKED: tuple[Literal["preempted", "interrupted", "failed"], ...] = (
+    "preempted",
+    "interrupted",
+    "failed",
+)
+"""Events of a run that was asked to stop, or had to; what follows them is only the end of that."""
+_WORDS = {"failed": "stopped"}
+
+
+def outcome_of(attempt: Attempt) -> AttemptOutcome | None:
+    """Return how an attempt ended; None while no event says that it has.
+
+    A request to stop counts before errors, and of errors the earliest, since others follow from it. An
+    attempt without either has ended when its lowest rank has closed the run.
+    """
+    for _, event in attempt.events:
+        for kind in _ASKED:
+            if event["event"] == kind:
+                return _outcome(kind, event, integer_in(event, "on"), by=text_in(event, "by"))
+    ends = attempt.said("end")
+    errors = [(rank, event) for rank, event in ends if event.get("reason") == "error"]
     if errors:
-        rank, event = min(errors, key=lambda each: number(each[1].get("t")))
-        return f"{event.get('error', 'an error')} on {attempt.place(rank)}, after step {_step(event)}"
-    if attempt.said("end"):
+        rank, event = min(errors, key=lambda each: number_in(each[1], "t") or math.inf)
+        return _outcome("failed", event, rank, by=text_in(event, "error") or "an error", error=True)
+    lowest = min(attempt.ranks, default=None)
+    closed = [(rank, event) for rank, event in ends if lowest in (None, rank)]
+    return _outcome("ended", closed[-1][1], closed[-1][0]) if closed else None
+
+
+def _outcome(
+    kind: Literal["ended", "preempted", "interrupted", "failed"],
+    event: Event,
+    rank: int | None,
+    *,
+    by: str = "",
+    error: bool = False,
+) -> AttemptOutcome:
+    step, time = integer_in(event, "step"), number_in(event, "t")
+    return AttemptOutcome(kind=kind, rank=rank, step=step, time=time, by=by, error=error)
+
+
+def ending(attempt: Attempt, *, last: bool, now: float) -> str:
+    """Return in words how an attempt ended, or that it runs if it is the last one."""
+    found = outcome_of(attempt)
+    if found is not None and found.error:
+        return found.reason(attempt)
+    if found is not None and found.kind == "ended":
         return "ended"
+    if found is not None:
+        step = f"{found.step:,}" if found.step is not None else "?"
+        where = _place(attempt, found.rank)
+        words = _WORDS.get(found.kind, found.kind)
+        return f"{words} by {found.by or 'a signal'} on {where}, saved at step {step}"
     if not last:
         return "killed or lost, without a word"
-    age = now - attempt.seen
-    if age < SILENCE:
-        return f"running, last sign {duration(max(0.0, age))} ago"
-    return f"no sign for {duration(age)}: killed, lost or stuck"
+    silence = max(0.0, now - attempt.seen)
+    if silence <= silence_limit(attempt.ticks(min(attempt.ranks, default=0))[-RECENT:]["wall"]):
+        return f"running, last sign {duration(silence)} ago"
+    return f"no sign for {duration(silence)}: killed, lost or stuck"
 
 
-def _step(event: Mapping[str, Any]) -> str:
-    return f"{event['step']:,}" if type(event.get("step")) is int else "?"
+def silence_limit(walls: Array) -> float:
+    """Return the seconds without an event after which a run is silent, from those of recent steps."""
+    return max(QUIET, 3 * float(walls.max(initial=0.0)))
 
 
-def number(value: object) -> float:
-    """A number of somebody's event, or NaN."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else np.nan
+def _place(attempt: Attempt, rank: int | None) -> str:
+    return "a rank" if rank is None else attempt.place(rank)
 
 
 def kept(history: History) -> list[tuple[Attempt, int]]:
@@ -142,7 +206,7 @@ def throughput(history: History) -> BinnedCurve | None:
 
 def saves(attempt: Attempt) -> list[Save]:
     """The saves of an attempt, in the order of their steps."""
-    found: dict[int, dict[int, Mapping[str, Any]]] = {}
+    found: dict[int, dict[int, Event]] = {}
     errors: dict[int, str] = {}
     for rank, event in attempt.said("save"):
         if type(event.get("step")) is int:
@@ -153,22 +217,21 @@ def saves(attempt: Attempt) -> list[Save]:
     listed = []
     for step in sorted({*found, *errors}):
         ranks = found.get(step, {})
-        took = {rank: _positive(event.get("seconds")) for rank, event in ranks.items()}
+        took = {rank: _positive(event, "seconds") for rank, event in ranks.items()}
         slowest = max(took, key=lambda rank: took[rank], default=0)
         listed.append(
             Save(
                 step,
-                blocked=max((_positive(event.get("blocked")) for event in ranks.values()), default=0.0),
+                blocked=max((_positive(event, "blocked") for event in ranks.values()), default=0.0),
                 seconds=took.get(slowest, 0.0),
                 slowest=slowest,
                 ranks=len(ranks),
-                bytes=sum(_positive(event.get("bytes")) for event in ranks.values()),
+                bytes=sum(_positive(event, "bytes") for event in ranks.values()),
                 error=errors.get(step, ""),
             )
         )
     return listed
 
 
-def _positive(value: object) -> float:
-    found = number(value)
-    return found if np.isfinite(found) and found > 0 else 0.0
+def _positive(event: Event, name: str) -> float:
+    return max(0.0, number_in(event, name) or 0.0)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.telemetry import step_timer
+from shoal.telemetry.events import EventKind
 
 PARTS = step_timer.PARTS[1:]
 """The parts of a step that a rank records. They do not overlap; what `wall` has beside them is the
@@ -203,8 +204,8 @@ class Attempt:
         host = self.host(rank)
         return f"rank {rank}" if host is None else f"rank {rank} on {host}"
 
-    def said(self, kind: str) -> list[tuple[int, Event]]:
-        """All events of a kind, with the rank that wrote them."""
+    def said(self, kind: EventKind) -> list[tuple[int, Event]]:
+        """Return all events of a kind, with the rank that wrote each."""
         return [(rank, event) for rank, event in self.events if event["event"] == kind]
 
     def ticks(self, rank: int) -> Array:

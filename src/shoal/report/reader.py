@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from shoal.report.history import (
-    PARTS,
     STEP,
     USAGE,
     Array,
@@ -26,28 +23,26 @@ from shoal.report.history import (
     History,
     TrafficTotal,
 )
+from shoal.telemetry.events import (
+    MALFORMED,
+    count_steps,
+    parse_event,
+    paths_in,
+    single_step_columns,
+    step_columns,
+)
 from shoal.util.errors import CheckpointError
 
 BLOCK = 4 << 20
 LARGE = 64 << 20
 """Bytes of events from which further processes are worth their start."""
 MOST_PROCESSES = 8
-LONG = 1 << 12
-"""Bytes of a line from which it is a block of steps."""
 LONGEST = 64 << 20
 """Bytes of a line; what is longer was not written by a run."""
 NEVER = 1e11
 """Seconds since the epoch: no run lasts into the year 5138."""
-LONG_AGO = 1e9
-"""Seconds above which a duration is none."""
-
-_NOT_NEEDED = re.compile(rb'"(?:first|share|norm)": ?\[[\[\]\d.eE+\-, nul]*\], ?')
-"""Columns that no reader here looks at, a third of all numbers; a name can't hold their quotes."""
-_STEPS = re.compile(rb'\{"event": ?"steps"')
-_NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
 MOST_STEPS = 4
 """Steps that may share a tick before too few of each are kept."""
-_REFUSED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
 _FROM_RANK_0 = {"log", "evaluation"}
 """Events that all ranks write alike, or of which people see rank 0's."""
 
@@ -62,7 +57,7 @@ class _File:
     attempt: Attempt | None = None
     waiting: list[Event] = field(default_factory=list)
     """What was written before the attempt that it belongs to had begun."""
-    single: list[Event] = field(default_factory=list)
+    single: list[dict[str, Any]] = field(default_factory=list)
     """Steps of the format in which each had a line."""
 
 
@@ -89,11 +84,9 @@ class Reader:
     ) -> None:
         directory = Path(directory)
         self._only = only
-        inside = directory / "events"
-        self._folder = inside if inside.is_dir() else directory
         self._files: dict[int, _File] = {}
         self._keep, self._seen = keep, seen
-        self.history = History(inside.parent if inside.is_dir() else directory)
+        self.history = History(directory)
         if not self.paths():
             raise CheckpointError(
                 given=str(directory),
@@ -119,22 +112,23 @@ class Reader:
 
     def paths(self) -> dict[int, Path]:
         """The files of events, by rank."""
-        found = _paths(self._folder)
-        return dict(sorted((rank, path) for rank, path in found.items() if self._only in (None, rank)))
+        found = paths_in(self.history.directory)
+        return {rank: path for rank, path in found.items() if self._only in (None, rank)}
 
     def _take(self, file: _File, lines: list[bytes]) -> None:
         for line in lines:
-            try:
-                event = json.loads(_NOT_NEEDED.sub(b"", line) if len(line) > LONG else line)
-                known = isinstance(event, dict) and isinstance(event["event"], str)
-                if known and event["event"] == "step":
-                    file.single.append(event)
-                    continue
+            event = parse_event(line, brief=True)
+            if event is not None and event["event"] == "step":
+                file.single.append(event)
+                continue
+            known = event is not None or not line.strip()
+            if known:
                 self._flush(file)
-                if known:
+            if event is not None:
+                try:
                     self._event(file, event)
-            except _REFUSED:
-                known = not line.strip()
+                except MALFORMED:
+                    known = False
             if not known:
                 self.history.skipped += 1
         self._flush(file)
@@ -151,7 +145,7 @@ class Reader:
             file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
             file.waiting.clear()
         elif kind == "steps":
-            self._steps(file, event["name"], _columns(event))
+            self._steps(file, event["name"], step_columns(event))
         elif kind == "usage":
             _add_usage(self._attempt(file), file.rank, event)
         elif kind == "collectives":
@@ -172,9 +166,10 @@ class Reader:
             try:
                 attempt = self._attempt(file)
                 before = attempt.steps.get((file.rank, str(name)))
-                self._steps(file, name, _old_columns(single[:count], before))
+                begun = float(before.all["time"][-1]) if before else None
+                self._steps(file, name, single_step_columns(single[:count], begun))
                 attempt.seen = max(attempt.seen, float(single[count - 1]["t"]))
-            except _REFUSED:
+            except MALFORMED:
                 self.history.skipped += count
             single = single[count:]
 
@@ -235,19 +230,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _paths(folder: Path) -> dict[int, Path]:
-    """The files of events in a directory, by rank."""
-    found = {}
-    try:
-        for path in folder.glob("rank-*.jsonl"):
-            number = path.stem.removeprefix("rank-")
-            if number.isascii() and number.isdecimal() and len(number) < 8 and path.is_file():
-                found[int(number)] = path
-    except OSError:  # no directory, or none that may be listed
-        return {}
-    return found
-
-
 def _absence(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory"
@@ -298,85 +280,23 @@ def _newest(lines: list[bytes], keep: int) -> list[bytes]:
     """The lines that are no blocks of steps, and of these the newest, which hold `keep` steps."""
     found, count = [], 0
     for line in reversed(lines):
-        steps = _STEPS.match(line)
+        steps = count_steps(line)
         if steps is None or count < keep * MOST_STEPS:
             found.append(line)
-        if steps is not None:
-            column = _NUMBERS.search(line)
-            count += column[0].count(b",") + 1 if column is not None else 0
+        count += steps or 0
     return found[::-1]
-
-
-def _narrowed(values: object) -> Array:
-    with np.errstate(over="ignore"):  # infinite is what a loss that float32 can't hold comes to
-        return np.array(values, np.float32)
-
-
-def _seconds(values: object, shape: tuple[int, ...], scale: float) -> Array:
-    found = _narrowed(values)
-    if found.shape != shape:
-        raise ValueError("a column of another length")
-    found *= np.float32(scale)
-    if not (found.min(initial=0) >= 0 and found.max(initial=0) <= LONG_AGO):  # nor where one is NaN
-        np.nan_to_num(found, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        np.clip(found, 0.0, LONG_AGO, out=found)
-    return found
-
-
-def _numbers(values: object, count: int) -> Array:
-    found = _narrowed(values)
-    if found.shape != (count,):
-        raise ValueError("a column of another length")
-    return found
-
-
-def _columns(event: Mapping[str, Any]) -> dict[str, Array]:
-    """The columns of a block of steps; ValueError, TypeError or KeyError where it is none."""
-    steps = np.array(event["step"], np.int64)
-    count = len(steps)
-    # A column of zeros is left out.
-    ticks = float(event["t"]) - np.array(event.get("at", [0] * count), np.float64) * 1e-6
-    if ticks.shape != (count,) or steps.ndim != 1 or not np.isfinite(ticks).all():
-        raise ValueError("a column of another length")
-    columns = {"step": steps, "time": ticks}
-    for name in ("loss", "counted", "size"):
-        if name in event:
-            columns[name] = _numbers(event[name], count)
-    parts = [part for part in ("wall", "load", *PARTS) if part in event]
-    if parts:
-        durations = _seconds([event[part] for part in parts], (len(parts), count), 1e-6)
-        columns |= zip(parts, durations, strict=True)
-    return columns
-
-
-def _old_columns(events: list[Event], before: GrowingArray | None) -> dict[str, Array]:
-    """The same of steps that had a line each; how long a step took follows from the one before."""
-    count = len(events)
-    columns: dict[str, Array] = {
-        "step": np.array([event["step"] for event in events], np.int64),
-        "time": np.array([event["t"] for event in events], np.float64),
-    }
-    if not np.isfinite(columns["time"]).all():
-        raise ValueError("steps at no time")
-    for name in ("loss", "size"):
-        columns[name] = _numbers([event.get(name) for event in events], count)
-    known = np.zeros(count)
-    for part in ("wait", "forward", "backward", "update"):
-        columns[part] = _seconds([event.get(part, 0.0) for event in events], (count,), 1.0)
-        known += columns[part]
-    earlier = before is not None and len(before) > 0
-    begun = before.all["time"][-1] if before is not None and earlier else columns["time"][0] - known[0]
-    columns["wall"] = _seconds(np.diff(columns["time"], prepend=begun), (count,), 1.0)
-    return columns
 
 
 def _add(attempt: Attempt, rank: int, name: str, columns: Mapping[str, Array]) -> Array:
     rows = attempt.steps.setdefault((rank, name), GrowingArray(STEP))
     added = rows.append(len(columns["step"]))
+    if "size" in columns:
+        columns = {**columns, "size": np.clip(np.nan_to_num(columns["size"]), 0, 2**31 - 128)}
     for column in ("loss", "counted", "load"):
         added[column] = np.nan
-    for column, values in columns.items():
-        added[column] = values if column != "size" else np.clip(np.nan_to_num(values), 0, 2**31 - 128)
+    with np.errstate(over="ignore"):  # a loss that float32 can't hold becomes infinite
+        for column, values in columns.items():
+            added[column] = values
     return added
 
 

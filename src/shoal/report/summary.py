@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from shoal.report import SHOWN, Attempt, BottleneckReport, History, Profile
-from shoal.report.attempts import ending, kept, number, saves
+from shoal.report.attempts import ending, kept, saves
+from shoal.report.event_fields import number_in
 from shoal.telemetry.events import Plain
 
 
@@ -35,7 +36,7 @@ def rates(attempt: Attempt, found: Profile) -> Rates:
     counted = float(counts.mean()) / step if len(counts) and step > 0 else None
     said = attempt.said("flops")
     event: Mapping[str, Any] = said[0][1] if said else {}
-    per_sample, peak = _per_sample(attempt), number(event.get("peak"))
+    per_sample, peak = _per_sample(attempt), number_in(event, "peak") or 0.0
     # Of a model that is divided among ranks each computes a part of it.
     flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
     return Rates(
@@ -52,7 +53,11 @@ def rates(attempt: Attempt, found: Profile) -> Rates:
 def _per_sample(attempt: Attempt) -> float:
     """What all Steps compute for a sample; one that is not taken on every batch counts so much less."""
     rank = min(attempt.ranks, default=0)
-    said = {event.get("name"): number(event.get("per_sample")) for _, event in attempt.said("flops")}
+    said = {
+        event.get("name"): count
+        for _, event in attempt.said("flops")
+        if (count := number_in(event, "per_sample")) is not None
+    }
     taken = {name: len(rows) for (owner, name), rows in attempt.steps.items() if owner == rank}
     ticks = max(taken.values(), default=0)
     each = [said.get(name, np.nan) * count / ticks for name, count in taken.items() if count]

@@ -1,6 +1,7 @@
-"""Ways of spreading one model over processes and devices.
+"""Ways of spreading one model over processes and devices, and the engines that execute them.
 
-Strategies are imported from their modules: those that are not used cost no time at the start.
+It offers `parallelize` and `engine_of`, and `contracts` for new strategies. Strategies are imported
+from their modules: those that are not used cost no time at the start.
 """
 
 from shoal.strategies.parallelize import engine_of, known_engine, parallelize

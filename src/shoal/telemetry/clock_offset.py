@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +46,7 @@ def at(offsets: Sequence[Offset], time: float) -> float:
 
 
 def compare(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Offset | None:
-    """This rank's offset, by several trips through the store; all ranks call it, and leave it together.
+    """Return this rank's offset, by several trips through the store; all ranks leave together.
 
     None where another rank did not come.
     """
@@ -54,22 +54,38 @@ def compare(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Off
 
     try:
         if rank:
-            found = best([_ask(store, f"{rank}/{trip}", clock) for trip in range(TRIPS)])
+            found = ask(store, rank, clock, _PATIENCE)
             store.wait(["done"], _PATIENCE * size)
             return found
-        for other in range(1, size):
-            for trip in range(TRIPS):
-                store.wait([f"{other}/{trip}/asked"], _PATIENCE)
-                store.set(f"{other}/{trip}/answer", str(clock()))
+        answer(store, range(1, size), clock, _PATIENCE)
         store.set("done", "")
     except DistStoreError:
         return None
     return Offset(clock(), 0, 0)
 
 
-def _ask(store: Store, key: str, clock: Callable[[], int]) -> Trip:
+def answer(store: Store, ranks: Iterable[int], clock: Callable[[], int], limit: timedelta) -> None:
+    """Give `ranks`, one after the other, the time of this rank's clock.
+
+    Raises DistStoreError where one does not ask within the limit.
+    """
+    for rank in ranks:
+        for trip in range(TRIPS):
+            store.wait([f"{rank}/{trip}/asked"], limit)
+            store.set(f"{rank}/{trip}/answer", str(clock()))
+
+
+def ask(store: Store, rank: int, clock: Callable[[], int], limit: timedelta) -> Offset:
+    """Return the offset of this rank's clock from the one that answers.
+
+    Raises DistStoreError where no answer comes within the limit.
+    """
+    return best([_ask(store, f"{rank}/{trip}", clock, limit) for trip in range(TRIPS)])
+
+
+def _ask(store: Store, key: str, clock: Callable[[], int], limit: timedelta) -> Trip:
     sent = clock()
     store.set(f"{key}/asked", "")
-    store.wait([f"{key}/answer"], _PATIENCE)
+    store.wait([f"{key}/answer"], limit)
     received = clock()
     return Trip(sent, int(store.get(f"{key}/answer")), received)

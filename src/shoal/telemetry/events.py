@@ -1,8 +1,9 @@
-"""What a rank records while it runs: one line of JSON per event, cheap enough to stay on.
+"""The events of a rank: where its file lies, the writer, and the only parser.
 
-The file format is the interface between a run and its readers. Lines are complete JSON objects with
-`"event"` and `"t"` (seconds since the epoch). Steps come in blocks, a line of columns for some hundred
-of them; `read_events` gives them one by one. A killed process can cut its last line in two; the next
+The file format is the interface between a run and its readers. Each line is a complete JSON object with
+`"event"`, of which `EventKind` lists the kinds that Shoal writes, and `"t"` (seconds since the epoch).
+Steps come in blocks, a line of columns for some hundred of them: `step_columns` returns their arrays,
+and `read_events` yields them one by one. A killed process can cut its last line in two; the next
 attempt starts on a fresh line, and readers skip what does not parse.
 
 A disk that takes nothing just now, being full, does not end a run: what is to be recorded is kept in
@@ -14,19 +15,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import orjson
 
 from shoal.telemetry.step_timer import PARTS, Spent, columns
 from shoal.util.regular_file import open_to_write
 from shoal.util.text import masked
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 """What JSON holds."""
@@ -38,7 +43,37 @@ FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
 """Some 150,000 steps, while the disk takes nothing; what comes after these is lost."""
 
+EventKind: TypeAlias = Literal[
+    "start",
+    "restore",
+    "steps",
+    "step",
+    "log",
+    "evaluation",
+    "usage",
+    "collectives",
+    "flops",
+    "save",
+    "save_failed",
+    "preempted",
+    "interrupted",
+    "failed",
+    "end",
+]
+"""The kinds of events that readers know; a script may record others with `Run.note`."""
+
+MALFORMED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
+"""What `step_columns` and `json.loads` raise for what no run has written."""
+
 _TIMES = ("wall", *PARTS[1:])
+_LONG_AGO = 1e9
+"""Seconds above which a duration is none."""
+_LONG_LINE = 1 << 12
+"""Bytes of a line from which it is a block of steps."""
+_NOT_NEEDED = re.compile(rb'"(?:first|share|norm)": ?\[[\[\]\d.eE+\-, nul]*\], ?')
+"""Columns that a report does not need, a third of all numbers; a name can't hold their quotes."""
+_STEPS = re.compile(rb'\{"event": ?"steps"')
+_NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
 
 
 Row: TypeAlias = tuple[int, int, int, tuple[int, int], float, Spent, float, float, float, float]
@@ -145,60 +180,163 @@ class Events:
             self._refused = True
 
 
-def read_events(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """The events of one file in order, without the lines that a kill cut in two.
+def path_of(run: str | Path, rank: int) -> Path:
+    """Return the file of a rank's events in a run directory."""
+    return Path(run) / "events" / f"rank-{rank}.jsonl"
 
-    Steps come one by one, as "step", times in seconds, whatever the format. With `last` only those in
-    so many bytes at its end.
+
+def paths_in(directory: str | Path) -> dict[int, Path]:
+    """Return the files of events by rank, in order: of a run directory, or of the `events` in it."""
+    inside = path_of(directory, 0).parent
+    folder = inside if inside.is_dir() else Path(directory)
+    found = {}
+    try:
+        for path in folder.glob("rank-*.jsonl"):
+            number = path.stem.removeprefix("rank-")
+            if number.isascii() and number.isdecimal() and len(number) < 8 and path.is_file():
+                found[int(number)] = path
+    except OSError:  # no directory, or none that may be listed
+        return {}
+    return dict(sorted(found.items()))
+
+
+def parse_event(line: bytes, *, brief: bool = False) -> dict[str, Any] | None:
+    """Return the event of a line, or None where it holds none.
+
+    With `brief`, a block of steps may lack the columns that a report does not need.
+    """
+    try:
+        event = json.loads(_NOT_NEEDED.sub(b"", line) if brief and len(line) > _LONG_LINE else line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def count_steps(line: bytes) -> int | None:
+    """Return how many steps a line holds, without parsing it; None where it is not a block of steps."""
+    if _STEPS.match(line) is None:
+        return None
+    column = _NUMBERS.search(line)
+    return 0 if column is None else column[0].count(b",") + 1
+
+
+def step_columns(block: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the columns of a block of steps: "step", "time", and those of the others that it has.
+
+    Times are in seconds. Those that no clock measures, negative or NaN, are 0. Raises one of MALFORMED
+    where it is not a block of steps.
+    """
+    import numpy as np  # not for those who only write
+
+    number = np.array(block["step"], np.int64)
+    count = len(number)
+    times = float(block["t"]) - np.array(block.get("at", [0] * count), np.float64) / 1e6
+    if number.ndim != 1 or times.shape != (count,) or not np.isfinite(times).all():
+        raise ValueError("a column of another length")
+    columns = {"step": number, "time": times}
+    for name in ("loss", "counted", "size"):
+        if name in block:
+            columns[name] = _column(block[name], count)
+    for name in ("load", *_TIMES):
+        if name in block:
+            columns[name] = durations(block[name], count, 1e6)
+    return columns
+
+
+def single_step_columns(steps: list[dict[str, Any]], begun: float | None) -> dict[str, NDArray[Any]]:
+    """Return the columns of steps of format 1, which had a line each.
+
+    How long a step took follows from the one before; `begun` is the time of the step before the first.
+    Raises one of MALFORMED where they are not steps.
+    """
+    import numpy as np
+
+    count = len(steps)
+    columns: dict[str, NDArray[Any]] = {
+        "step": np.array([step["step"] for step in steps], np.int64),
+        "time": np.array([step["t"] for step in steps], np.float64),
+    }
+    if not np.isfinite(columns["time"]).all():
+        raise ValueError("steps at no time")
+    for name in ("loss", "size"):
+        columns[name] = _column([step.get(name) for step in steps], count)
+    known = np.zeros(count)
+    for part in ("wait", "forward", "backward", "update"):
+        columns[part] = durations([step.get(part, 0.0) for step in steps], count)
+        known += columns[part]
+    before = columns["time"][0] - known[0] if begun is None else begun
+    columns["wall"] = durations(np.diff(columns["time"], prepend=before), count)
+    return columns
+
+
+def durations(values: object, count: int, per_second: float = 1.0) -> NDArray[np.float64]:
+    """Return lengths of time in seconds; 0 for what is none. ValueError where there are not `count`."""
+    import numpy as np
+
+    found = _column(values, count) / per_second
+    if not (found.min(initial=0) >= 0 and found.max(initial=0) <= _LONG_AGO):  # nor where one is NaN
+        found = np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).clip(0.0, _LONG_AGO)
+    return found
+
+
+def _column(values: object, count: int) -> NDArray[np.float64]:
+    import numpy as np
+
+    found = np.array(values, np.float64)
+    if found.shape != (count,):
+        raise ValueError("a column of another length")
+    return found
+
+
+def read_events(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the events of one file in order, without the lines that a kill cut in two.
+
+    Steps come one by one, as "step", times in seconds, whatever the format. With `last`, only the
+    events in that many bytes at the end of the file.
     """
     with Path(path).open("rb") as lines:
         if last is not None:
             lines.seek(max(0, os.fstat(lines.fileno()).st_size - last))
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if not isinstance(event, dict) or "event" not in event:
-                continue
+        for event in filter(None, map(parse_event, lines)):
             if event["event"] == "steps":
-                yield from _single(event)
+                yield from _single_steps(event)
             else:
                 yield event
 
 
-def _single(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a block; none where it is not what this module writes."""
-    length = len(block["step"]) if isinstance(block.get("step"), list) else 0
-    found = {n: each for n, each in block.items() if isinstance(each, list) and len(each) == length}
-    names = ("at", *_TIMES, *(("load",) if "load" in found else ()))
-    times = [found.pop(name, [0] * length) for name in names]
-    last, name = block.get("t"), block.get("name")
-    if not all(map(_is_number, (last, *chain(*times)))):
+def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a block; none where it is not what this module writes."""
+    try:
+        columns = step_columns(block)
+    except MALFORMED:
         return
-    rows = zip(zip(*found.values(), strict=True), zip(*times, strict=True), strict=True)
-    for values, microseconds in rows:
-        at, *parts = (each / 1e6 for each in microseconds)
-        event: dict[str, Any] = {"event": "step", "t": round(last - at, 6), "name": name}
-        event |= zip(found, values, strict=True)
-        yield event | dict(zip(names[1:], parts, strict=True))
+    count = len(columns["step"])
+    absent = [0.0] * count
+    parts = {name: columns[name].tolist() if name in columns else absent for name in _TIMES}
+    if "load" in columns:
+        parts["load"] = columns["load"].tolist()
+    others = {
+        name: values
+        for name, values in block.items()
+        if isinstance(values, list) and len(values) == count and name not in ("at", *parts)
+    }
+    name, times = block.get("name"), columns["time"].tolist()
+    for place, time_of in enumerate(times):
+        event: dict[str, Any] = {"event": "step", "t": round(time_of, 6), "name": name}
+        event |= {name: values[place] for name, values in others.items()}
+        yield event | {name: values[place] for name, values in parts.items()}
 
 
 def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """Of each step, by (name, step), the record of each rank: of the last attempt that took it.
+    """Return the record of each rank of each step, by (name, step): of the last attempt that took it.
 
     What a killed attempt did after its last checkpoint is done again by the next, perhaps on fewer
     ranks; so a record counts if it is of the same attempt as rank 0's last one. `directory` is a
     run's, or the `events` in it.
     """
     found: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
-    directory = Path(directory)
-    inside = directory / "events"
-    for path in (inside if inside.is_dir() else directory).glob("rank-*.jsonl"):
-        number, attempt = path.stem.removeprefix("rank-"), None
-        if not number.isdecimal():
-            continue
-        rank = int(number)
+    for rank, path in paths_in(directory).items():
+        attempt = None
         for event in read_events(path):
             if event["event"] == "start":
                 attempt = event.get("began")
@@ -220,10 +358,6 @@ def _is_step(event: Mapping[str, Any]) -> bool:
         and isinstance(share, list)
         and [type(each) for each in share] == [int, int]
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e18
 
 
 def finite(value: Plain) -> Plain:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from shoal.data import Loader
-from shoal.util.text import duration
+from shoal.util.units import elapsed
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -79,10 +79,10 @@ class Standing(NamedTuple):
 
     def _clock(self) -> str | None:
         if self.took is not None:
-            return f"in {duration(self.took)}"
+            return f"in {elapsed(self.took)}"
         if self.goal is None or not self.rate:
             return None
-        return f"{duration(max(0, self.goal - self.position) / self.rate)} left"
+        return f"{elapsed(max(0, self.goal - self.position) / self.rate)} left"
 
 
 class ProgressBar:

@@ -30,7 +30,7 @@ from shoal.checkpoint import (
 )
 from shoal.data import Loader
 from shoal.distributed.world import World
-from shoal.telemetry.events import Events
+from shoal.telemetry.events import Events, path_of
 from shoal.telemetry.profiler.window import Window, checked, recordable
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
@@ -141,7 +141,7 @@ class Run:
         self.checkpoints.check()
         job, attempt = self.world.placement.job, self.world.placement.attempt
         self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
-        events = self.directory / "events" / f"rank-{self.world.rank}.jsonl"
+        events = path_of(self.directory, self.world.rank)
         self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
         self._saves = SavePolicy(self.world, self.events, must=must_save)
         self._progress = _progress_bar(self.world)

@@ -70,21 +70,3 @@ def print_path(console: Console, text: str) -> None:
 def as_text(text: str) -> Text:
     """Text as it stands: `node[01-03]` is no markup."""
     return Text(printable(text))
-
-
-def size(count: int) -> str:
-    """Bytes as people say them, in powers of ten."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.0f} PB"
-
-
-def span(seconds: float) -> str:
-    """A length of time as people say it."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds // length:,.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"

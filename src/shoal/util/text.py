@@ -102,13 +102,3 @@ def is_secret(name: object) -> bool:
     if not isinstance(name, str) or name in _DIRECTORIES:
         return False
     return bool(_SECRET.search(_HUMP.sub("_", name).lower()))
-
-
-def duration(seconds: float) -> str:
-    """For people: 0:07, 12:34, 3:25:45, 4d 03:25. Nothing where a clock was set back meanwhile."""
-    minutes, second = divmod(round(max(0.0, seconds)), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02}:{minute:02}"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -24,14 +24,15 @@ from shoal.bench.collectives.machine_file import (
     write_machine_file,
 )
 from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure
-from shoal.bench.csv_file import write_rows
+from shoal.bench.collectives.message_sizes import parse_sizes
 from shoal.bench.scaling.interrupt import InterruptFlag
-from shoal.bench.units import parse_sizes, shown_size
 from shoal.distributed import env_vars, link_speed
 from shoal.distributed.world import World, init
 from shoal.launcher.local import run_job
+from shoal.report.html import write_csv
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line, print_path
+from shoal.util.units import binary_size
 
 BACKENDS = ("mpi", "nccl", "gloo")
 """In this order: the first of those that are measured is the world's own, others stand beside it."""
@@ -216,7 +217,7 @@ def _report(
         display.show_pairs(console, pairs)
     print_path(console, f"machine file: {path}")
     if asked.csv is not None:
-        write_rows(asked.csv, display.rows(machine))
+        write_csv(asked.csv, display.rows(machine))
         print_path(console, f"points: {asked.csv}")
     if asked.json:
         print_path(console, to_json(machine))
@@ -295,7 +296,7 @@ def _check_memory(largest: int, processes: int, backends: int) -> None:
     needed, free = 2 * largest * processes * backends, psutil.virtual_memory().available
     if needed > free:
         raise LaunchError(
-            given=f"messages of {shown_size(largest)}, {processes} processes",
-            found=f"they need {shown_size(needed)} of memory; {shown_size(free)} are free",
+            given=f"messages of {binary_size(largest)}, {processes} processes",
+            found=f"they need {binary_size(needed)} of memory; {binary_size(free)} are free",
             fix=f"--sizes 1KiB:{max(1, free // (needed // largest * 4) >> 20)}MiB",
         )

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 
 from shoal.bench.collectives.machine_file import CollectiveSeries, MachineFile, Point
-from shoal.bench.units import duration, percent, shown_size, times
 from shoal.distributed.link_speed import Pairs, slow
-from shoal.report import bandwidth
 from shoal.util.tables import add_row, make_table, print_line, print_table
+from shoal.util.units import bandwidth, binary_size, duration, percent, two_digits
 
 MOST_RANKS = 8
 """Of more ranks than that a matrix is no table any more."""
@@ -30,7 +29,10 @@ def show(console: Console, machine: MachineFile, left_out: Sequence[tuple[str, s
         ]
         if own:
             _show_matrix(
-                console, f"Time of a call through {backend}", own, lambda _, it: duration(it.seconds)
+                console,
+                f"Time of a call through {backend}",
+                own,
+                lambda _, it: duration(it.seconds, fixed=True),
             )
             _show_matrix(
                 console,
@@ -65,10 +67,10 @@ def _sentence(series: CollectiveSeries) -> str:
         return f"{series.backend} takes {duration(first.seconds)} for a barrier"
     text = (
         f"{series.backend} moves {bandwidth(series.bus_bandwidth(last))} (bus) "
-        f"in {_article(series)} of {shown_size(last.bytes)}"
+        f"in {_article(series)} of {binary_size(last.bytes)}"
     )
     if len(series.points) > 1:
-        text += f", and takes {duration(first.seconds)} for {shown_size(first.bytes)}"
+        text += f", and takes {duration(first.seconds)} for {binary_size(first.bytes)}"
     return text
 
 
@@ -86,9 +88,11 @@ def comparison(one: CollectiveSeries, other: CollectiveSeries) -> str:
     if not ratios:
         return ""
     (first, size), *rest = ratios
-    text = f"{other.backend} takes {times(first)} times as long as {one.backend} at {shown_size(size)}"
+    text = f"{other.backend} takes {two_digits(first)} times as long as {one.backend}"
     return (
-        text + "".join(f", {times(more)} times as long at {shown_size(at)}" for more, at in rest) + "."
+        f"{text} at {binary_size(size)}"
+        + "".join(f", {two_digits(more)} times as long at {binary_size(at)}" for more, at in rest)
+        + "."
     )
 
 
@@ -98,7 +102,7 @@ def _remarks(machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> 
     for backend, operation in dict.fromkeys((backend, name) for backend, name, _ in left_out):
         sizes = [size for other, name, size in left_out if (other, name) == (backend, operation)]
         yield (
-            f"{operation} through {backend}: {shown_size(min(sizes))} and more would have taken too "
+            f"{operation} through {backend}: {binary_size(min(sizes))} and more would have taken too "
             "long (--seconds)."
         )
 
@@ -108,13 +112,13 @@ def _show_fits(console: Console, machine: MachineFile) -> None:
     table = make_table(*headers, right=headers[2:])
     for series in machine.series:
         fit = series.fit
-        spread = percent(statistics.median(point.spread for point in series.points))
+        spread = percent(statistics.median(point.spread for point in series.points), tenths=True)
         cells = ("", "", "")
         if fit is not None:
             speed = "no limit seen" if fit.bandwidth is None else bandwidth(fit.bandwidth)
-            cells = (duration(fit.latency), speed, percent(fit.error))
+            cells = (duration(fit.latency, fixed=True), speed, percent(fit.error, tenths=True))
         elif series.operation == "barrier":
-            cells = (duration(series.points[0].seconds), "", "")
+            cells = (duration(series.points[0].seconds, fixed=True), "", "")
         add_row(table, series.backend, series.operation, *cells, str(len(series.points)), spread)
     print_table(
         console, "The line time = latency + bytes / bandwidth, and how far points are off", table
@@ -134,7 +138,7 @@ def _show_matrix(
     for size in sizes:
         found = [next((it for it in series.points if it.bytes == size), None) for series in own]
         texts = ["" if it is None else cell(series, it) for series, it in zip(own, found, strict=True)]
-        add_row(table, shown_size(size), *texts)
+        add_row(table, binary_size(size), *texts)
     print_table(console, title, table)
 
 
@@ -156,7 +160,7 @@ def show_pairs(console: Console, measured: Pairs) -> None:
     table = make_table(*headers, right=headers)
     for sender, row in enumerate(measured.bandwidth):
         add_row(table, str(sender), *("" if it is None else bandwidth(it) for it in row))
-    print_table(console, f"From rank to rank, {shown_size(measured.bytes)} and an answer", table)
+    print_table(console, f"From rank to rank, {binary_size(measured.bytes)} and an answer", table)
 
 
 def rows(machine: MachineFile) -> Iterator[Sequence[object]]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from shoal.telemetry.collective_stats import bus_factor
 from shoal.util.errors import ShoalError
 
 FORMAT, VERSION = "shoal machine", 1
@@ -115,13 +116,6 @@ class MachineFile:
     interface: str
     series: tuple[CollectiveSeries, ...]
     links: LinkTable | None = None
-
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """What turns the algorithm's bandwidth of an operation into that of the bus."""
-    if operation == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return (ranks - 1) / ranks if operation in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
 
 
 def fit(points: Sequence[Point]) -> Fit | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.bench.units import duration, times
+from shoal.util.units import duration, two_digits
 
 PYTHON = "Python loop"
 SAME = 1.05
@@ -56,9 +56,8 @@ def _sentence(subject: str, found: Sequence[Mode]) -> str:
         for mode in own.values()
         if mode is not usual and mode.seconds is not None
     ]
-    return (
-        f"{subject}: {usual.way} {duration(usual.seconds)} a call; {'; '.join(parts)}." if parts else ""
-    )
+    took = duration(usual.seconds, fixed=True)
+    return f"{subject}: {usual.way} {took} a call; {'; '.join(parts)}." if parts else ""
 
 
 def _compared(way: str, seconds: float, first: float, usual: float) -> str:
@@ -66,10 +65,10 @@ def _compared(way: str, seconds: float, first: float, usual: float) -> str:
     if 1 / SAME <= ratio <= SAME:
         return f"{way} as fast"
     if ratio < 1:
-        return f"{way} takes {times(1 / ratio)} times as long"
+        return f"{way} takes {two_digits(1 / ratio)} times as long"
     calls = math.ceil(first / (usual - seconds))
     paid = f", which pays off after {calls:,} calls" if way != PYTHON else ""
-    return f"{way} is {times(ratio)} times as fast{paid}"
+    return f"{way} is {two_digits(ratio)} times as fast{paid}"
 
 
 def rows(found: Sequence[Mode]) -> Iterator[Sequence[object]]:

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.compile.display import PYTHON, Mode, advise, rows
-from shoal.bench.csv_file import write_rows
 from shoal.bench.import_target import raised, require_alone
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.bench.scaling.models import make
 from shoal.bench.scaling.subject import ScriptSubject, parse_subject
-from shoal.bench.units import duration, percent
 from shoal.data import Loader
 from shoal.distributed.world import World, init
+from shoal.report.html import write_csv
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+from shoal.util.units import duration, percent
 
 SQUARINGS = 10
 NUMBERS = (5, 10_000)
@@ -290,7 +290,7 @@ def _report(asked: CompileOptions, found: Sequence[Mode]) -> None:
         what = f", forward and backward, batches of {asked.batch}" if subject == asked.model else ""
         print_table(console, f"{subject}{what}", table)
     if asked.csv is not None:
-        write_rows(asked.csv, rows(found))
+        write_csv(asked.csv, rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain = {"advice": sentences, "modes": [asdict(mode) for mode in found]}
@@ -301,9 +301,9 @@ def _cells(mode: Mode) -> Iterator[str]:
     if mode.seconds is None:
         yield from ("", "", "", mode.reason)
         return
-    yield duration(mode.seconds)
-    yield percent((mode.high - mode.low) / mode.seconds)
-    yield duration(mode.first)
+    yield duration(mode.seconds, fixed=True)
+    yield percent((mode.high - mode.low) / mode.seconds, tenths=True)
+    yield duration(mode.first, fixed=True)
     yield (
         ""
         if mode.difference is None

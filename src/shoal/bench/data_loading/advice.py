@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.bench.data_loading.measure import Trial
-from shoal.bench.units import duration, percent, times
+from shoal.util.units import duration, percent, two_digits
 
 ENOUGH = 0.9
 """A number of workers that gives so much of the best is as good: the rest is noise."""
@@ -88,12 +88,12 @@ def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: i
     best, more = found[chosen], [workers for workers in sorted(found) if workers > chosen]
     text = f"{where}num_workers={chosen} gives {_rate(best)}"
     if chosen and 0 in found:
-        text += f", {times(best.rate / found[0].rate)} times as many as 0"
+        text += f", {two_digits(best.rate / found[0].rate)} times as many as 0"
     if not more:
         return f"{text}; more were not measured." if len(found) > 1 else f"{text}."
     following = found[more[0]]
     change = following.rate / best.rate
-    gives = "no more" if change >= ENOUGH else f"{times(change)} times as many"
+    gives = "no more" if change >= ENOUGH else f"{two_digits(change)} times as many"
     return f"{text}; {more[0]} give {gives}: {_why(best, following, cores)}."
 
 
@@ -118,9 +118,8 @@ def _enough(found: Mapping[int, LoaderTrials], need: Need) -> str:
     asked = f"{need.source} takes {pace}"
     for workers, each in sorted(found.items()):
         if each.rate >= need.rate:
-            return (
-                f"{asked}: num_workers={workers} is enough ({times(each.rate / need.rate)} times that)."
-            )
+            ratio = two_digits(each.rate / need.rate)
+            return f"{asked}: num_workers={workers} is enough ({ratio} times that)."
     workers, best = max(found.items(), key=lambda item: item[1].rate)
     waiting = 1 - best.rate / need.rate
     return (
@@ -130,4 +129,4 @@ def _enough(found: Mapping[int, LoaderTrials], need: Need) -> str:
 
 
 def _rate(each: LoaderTrials) -> str:
-    return f"{each.rate:,.0f} samples/s" if each.rate >= 10 else f"{each.rate:.2g} samples/s"
+    return f"{two_digits(each.rate)} samples/s"

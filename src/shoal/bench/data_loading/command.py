@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.csv_file import write_rows
 from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
 from shoal.bench.data_loading.measure import Stages, Trial, stages, trial
 from shoal.bench.import_target import called, named, raised, require_alone
 from shoal.bench.scaling.interrupt import InterruptFlag
-from shoal.bench.units import duration, percent
 from shoal.data import Loader
 from shoal.data.iterable_dataset import Flow
 from shoal.distributed.world import World, init
 from shoal.report import Reader
+from shoal.report.html import write_csv
 from shoal.util.errors import DataError, LaunchError, ShoalError
 from shoal.util.tables import (
     add_row,
@@ -28,8 +27,8 @@ from shoal.util.tables import (
     print_line,
     print_path,
     print_table,
-    size,
 )
+from shoal.util.units import duration, percent, size, two_digits
 
 BATCH_SIZE = 32
 _ROUNDS = 3
@@ -213,8 +212,13 @@ def _report(
     for each in found:
         busy = "{:.1f} + {:.1f}".format(*each.busy) if each.workers else f"{each.busy[0]:.1f}"
         memory = "" if each.memory is None else size(each.memory)
-        rate = f"{each.rate:,.0f}" if each.rate >= 10 else f"{each.rate:.2g}"
-        cells = (rate, percent(each.spread), duration(each.first), busy, memory)
+        cells = (
+            two_digits(each.rate),
+            percent(each.spread, tenths=True),
+            duration(each.first, fixed=True),
+            busy,
+            memory,
+        )
         add_row(table, str(each.batch_size), str(each.workers), *cells)
     print_table(console, "Batches taken as fast as they come (cores: here + in workers)", table)
     if parts is not None:
@@ -222,10 +226,15 @@ def _report(
             "stage", "for a sample", "for a batch", right=("for a sample", "for a batch")
         )
         for name, seconds in _named_stages(parts):
-            add_row(stage, name, duration(seconds), duration(seconds * found[0].batch_size))
+            add_row(
+                stage,
+                name,
+                duration(seconds, fixed=True),
+                duration(seconds * found[0].batch_size, fixed=True),
+            )
         print_table(console, "Each stage alone", stage)
     if asked.csv is not None:
-        write_rows(asked.csv, _rows(found))
+        write_csv(asked.csv, _rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain: dict[str, Any] = {

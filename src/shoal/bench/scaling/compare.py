@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from shoal.bench.scaling.aggregate import ScalingPoint, Spread, rows
 from shoal.bench.scaling.configurations import Configuration, ScalingCurve
 from shoal.bench.scaling.directory import Study
-from shoal.bench.scaling.format import number
 from shoal.bench.scaling.measure import SHOWN
 from shoal.util.errors import LaunchError
+from shoal.util.units import three_digits
 
 MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
 """What has to be the same."""
@@ -136,7 +136,7 @@ def sentence(pair: Pair, first: str, second: str) -> str:
     total = sum((pair.first.parts or {}).values())
     great = sorted(pair.changes.items(), key=lambda item: -abs(item[1]))[:TOLD]
     told = [
-        f"{number(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
+        f"{three_digits(abs(seconds) * 1e3)} ms {'more' if seconds > 0 else 'less'} {SHOWN[part]}"
         for part, seconds in great
         if abs(seconds) >= max(LEAST * total, _scatter(pair, part))
     ]

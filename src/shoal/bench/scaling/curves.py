@@ -9,6 +9,7 @@ from shoal.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.report.html import Block, Figure, Table
 from shoal.report.html.plots import Series, lines
+from shoal.util.units import three_digits
 
 WIDE = 8
 """More processes than these are drawn on logarithmic axes."""
@@ -94,7 +95,7 @@ def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figu
             names[row.curve],
             str(row.processes),
             *(
-                format.number(value * 1e3)
+                three_digits(value * 1e3)
                 for value in (row.mean, row.synchronisation, row.mean - row.synchronisation)
             ),
         )
@@ -143,7 +144,7 @@ def _numbers(rows: Sequence[ScalingPoint], names: Names, what: str, name: str, s
         value: Spread | None = getattr(row, name)
         if value is not None:
             ends = (value.median, value.low, value.high)
-            numbers = [format.number(end * scale) for end in ends]
+            numbers = [three_digits(end * scale) for end in ends]
             cells.append((names[row.curve], str(row.processes), *numbers))
     return Table(caption=f"{what}, as drawn.", head=head, rows=cells, right=head[1:])
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from shoal.bench.scaling.configurations import (
     order,
 )
 from shoal.util.errors import CheckpointError, ShoalError
+from shoal.util.packages import versions
 from shoal.util.regular_file import replace
 
 FORMAT = 1
@@ -171,15 +171,6 @@ def this_machine() -> dict[str, str]:
         "system": platform.platform(),
         "processor": _processor(),
         **versions(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """What a study is measured with."""
-    return {
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "shoal": version("shoal"),
     }
 
 

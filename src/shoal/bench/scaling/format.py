@@ -8,6 +8,7 @@ from shoal.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.measure import PARTS
 from shoal.report.html import Table
+from shoal.util.units import three_digits
 
 Way = Callable[[Spread, float], str]
 
@@ -27,7 +28,7 @@ def cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
         *begin,
         way(row.rate, each),
         way(row.iteration, 1e3),
-        number(row.synchronisation * 1e3),
+        three_digits(row.synchronisation * 1e3),
         way(row.speedup, 1),
         way(row.efficiency, 100),
         many,
@@ -36,24 +37,16 @@ def cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
 
 def ranged(value: Spread, scale: float) -> str:
     """The median, and between which two the others lie."""
-    low, middle, high = (number(each * scale) for each in (value.low, value.median, value.high))
+    low, middle, high = (three_digits(each * scale) for each in (value.low, value.median, value.high))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def short(value: Spread, scale: float) -> str:
     """The median, and half of what lies between the ends, in percent of it."""
-    middle = number(value.median * scale)
+    middle = three_digits(value.median * scale)
     if value.low == value.high or not value.median:
         return middle
     return f"{middle} ±{(value.high - value.low) / 2 / value.median * 100:.0f}%"
-
-
-def number(value: float) -> str:
-    """Three digits that say something, or all before the point."""
-    size = abs(value)
-    if size >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 
 def across(
@@ -85,11 +78,11 @@ def across(
 def _rated(row: ScalingPoint, each: int) -> str:
     if row.rate is None or row.speedup is None:
         return ""
-    return f"{number(row.rate.median * each)} ({row.speedup.median:.2f}x)"
+    return f"{three_digits(row.rate.median * each)} ({row.speedup.median:.2f}x)"
 
 
 def _timed(row: ScalingPoint) -> str:
-    return f"{number(row.mean * 1e3)} ({number(row.synchronisation * 1e3)})"
+    return f"{three_digits(row.mean * 1e3)} ({three_digits(row.synchronisation * 1e3)})"
 
 
 FIELDS = ("scaling", "backend", "strategy", "precision", "way")

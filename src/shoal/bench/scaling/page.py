@@ -17,6 +17,7 @@ from shoal.bench.scaling.subject import unit
 from shoal.report import PALETTE
 from shoal.report.html import Block, Facts, Figure, Page, Section, Table, Text
 from shoal.report.html.plots import bars, lines
+from shoal.util.units import three_digits
 
 LEAST = 0.001
 """The share of a step that a part has somewhere, to be drawn."""
@@ -107,7 +108,7 @@ def parts_figure(name: str, labelled: Mapping[str, ScalingPoint], caption: str) 
     values = {SHOWN[part]: [max(0.0, parts.get(part, 0.0)) * 1e3 for parts in given] for part in used}
     head = ("processes and curve", *values)
     table = [
-        (label, *(format.number(values[part][place]) for part in values))
+        (label, *(three_digits(values[part][place]) for part in values))
         for place, label in enumerate(labelled)
     ]
     return Figure(
@@ -207,7 +208,7 @@ def _overlaid(
         sizes = sorted({pair.configuration.processes for pair in own})
         head = ("processes", "study and curve", f"{word}/s")
         cells = [
-            (f"{size:g}", line.label, format.number(value or 0.0))
+            (f"{size:g}", line.label, three_digits(value or 0.0))
             for line in drawn
             for size, value in zip(line.x, line.y, strict=True)
         ]

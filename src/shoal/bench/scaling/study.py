@@ -24,6 +24,7 @@ from shoal.launcher.submit.times import spell_time
 from shoal.report.html import csv_of, save
 from shoal.util.errors import LaunchError
 from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+from shoal.util.units import three_digits
 
 CSV, PAGE = "results.csv", "index.html"
 
@@ -51,7 +52,7 @@ def run(path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[s
 def _outcome(repeat: Repeat, word: str, each: int) -> str:
     if repeat.measured is None:
         return f"failed: {repeat.reason}"
-    return f"{format.number(repeat.measured.rate * each)} {word}/s"
+    return f"{three_digits(repeat.measured.rate * each)} {word}/s"
 
 
 def show(study: Study, console: Console) -> None:
@@ -89,7 +90,7 @@ def show(study: Study, console: Console) -> None:
                 add_row(compact, *cells)
             print_table(console, each_table.caption, compact)
     path = study.path / CSV
-    path.write_text(csv_of(format.table(found, word, each)))
+    path.write_text(csv_of(format.table(found, word, each).lines))
     written = save(study_page(study, found, notes), study.path / PAGE)
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 

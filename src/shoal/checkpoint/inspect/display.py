@@ -19,9 +19,8 @@ from shoal.util.tables import (
     print_pairs,
     print_path,
     print_table,
-    size,
-    span,
 )
+from shoal.util.units import age, size
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect.diff import Comparison
@@ -64,7 +63,7 @@ def _columns(found: Sequence[CheckpointEntry], *, width: int, verified: bool) ->
         "position": (True, lambda entry: _number(entry.info.get("position"))),
         "epoch": ("epoch" in said, lambda entry: _number(entry.info.get("epoch"))),
         "saved": (wide, lambda entry: _when(entry.saved)),
-        "age": (True, lambda entry: "" if entry.saved is None else span(now - entry.saved)),
+        "age": (True, lambda entry: "" if entry.saved is None else age(now - entry.saved)),
         "ranks": (True, lambda entry: _number(entry.ranks)),
         "layout": ("layout" in said, lambda entry: str(entry.info.get("layout", ""))),
         "files": (wide, lambda entry: _number(entry.files)),
@@ -85,7 +84,7 @@ def contents(console: Console, found: CheckpointManifest) -> None:
         str(found.path),
         [
             ("step", f"{found.manifest.step:,}"),
-            ("saved", "" if saved is None else f"{_when(saved)}, {span(time.time() - saved)} ago"),
+            ("saved", "" if saved is None else f"{_when(saved)}, {age(time.time() - saved)} ago"),
             ("ranks", f"{found.manifest.world_size:,}"),
             ("files", f"{len(records):,}, {size(found.bytes)}"),
             *said,

@@ -1,4 +1,4 @@
-"""How far the clocks of the hosts are apart: NTP's round trips, through the store."""
+"""How far the clocks of the hosts are apart."""
 
 from __future__ import annotations
 
@@ -8,54 +8,34 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypedDict
 
 from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
+from shoal.telemetry import clock_offset
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-TRIPS = 5
 _APART = 0.1
 _FAR_APART = 60.0
 
 
 class Clock(TypedDict):
-    """How far a rank's clock is before rank 0's in seconds, and how far off that may be."""
+    """How far a rank's clock is ahead of rank 0's, and how far off that may be; in seconds."""
 
     offset: float
     error: float
 
 
 def measure_clock_offsets(store: Store, *, rank: int, asking: Sequence[int], limit: float) -> Clock:
-    """Rank 0 answers the ranks `asking`, one after the other, with its time."""
-    span = timedelta(seconds=limit)
+    """Return how far this rank's clock is ahead; rank 0 answers the ranks `asking`, in their order."""
     if rank == 0:
-        for other in asking:
-            for trip in range(TRIPS):
-                store.wait([f"asked/{other}/{trip}"], span)
-                store.set(f"told/{other}/{trip}", repr(time.time()))
+        clock_offset.answer(store, asking, time.time_ns, timedelta(seconds=limit))
     elif rank in asking:
-        trips = []
-        for trip in range(TRIPS):
-            begun, sent = time.perf_counter(), time.time()
-            store.set(f"asked/{rank}/{trip}", "")
-            store.wait([f"told/{rank}/{trip}"], span)
-            told = float(store.get(f"told/{rank}/{trip}"))
-            trips.append((sent, told, time.perf_counter() - begun))
-        return estimate(trips[1:])  # the first one may have waited for other ranks' turns
+        found = clock_offset.ask(store, rank, time.time_ns, timedelta(seconds=limit))
+        return Clock(offset=-found.offset / 1e9, error=found.uncertainty / 1e9)
     return Clock(offset=0.0, error=0.0)
 
 
-def estimate(trips: Sequence[tuple[float, float, float]]) -> Clock:
-    """Of round trips (own time when sent, the other's time, seconds it took) the shortest decides.
-
-    The other's time was taken somewhere within the trip: half of it is how far off that may be. Mills,
-    RFC 5905, section 8.
-    """
-    sent, told, taken = min(trips, key=lambda trip: trip[2])
-    return Clock(offset=sent + taken / 2 - told, error=taken / 2)
-
-
 def check_clocks(ranks: Sequence[RankFacts[Clock]]) -> Iterator[CheckResult]:
-    """Clocks that are apart for certain: files, timelines and certificates go by them."""
+    """Yield clocks that are certainly apart: files, timelines and certificates go by them."""
     apart = [one for one in ranks if _certain(one.facts) > _APART]
     for one in apart:
         offset = one.facts["offset"]

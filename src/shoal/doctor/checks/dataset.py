@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, where
 from shoal.util.differences import differences
-from shoal.util.tables import size
+from shoal.util.units import size
 
 SAMPLES = 16
 """So many files are looked into, evenly chosen in the order of their names."""

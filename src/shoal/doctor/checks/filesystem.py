@@ -18,7 +18,7 @@ from typing import TypedDict
 import psutil
 
 from shoal.doctor.findings import CheckResult, RankFacts, by_rank, failure, ok, warning, where
-from shoal.util.tables import size
+from shoal.util.units import size
 
 GIB = 2**30
 _SYNCS = 5

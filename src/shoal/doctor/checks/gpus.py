@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from shoal.distributed import env_vars
 from shoal.doctor.findings import CheckResult, RankFacts, by_host, failure, grouped, ok, warning, where
-from shoal.util.tables import size
+from shoal.util.units import size
 
 DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
 _INSTALL = "pip install 'shoal[gpu]'"

@@ -14,7 +14,7 @@ from shoal.distributed import env_vars
 from shoal.doctor.cgroups import own_limits
 from shoal.doctor.findings import CheckResult, RankFacts, by_host, by_rank, failure, ok, warning
 from shoal.util.differences import spans
-from shoal.util.tables import size
+from shoal.util.units import size
 
 SHARED = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")

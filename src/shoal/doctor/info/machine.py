@@ -18,6 +18,7 @@ import torch
 
 from shoal.distributed import env_vars
 from shoal.doctor.cgroups import own_limits
+from shoal.util.units import binary_size
 
 EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
 """Those extras of Shoal that add something to a script; the others serve its own development."""
@@ -25,7 +26,6 @@ EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
 PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
 
 _VERSION_SECONDS = 2.0
-_GIB = 2**30
 
 Rows = list[tuple[str, str]]
 """Lines of two columns: what, and what was found."""
@@ -69,12 +69,12 @@ def _hardware() -> Rows:
     quota, ceiling = own_limits()
     rows = [
         ("cores", f"{cores} in the affinity of {total}"),
-        ("memory", f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB"),
+        ("memory", f"{binary_size(memory.available)} free of {binary_size(memory.total)}"),
     ]
     if quota is not None:
         rows.append(("limit of CPU", f"{quota:g} core(s), by the cgroup"))
     if ceiling is not None and ceiling < memory.total:
-        rows.append(("limit of memory", f"{ceiling / _GIB:.1f} GiB, by the cgroup"))
+        rows.append(("limit of memory", f"{binary_size(ceiling)}, by the cgroup"))
     rows += [(f"GPU {index}", gpu(index)) for index in range(torch.cuda.device_count())]
     if not torch.cuda.device_count():
         rows.append(("GPUs", "none that torch sees"))
@@ -84,7 +84,7 @@ def _hardware() -> Rows:
 def gpu(index: int) -> str:
     """The name and the memory of a visible GPU."""
     found = torch.cuda.get_device_properties(index)
-    return f"{found.name}, {found.total_memory / _GIB:.1f} GiB"
+    return f"{found.name}, {binary_size(found.total_memory)}"
 
 
 def packages(requirements: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ import torch
 
 from shoal.distributed.world import World
 from shoal.doctor.info.machine import gpu, versions
+from shoal.util.differences import differences as find_differences
 from shoal.util.differences import spans
 
 MOST_ROWS = 32
@@ -77,14 +78,11 @@ def _each(values: Sequence[str]) -> str:
 
 
 def differences(ranks: Sequence[RankInfo]) -> Iterator[str]:
-    """A line for each version that is not the same on all ranks, with the odd ones named."""
-    for name in ranks[0].versions:
-        found = Counter(one.versions[name] for one in ranks)
-        (usual, times), *odd = found.most_common()
-        for value, _ in odd:
-            where = [one for one in ranks if one.versions[name] == value]
-            hosts = ", ".join(dict.fromkeys(one.host for one in where))
+    """Yield a line for each version that is not the same on all ranks, with the ranks that differ."""
+    for found in find_differences([one.versions for one in ranks]):
+        for value, odd in found.others.items():
+            hosts = ", ".join(dict.fromkeys(ranks[rank].host for rank in odd))
             yield (
-                f"{name} differs: {usual} on {times} of {len(ranks)} ranks, "
-                f"{value} on rank {spans([one.rank for one in where])} ({hosts})"
+                f"{found.name} differs: {found.usual} on {found.times} of {len(ranks)} ranks, "
+                f"{value} on rank {spans(odd)} ({hosts})"
             )

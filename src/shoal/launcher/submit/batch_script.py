@@ -91,7 +91,7 @@ def render(job: Job, site: Site, place: JobContext) -> str:
         launcher=Shell(job.launcher),
         processes=job.processes,
         launch=_launch(job, site, scheduler),
-        events=f"{place.run}/events/rank-0.jsonl",
+        events=str(path_of(place.run, 0)),
         local=Shell(site.local or scheduler.shell.local),
         stage=[os.path.split(path) for path in place.stage],
         program=quote_words(_around(_program(job, site, place, scheduler))),

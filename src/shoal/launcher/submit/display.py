@@ -23,8 +23,8 @@ from shoal.util.tables import (
     print_pairs,
     print_path,
     print_table,
-    span,
 )
+from shoal.util.units import age
 
 _SHOWN = 5
 _ROOM_FOR_FILES = 90
@@ -151,7 +151,7 @@ def _ended(end: JobEnd) -> str:
 def _ago(moment: object) -> str:
     if not isinstance(moment, int | float):
         return "at an unknown time"
-    return f"{span(time.time() - moment)} ago"
+    return f"{age(time.time() - moment)} ago"
 
 
 def _some(names: tuple[str, ...]) -> str:

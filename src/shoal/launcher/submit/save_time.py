@@ -30,7 +30,7 @@ def stopping_seconds(run: Path) -> float | None:
 def last_events(run: Path) -> Iterator[dict[str, Any]]:
     """The events of rank 0, or the last megabytes of them; none where there is no record."""
     try:
-        yield from events.read_events(run / "events" / "rank-0.jsonl", last=_TAIL)
+        yield from events.read_events(events.path_of(run, 0), last=_TAIL)
     except OSError:
         return
 

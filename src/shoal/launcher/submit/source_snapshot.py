@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
+from shoal.telemetry.events import path_of
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
 from shoal.util.text import is_secret, masked
@@ -179,7 +180,7 @@ def _outside_of_runs(root: Path, files: list[PurePath]) -> list[PurePath]:
 
 def _is_run(folder: Path) -> bool:
     """Whether a run has written this directory, or a study of `shoal bench`."""
-    marks = (folder / "events/rank-0.jsonl", folder / "study.json")
+    marks = (path_of(folder, 0), folder / "study.json")
     return (folder / "jobs/1").is_dir() or any(mark.is_file() for mark in marks)
 
 

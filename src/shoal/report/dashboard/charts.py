@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from shoal.report.dashboard.theme import PARTS, Look, StepPart, compact
+from shoal.report.dashboard.theme import PARTS, Look, StepPart
+from shoal.util.units import compact
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LEVELS = " _.-=+*%#"

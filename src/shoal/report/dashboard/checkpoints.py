@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shoal.report import Attempt, Event, History
-from shoal.report.dashboard.outcome import number, text, whole
 from shoal.report.dashboard.snapshot import CheckpointStatus
+from shoal.report.event_fields import integer_in, number_in, text_in
 
 
 def saves(
@@ -41,16 +41,16 @@ def _saves(attempt: Attempt) -> list[Save]:
     teller = min((rank for rank, _ in told), default=0)
     found = []
     for rank, event in told:
-        step, time = whole(event, "step"), number(event, "t")
+        step, time = integer_in(event, "step"), number_in(event, "t")
         if rank == teller and step is not None and time is not None and _is_regular(event):
-            took, blocked = number(event, "seconds") or 0.0, number(event, "blocked") or 0.0
+            took, blocked = number_in(event, "seconds") or 0.0, number_in(event, "blocked") or 0.0
             found.append((step, time, took, blocked))
     return found
 
 
 def _is_regular(event: Event) -> bool:
     """Whether the run would go on from it; what is kept in `best/` and the like is for people."""
-    folders = text(event, "path").split("/")
+    folders = text_in(event, "path").split("/")
     return len(folders) < 2 or folders[-2] == "checkpoints"
 
 
@@ -74,7 +74,7 @@ def _next(attempt: Attempt, step: int, seconds: float, now: float) -> tuple[int 
 def _failed(attempt: Attempt, *, after: float) -> str:
     """What went wrong with the last save, if it failed."""
     for _, event in reversed(attempt.said("save_failed")):
-        time, step = number(event, "t"), whole(event, "step")
+        time, step = number_in(event, "t"), integer_in(event, "step")
         if time is not None and time > after:
-            return f"at step {step:,}: {text(event, 'error')}" if step is not None else "once"
+            return f"at step {step:,}: {text_in(event, 'error')}" if step is not None else "once"
     return ""

@@ -9,9 +9,8 @@ from rich.text import Text
 from shoal.report.dashboard.charts import curve, spark
 from shoal.report.dashboard.rank_table import leaves, legend, table
 from shoal.report.dashboard.snapshot import OVER, Kind, MetricCurve, RunProgress, Slowest, Snapshot
-from shoal.report.dashboard.theme import WORDS, Look, brief, exact
-from shoal.util.tables import span
-from shoal.util.text import duration
+from shoal.report.dashboard.theme import WORDS, Look, brief
+from shoal.util.units import age, elapsed, four_digits
 
 STYLES: dict[Kind, str] = {
     "reading": "yellow",
@@ -124,8 +123,8 @@ def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
         "absent": "waiting for it",
         "starting": "starting",
         "running": "running",
-        "silent": f"silent for {span(finite(state.since))}",
-    }.get(state.kind, f"{state.kind} {span(finite(state.since))} ago")
+        "silent": f"silent for {age(finite(state.since))}",
+    }.get(state.kind, f"{state.kind} {age(finite(state.since))} ago")
     hosts = len({rank.host for rank in snapshot.ranks if rank.host})
     world = f"{snapshot.size:,} rank{'s' * (snapshot.size != 1)}" if snapshot.size else ""
     world += f" on {hosts:,} host{'s' * (hosts != 1)}" if world and hosts else ""
@@ -161,7 +160,7 @@ def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
         "step": f"step {now.step:,}",
         "epoch": _epoch(now),
         "samples": f"{now.position:,} samples",
-        "left": "" if now.left is None or over else f"{duration(finite(now.left))} left",
+        "left": "" if now.left is None or over else f"{elapsed(finite(now.left))} left",
         "elapsed": _elapsed(now.elapsed, over=over),
     }
     parts = {name: text for name, text in parts.items() if text}
@@ -180,7 +179,7 @@ def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
 
 
 def _elapsed(seconds: float, *, over: bool) -> str:
-    text = duration(finite(seconds))
+    text = elapsed(finite(seconds))
     return f"in {text}" if over else f"{text} so far"
 
 
@@ -250,7 +249,7 @@ def _spark(title: str, drawn: MetricCurve, width: int, look: Look, *, zero: bool
 
 
 def _value(drawn: MetricCurve) -> str:
-    return "-" if drawn.now is None else exact(drawn.now)
+    return "-" if drawn.now is None else four_digits(drawn.now)
 
 
 def _facts(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
@@ -288,12 +287,12 @@ def _saves(snapshot: Snapshot) -> str:
     if saves.failed:
         parts.append(f"FAILED {saves.failed}")
     if saves.step is not None:
-        parts.append(f"step {saves.step:,}, {span(finite(saves.ago))} ago")
+        parts.append(f"step {saves.step:,}, {age(finite(saves.ago))} ago")
     elif snapshot.progress is not None:
         parts.append("nothing yet")
     if snapshot.state.kind not in OVER and saves.due is not None:
         step = f" {saves.next_step:,}" if saves.next_step is not None else ""
-        due = duration(abs(finite(saves.due)))
+        due = elapsed(abs(finite(saves.due)))
         parts.append(f"next{step} in {due}" if saves.due >= 0 else f"next{step} {due} late")
     if saves.step is not None:
         parts.append(f"took {brief(saves.seconds)}, {brief(saves.blocked)} blocked")

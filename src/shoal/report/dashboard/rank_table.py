@@ -11,7 +11,7 @@ from rich.text import Text
 from shoal.report.dashboard.charts import bar, clean
 from shoal.report.dashboard.snapshot import RankStats, Snapshot
 from shoal.report.dashboard.theme import PARTS, Look, brief
-from shoal.util.tables import size
+from shoal.util.units import size
 
 HOST_CELLS = 16
 NARROW = 60

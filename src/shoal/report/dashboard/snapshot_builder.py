@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from shoal.report import Array, Attempt, BottleneckReport, History, Reader, find_bottleneck, profile
+from shoal.report.attempts import outcome_of, silence_limit
 from shoal.report.dashboard.checkpoints import saves
 from shoal.report.dashboard.curves import Tracks
-from shoal.report.dashboard.outcome import fate, restarts, whole
 from shoal.report.dashboard.snapshot import (
     OVER,
     MetricCurve,
@@ -24,6 +24,7 @@ from shoal.report.dashboard.snapshot import (
     Slowest,
     Snapshot,
 )
+from shoal.report.event_fields import integer_in
 from shoal.util.errors import CheckpointError
 
 KEEP = 512
@@ -36,8 +37,6 @@ MISSING = 64
 REST = 20.0
 LONG = 0.03
 """A verdict that takes so many seconds is made again after REST times as long."""
-QUIET = 15.0
-"""Seconds without an event from which a run is silent; longer where its steps take long."""
 
 
 class SnapshotBuilder:
@@ -110,7 +109,7 @@ class SnapshotBuilder:
         leader = attempt.ticks(min(attempt.ranks, default=0))[-KEEP:]
         walls = leader["wall"].astype(float)
         heard = max(min(attempt.seen, now), self._grown)
-        state = fate(attempt, now=now) or _alive(now - heard, walls)
+        state = _over(attempt, now) or _alive(now - heard, walls)
         if not len(walls):
             ranks = tuple(_rank(attempt, rank, {}) for rank in attempt.ranks)
             return self._snapshot(state, history, ranks=ranks)
@@ -172,7 +171,7 @@ class SnapshotBuilder:
             ranks=ranks,
             missing=tuple(attempt.missing[:MISSING]) if attempt is not None else (),
             device_memory=attempt is not None and any(_on_device(attempt, r.number) for r in ranks),
-            restarts=restarts(history) if history is not None else Restarts(),
+            restarts=_restarts(history) if history is not None else Restarts(),
         )
 
 
@@ -180,8 +179,33 @@ def _alive(silence: float, walls: Array) -> RunStatus:
     """How a run is that has not said that it ended."""
     if not len(walls):
         return RunStatus(kind="starting", since=silence)
-    quiet = max(QUIET, 3 * float(walls.max()))
-    return RunStatus(kind="silent" if silence > quiet else "running", since=silence)
+    silent = silence > silence_limit(walls)
+    return RunStatus(kind="silent" if silent else "running", since=silence)
+
+
+def _over(attempt: Attempt, now: float) -> RunStatus | None:
+    """Return how an attempt ended; None while no event says that it has."""
+    found = outcome_of(attempt)
+    if found is None:
+        return None
+    since = max(0.0, now - found.time) if found.time is not None else 0.0
+    return RunStatus(kind=found.kind, since=since, reason=found.reason(attempt))
+
+
+def _restarts(history: History) -> Restarts:
+    """Return how often the run was started again, and why last."""
+    if len(history.attempts) < 2:
+        return Restarts()
+    before = history.attempts[-2]
+    found = outcome_of(before)
+    if found is None:
+        last = f"the attempt before fell silent after step {before.last:,}, as if killed"
+    else:
+        asked = found.kind in ("preempted", "interrupted")
+        last = f"the attempt before {'was ' * asked}{found.kind}"
+        reason = found.reason(before)
+        last += f": {reason}" if reason else ""
+    return Restarts(count=len(history.attempts) - 1, last=last)
 
 
 def _window(walls: Array) -> int:
@@ -192,13 +216,13 @@ def _window(walls: Array) -> int:
 
 def _begun_at(attempt: Attempt) -> int:
     """Where the first sample of an attempt lies, counted since the start of training."""
-    restored = [whole(event, "position") or 0 for _, event in attempt.said("restore")]
+    restored = [integer_in(event, "position") or 0 for _, event in attempt.said("restore")]
     return max(restored, default=0)
 
 
 def _progress(attempt: Attempt, leader: Array, position: int, *, until: float) -> RunProgress:
     start = attempt.starts.get(min(attempt.starts, default=0), {})
-    goal, epoch = whole(start, "goal"), whole(start, "epoch_size")
+    goal, epoch = integer_in(start, "goal"), integer_in(start, "epoch_size")
     rate = _rate(leader)
     left = max(0, goal - position) / rate if goal is not None and rate else None
     return RunProgress(

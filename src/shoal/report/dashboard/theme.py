@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from dataclasses import dataclass
 from typing import TextIO
@@ -12,6 +11,7 @@ from rich.text import Text
 
 from shoal.report import PALETTE
 from shoal.util.text import printable
+from shoal.util.units import duration
 
 SIGNS = "━─·…▸↑↓█▁⣿"
 """What a terminal's encoding must have, or the page is drawn in ASCII."""
@@ -112,30 +112,6 @@ PARTS = (
 WORDS = {part.name: part.word for part in PARTS}
 
 
-def compact(value: float) -> str:
-    """A number in at most 6 characters or so, for scales: 0.0123, 412, 12.3k, 1.2e-05."""
-    if not math.isfinite(value):
-        return "-"
-    size = abs(value)
-    for unit, above in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if 0.9995 * above <= size < 0.9995e12:
-            return f"{value / above:.3g}{unit}"
-    if size and (size < 1e-3 or size >= 1e3):
-        return f"{value:.1e}"
-    return f"{value:.3g}"
-
-
-def exact(value: float) -> str:
-    """A number in full: 12,345 or 0.1234."""
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
-
-
 def brief(seconds: float) -> str:
-    """The time of a part of a step: 12.3 s, 412 ms, 0.21 ms."""
-    if not math.isfinite(seconds):
-        return "-"
-    if abs(seconds) >= 0.9995:
-        return f"{seconds:.3g} s" if abs(seconds) < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1000:.3g} ms" if abs(seconds) >= 1e-5 else f"{seconds * 1000:.2f} ms"
+    """Return the time of a part of a step, in characters of ASCII, which lacks the `µ`."""
+    return duration(seconds, microseconds=False)

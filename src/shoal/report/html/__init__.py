@@ -6,7 +6,7 @@ rest does without.
 
 from __future__ import annotations
 
-from shoal.report.html.csv import csv_of
+from shoal.report.html.csv import csv_of, write_csv
 from shoal.report.html.page import Block, Drawing, Facts, Figure, Page, Section, Table, Text, render
 from shoal.report.html.save import save
 
@@ -22,4 +22,5 @@ __all__ = [
     "csv_of",
     "render",
     "save",
+    "write_csv",
 ]

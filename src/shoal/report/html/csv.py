@@ -1,43 +1,45 @@
-"""Tables as files."""
+"""Tables as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from shoal.util.errors import LaunchError
 
 
-class Tabular(Protocol):
-    """Anything with a head and rows of texts."""
+def csv_of(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as CSV; the first has the names of the columns.
 
-    @property
-    def head(self) -> Sequence[str]:
-        """The names of the columns."""
-
-    @property
-    def rows(self) -> Sequence[Sequence[str]]:
-        """The cells, row by row."""
-
-
-def csv_of(table: Tabular) -> str:
-    """The table as CSV. What a spreadsheet would take for a formula gets an apostrophe in front."""
+    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(map(_harmless, table.head))
-    writer.writerows(map(_harmless, row) for row in table.rows)
+    writer.writerows(_harmless(row) for row in rows)
     return text.getvalue()
 
 
-def _harmless(cell: str) -> str:
-    if cell[:1] in ("=", "+", "-", "@", "\t", "\r") and not _is_number(cell):
-        return f"'{cell}"
-    return cell
+def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
+    """Write rows to the file that `--csv` names. Raises LaunchError where that fails."""
+    try:
+        path.write_text(csv_of(rows))
+    except OSError as error:
+        raise LaunchError(
+            given=f"--csv {path}", found=f"{error.strerror}", fix="give another file"
+        ) from None
 
 
-def _is_number(cell: str) -> bool:
+def _harmless(row: Sequence[object]) -> list[object]:
+    return [f"'{cell}" if isinstance(cell, str) and _is_formula(cell) else cell for cell in row]
+
+
+def _is_formula(cell: str) -> bool:
+    if cell[:1] not in ("=", "+", "-", "@", "\t", "\r"):
+        return False
     try:
         float(cell)
     except ValueError:
-        return False
-    return True
+        return True
+    return False

@@ -40,6 +40,11 @@ class Table:
     rows: Sequence[Sequence[str]]
     right: Sequence[str] = ()
 
+    @property
+    def lines(self) -> list[Sequence[str]]:
+        """The head and the rows."""
+        return [self.head, *self.rows]
+
 
 @dataclass(frozen=True)
 class Drawing:
@@ -123,4 +128,4 @@ def _data(figure: Figure, kind: str) -> str:
     """A file of a figure as the address of a download."""
     if kind == "png":
         return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
-    return "data:text/csv;base64," + base64.b64encode(csv_of(figure.table).encode()).decode()
+    return "data:text/csv;base64," + base64.b64encode(csv_of(figure.table.lines).encode()).decode()

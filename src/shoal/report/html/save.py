@@ -21,7 +21,7 @@ def save(page: Page, path: Path) -> list[Path]:
         for ending, content in (
             ("png", figure.drawing.png),
             ("svg", figure.drawing.svg.encode()),
-            ("csv", csv_of(figure.table).encode()),
+            ("csv", csv_of(figure.table.lines).encode()),
         ):
             written.append(path.with_name(f"{figure.name}.{ending}"))
             _replace(written[-1], content)

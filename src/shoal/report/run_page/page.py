@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from shoal.report import BottleneckReport, History, duration
+from shoal.report import BottleneckReport, History
 from shoal.report.html import Block, Facts, Page, Section, Table, Text
 from shoal.report.run_page import figures, tables
+from shoal.util.units import duration
 
 
 def page(history: History, verdict: BottleneckReport) -> Page:

@@ -16,15 +16,12 @@ from shoal.report import (
     BottleneckReport,
     History,
     Judged,
-    bandwidth,
-    duration,
-    percent,
 )
 from shoal.report.attempts import ending, kept, saves
 from shoal.report.history import TrafficKey
 from shoal.report.html import Table
 from shoal.report.summary import rates
-from shoal.util.tables import size, span
+from shoal.util.units import age, bandwidth, duration, percent, size
 
 MOST = 64
 """Rows of a table of ranks; of more ranks the slowest are shown."""
@@ -59,7 +56,7 @@ def facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
         found.append(("energy of the devices", f"{joules / 3.6e6:.3g} kWh"))
     began = min(attempt.began for attempt in history.attempts)
     if began > 0:
-        found.append(("since the first start", span(latest.seen - began)))
+        found.append(("since the first start", age(latest.seen - began)))
     if len(history.attempts) > 1:
         found.append(("starts", str(len(history.attempts))))
     return found

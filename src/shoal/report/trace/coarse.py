@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from shoal.report.trace.merge import STEPS_TRACK, Event, named, write_trace
-from shoal.telemetry.events import read_events
+from shoal.telemetry.events import paths_in, read_events
 from shoal.telemetry.profiler.window import FOLDER, Window
 from shoal.telemetry.step_timer import PARTS
 from shoal.util.errors import CheckpointError
@@ -41,13 +41,8 @@ class RankSteps(NamedTuple):
 
 
 def ranks_of(run: Path) -> dict[int, RankSteps]:
-    """The steps in a run's events, by rank; those of several Steps in one tick are one."""
-    found: dict[int, RankSteps] = {}
-    for path in (run / "events").glob("rank-*.jsonl"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal():
-            found[int(number)] = _rank(path)
-    return dict(sorted(found.items()))
+    """Return the steps in a run's events, by rank; those of several Steps in one tick are one."""
+    return {rank: _rank(path) for rank, path in paths_in(run).items()}
 
 
 def coarse(run: str | Path, first: int, last: int) -> Path:
