@@ -16,9 +16,9 @@ one of whole gradients.
 Gradients, parameters and activations cost the same bytes. What differs are scalars: Shoal sums loss,
 count and squared norm at once, 3 float64. The torch loops sum loss and count, 2 float32, where ranks
 have other samples, and the norm apart: 1 float32 by hand, in FSDP2 that of each of the 51 parameters.
-So Shoal sends 188 bytes less under FSDP, 20 more under TensorParallel and 12 more in the last two; under DDP,
-where each rank has the whole norm, the same. In memory Shoal has batches that its Loader read ahead,
-128 or 256 KiB here, and drops the output before backward, which a loop's variable keeps.
+So Shoal sends 188 bytes less under FSDP, 20 more under TensorParallel and 12 more in the last two;
+under DDP, where each rank has the whole norm, the same. In memory Shoal has batches that its Loader
+read ahead, 128 or 256 KiB here, and drops the output before backward, which a loop's variable keeps.
 
 Context parallelism is not among them: torch's has no form for the CPU, and slices exchanged for heads
 by hand are what Shoal itself does.
