@@ -1,11 +1,11 @@
-"""Speed of `Order` on one core: positions a second, and a seek of 16 positions.
+"""Speed of `shoal.Permutation` on one core: positions a second, and a seek of 16 positions.
 
     python benchmarks/order.py [--json]
 
 Beside it, whole shuffles by torch.randperm and NumPy where a table of 8 bytes a sample is small.
 The contestants take turns, so that all of them meet the same disturbances. Rates are of the median
 round; `best` is the fastest one. Seeks start at random positions of the first, middle and last
-third of the order, and are medians. A fresh seek makes its `Order` first, as a new epoch does.
+third of the order, and are medians. A fresh seek makes its `Permutation` first, as a new epoch does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(json: bool = False) -> None:
     print(f"numpy {np.__version__}, torch {torch.__version__}, one core, {SEEK} positions a seek\n")
     print(f"{'':>8} {'million positions a second':^42} | {'microseconds a seek':^31}")
     print(
-        f"{'n':>8} {'Order':>8} {'(best)':>8} {'randperm':>12} {'permutation':>12}"
+        f"{'n':>8} {'Shoal':>8} {'(best)':>8} {'randperm':>12} {'permutation':>12}"
         f" | {'first':>7} {'middle':>7} {'last':>7} {'fresh':>7}"
     )
     figures: dict[str, dict[str, float]] = {}

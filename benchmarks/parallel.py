@@ -16,9 +16,9 @@ one of whole gradients.
 Gradients, parameters and activations cost the same bytes. What differs are scalars: Shoal sums loss,
 count and squared norm at once, 3 float64. The torch loops sum loss and count, 2 float32, where ranks
 have other samples, and the norm apart: 1 float32 by hand, in FSDP2 that of each of the 51 parameters.
-So Shoal sends 188 bytes less under FSDP, 20 more under Tensor and 12 more in the last two; under DDP,
-where each rank has the whole norm, the same. In memory Shoal has batches that its Loader read ahead,
-128 or 256 KiB here, and drops the output before backward, which a loop's variable keeps.
+So Shoal sends 188 bytes less under FSDP, 20 more under TensorParallel and 12 more in the last two;
+under DDP, where each rank has the whole norm, the same. In memory Shoal has batches that its Loader
+read ahead, 128 or 256 KiB here, and drops the output before backward, which a loop's variable keeps.
 
 Context parallelism is not among them: torch's has no form for the CPU, and slices exchanged for heads
 by hand are what Shoal itself does.
@@ -64,9 +64,9 @@ MICRO_BATCHES = 4
 LAYOUTS = {
     "DDP": "replicate=2",
     "FSDP": "shard=2",
-    "Tensor": "tensor=2",
+    "TensorParallel": "tensor=2",
     "1F1B": "pipeline=2",
-    "Tensor, FSDP": "shard=2,tensor=2",
+    "TensorParallel, FSDP": "shard=2,tensor=2",
 }
 WARM, MEASURED = 4, 4
 """Steps before what is counted, and counted."""
@@ -103,7 +103,7 @@ def by_hand(world: shoal.World, way: str) -> Iterator[None]:
     torch.manual_seed(0)
     net = Net().to(world.device)
     model: nn.Module = net
-    if "Tensor" in way:
+    if "TensorParallel" in way:
         styles: dict[str, Any] = {}
         for number in range(LAYERS):
             styles[f"blocks.{number}.linear1"] = ColwiseParallel()
@@ -126,7 +126,7 @@ def by_hand(world: shoal.World, way: str) -> Iterator[None]:
             output = model(tokens[mine].to(world.device))
             loss = mean(output, labels[mine].to(world.device))
             loss.backward()
-            if "Tensor" in way:
+            if "TensorParallel" in way:
                 _clip_over_ranks(net)
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -202,9 +202,9 @@ def through_shoal(world: shoal.World, way: str) -> Iterator[None]:
     strategies: dict[str, Any] = {
         "DDP": shoal.DDP(),
         "FSDP": shoal.FSDP(),
-        "Tensor": shoal.TensorParallel(plan=PLAN),
+        "TensorParallel": shoal.TensorParallel(plan=PLAN),
         "1F1B": shoal.Pipeline(split_points=(f"blocks.{LAYERS // 2}",), schedule="1f1b"),
-        "Tensor, FSDP": [shoal.TensorParallel(plan=PLAN), shoal.FSDP()],
+        "TensorParallel, FSDP": [shoal.TensorParallel(plan=PLAN), shoal.FSDP()],
     }
     torch.manual_seed(0)
     model = shoal.parallelize(Net(), world, strategies[way])

@@ -50,14 +50,14 @@ SPREAD = {  # how it is spread: the axes of the layout, and what is written
 }
 FEATURES = (
     "ActivationCheckpointing",
-    "ActivationCheckpointing, keep",
+    "ActivationCheckpointing, save",
     "bf16",
     "fp16",
     "inductor",
     "script",
     "clip",
     "micro-batches",
-    "own loop",
+    "custom loop",
     "EMA",
     "checkpoint",
     "evaluate",
@@ -72,7 +72,7 @@ ALONE = ("SyncBatchNorm", "factory", "evaluate")
 """Features not tried with each other: refused with everything, or over before a step or after it."""
 
 SAME = [  # a pair that is one thing, or two values of one argument
-    {"ActivationCheckpointing", "ActivationCheckpointing, keep"},
+    {"ActivationCheckpointing", "ActivationCheckpointing, save"},
     {"bf16", "fp16"},
     {"inductor", "script"},
     {"Pipeline", "zero bubble"},

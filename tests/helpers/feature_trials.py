@@ -216,7 +216,7 @@ class Training:
     def _step(self, name: str) -> shoal.Step:
         model, task = self.models[name], tasks(self.names, self.models)[name]
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        if "own loop" in self.names:  # which says itself what the options of a Step would say
+        if "custom loop" in self.names:  # which says itself what the options of a Step would say
             return shoal.Step(model, optimizer, task)
         return shoal.Step(
             model,
@@ -244,7 +244,7 @@ class Training:
 
     def _all(self, batch: shoal.Batch) -> None:
         for name, step in self.steps.items():
-            if "own loop" in self.names:
+            if "custom loop" in self.names:
                 norm, mean = self._by_hand(step, batch)
             else:
                 result = step(batch)
@@ -281,7 +281,7 @@ class Training:
                 average._swap()
             found |= self._parameters(" averaged")
         if "evaluate" in self.names:
-            with autocast(self.names if "own loop" in self.names else (), self.world.device.type):
+            with autocast(self.names if "custom loop" in self.names else (), self.world.device.type):
                 result = shoal.evaluate([*self.steps.values()][-1], dataset())
             self.losses.append(float(result["loss"]))
         return Trained(found, self.norms, self.losses)
@@ -309,7 +309,7 @@ def strategies(names: Names, model: str, world: shoal.World) -> Any:
     some: list[Any] = []
     if "ActivationCheckpointing" in names:
         some.append(shoal.ActivationCheckpointing())
-    if "ActivationCheckpointing, keep" in names:
+    if "ActivationCheckpointing, save" in names:
         some.append(shoal.ActivationCheckpointing(save=("products", "attention")))
     if "DevicePlacement" in names:
         some.append(shoal.DevicePlacement((0, 0)))

@@ -13,7 +13,7 @@ from helpers.ranks import Ranks
 
 pytestmark = pytest.mark.processes
 
-QUICK = {"EMA", "factory", "own loop", "tied"}
+QUICK = {"EMA", "factory", "custom loop", "tied"}
 """The features that `make test` tries, with FSDP."""
 WIDER = {"FSDP"}
 """What CI tries with all else, uncompiled; all pairs in `make test-all`."""
