@@ -17,6 +17,7 @@ from shoal.launcher.submit.scheduler import Scheduler
 from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.shell_words import Shell, quote_word, quote_words
 from shoal.launcher.submit.site import Site
+from shoal.telemetry.events import path_of
 
 _FIRST_PORT, _PORTS = 10001, 10000
 MARK = "# Written by `shoal submit`"
