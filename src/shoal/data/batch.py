@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, overload
 
 from torch import Tensor, nn
 
@@ -13,7 +13,6 @@ from shoal.data.noise import Noise
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
-    from shoal.data.loader import Loader
     from shoal.distributed.world import World
 
 Count: TypeAlias = "int | float | Tensor"
@@ -42,6 +41,17 @@ class StepResult(NamedTuple):
     backward: float = 0.0
     update: float = 0.0
     communication: float = 0.0
+
+
+class BatchSource(Protocol):
+    """What a Batch asks the Loader that made it."""
+
+    def compare_ranks(self) -> None:
+        """See `Loader.compare_ranks`."""
+
+    def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
+        """See `Loader.again`."""
+        ...
 
 
 class ManualLoop:
@@ -107,7 +117,7 @@ class Batch:
         seed: int,
         wait: float = 0.0,
         world: World | None = None,
-        loader: Loader | None = None,
+        loader: BatchSource | None = None,
         ends_epoch: bool = False,
     ) -> None:
         self.first = first

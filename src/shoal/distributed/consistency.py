@@ -20,15 +20,26 @@ if TYPE_CHECKING:
     from shoal.distributed.world import World
 
 
-def check_same_environment(world: World) -> None:
-    """Raise AgreementError, on all ranks, naming the odd rank, its host and what differs; once a world.
+class _Comparison:
+    """Whether the ranks of a World have compared their environments."""
 
-    Compared are Python, torch, the script with the modules beside and below it and, between machines,
-    all installed packages (which takes a tenth of a second).
+    def __init__(self, world: World) -> None:
+        self.done = False
+
+    def close(self) -> None:
+        """Close nothing; see `Service`."""
+
+
+def check_same_environment(world: World) -> None:
+    """Raise AgreementError, on all ranks, naming the odd rank, its host and what differs. Collective.
+
+    Once for each World. It compares Python, torch, the script with the modules in and below its folder
+    and, between machines, all installed packages (which takes a tenth of a second).
     """
-    if world.size == 1 or world.compared:
+    comparison = world.service(_Comparison)
+    if world.size == 1 or comparison.done:
         return
-    world.compared = True
+    comparison.done = True
     facts = {"Python": platform.python_version(), "torch": str(torch.__version__), **sources()}
     if world.placement.nodes > 1:
         facts |= {f"the package {name}": version for name, version in packages().items()}

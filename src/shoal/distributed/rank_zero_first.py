@@ -1,4 +1,4 @@
-"""Sections that rank 0 runs before all others, who hear through the store how each one ended."""
+"""Sections that rank 0 runs before the others, which learn through the store how each one ended."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from shoal.util.errors import LaunchError
-
-if TYPE_CHECKING:
-    from shoal.distributed.world import World
 
 _POLL_SECONDS = 0.05
 _HEAR_SECONDS = 5.0
 """How long rank 0, leaving, waits for ranks that poll for the end of its section; the dead don't."""
 
 
-class Sections:
-    """The sections of a world of several ranks: those that all ranks come to are counted."""
+class RanksWithStore(Protocol):
+    """What a section needs of a World."""
 
-    def __init__(self, world: World) -> None:
+    size: int
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    def store(self, prefix: str) -> Any:
+        """Return a store that all ranks share, with keys below `prefix`."""
+        ...
+
+
+class RankZeroFirst:
+    """The sections of a world of several ranks; it counts those that all ranks enter."""
+
+    def __init__(self, world: RanksWithStore) -> None:
         self._world = world
         self._store = world.store("shoal/first")
         self._count = 0
@@ -31,14 +43,14 @@ class Sections:
 
     @contextlib.contextmanager
     def next(self) -> Iterator[bool]:
-        """Rank 0 runs the body alone, then the others do; see `World.rank_zero_first`."""
+        """Let rank 0 run the body alone, and then the others; see `World.rank_zero_first`."""
         self._count += 1
         with self.named(f"{self._count}") as first:
             yield first
 
     @contextlib.contextmanager
     def named(self, key: str, *, within: float = math.inf) -> Iterator[bool]:
-        """The same for a section with a key of its own, which rank 0 may come to alone.
+        """Enter a section with its own key, which rank 0 may enter alone.
 
         Raises LaunchError on a rank that has waited longer than `within` seconds for rank 0.
         """

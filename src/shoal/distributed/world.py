@@ -26,7 +26,7 @@ from shoal.distributed import env_vars, mpi, objects
 from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
 from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.membership import Survivors
-from shoal.distributed.rank_zero_first import Sections
+from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.seeds import derive_seed
 from shoal.distributed.watchdog.abort import may_die_alone
 from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, WaitLimits
@@ -136,7 +136,6 @@ class World:
         self.timeline = timeline_of(self.device)
         self._mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None
-        self.compared = False
         self.recorder: Callable[[Mapping[str, Any]], None] | None = None
         self.directory: Path | None = None
         """Where a report of a hang is kept: that of the Run which is open."""
@@ -283,7 +282,7 @@ class World:
         if self._alone:
             yield True
             return
-        with self.service(Sections).next() as first:
+        with self.service(RankZeroFirst).next() as first:
             yield first
 
     def store(self, prefix: str) -> dist.PrefixStore:  # type: ignore[name-defined]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import Agreement
 from shoal.checkpoint.collective_errors import explained
 from shoal.checkpoint.model_file import appearing, save_pickled
-from shoal.distributed.rank_zero_first import Sections
+from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.to_device import move, tensors_in
 from shoal.distributed.world import World
 from shoal.strategies import engine_of, known_engine
@@ -112,7 +112,7 @@ def _first_alone(world: World, given: str, path: Path, save: Callable[[], None])
         return
     key = f"export {world.steps_begun} {path}"
     try:
-        with world.service(Sections).named(key, within=world.limits.prepare) as first:
+        with world.service(RankZeroFirst).named(key, within=world.limits.prepare) as first:
             if first:
                 with explained(given, world.rank):
                     save()
