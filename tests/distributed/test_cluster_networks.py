@@ -210,7 +210,8 @@ def test_a_cut_link_is_noticed_by_both_of_its_ends(
     assert training.poll() is None  # Slurm did not end it
     said = (tmp_path / "log").read_text()
     assert "found: node02 can't be reached from node01 (rank 2 of 3): a link is cut" in said
-    assert re.search(r"ranks 0 and 1 have waited \d+ s in all_reduce", said)
+    # Rank 1 may wait in another collective of the same step.
+    assert re.search(r"(ranks 0 and 1 have|rank 0 has) waited \d+ s in all_reduce", said)
     assert seconds > 5
 
 
