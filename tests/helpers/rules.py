@@ -37,6 +37,29 @@ def _gitignored(root: Path) -> list[str]:
     return [line.strip("/") for line in listed.read_text().split()] if listed.exists() else []
 
 
+def repeated_classes(package: Path) -> Iterator[str]:
+    """Yield the names of classes that several modules define."""
+    modules: dict[str, list[str]] = {}
+    for path in python_files(package):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(str(path.relative_to(package)))
+    for name, places in sorted(modules.items()):
+        if len(places) > 1:
+            yield f"{name}: {', '.join(places)}"
+
+
+VAGUE = {"read", "check", "look", "judge", "write"}
+
+
+def vague_functions(package: Path) -> Iterator[str]:
+    """Yield functions of modules whose names say nothing."""
+    for path in python_files(package):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in VAGUE:
+                yield f"{path.relative_to(package)}:{node.lineno}: {node.name}"
+
+
 def long_files(root: Path) -> Iterator[str]:
     """Files that do not fit in a head."""
     for path in python_files(root):

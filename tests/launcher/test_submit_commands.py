@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
+from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes
-from shoal.cli.main import app
-from shoal.util.errors import LaunchError
 
 PROBE = """
 import sys
@@ -34,28 +32,7 @@ main()
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    """Slurm's commands, in a directory with train.py where nothing else is known of."""
-    fakes = Fakes(tmp_path / "fakes")
-    for name, value in fakes.variables().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "300")
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/train.py").write_text("print('trained')\n")
-    monkeypatch.chdir(tmp_path / "work")
-    fakes.set("sbatch", out="42;mini\n")
-    return fakes
-
-
-def shoal(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
-def refused(*arguments: str) -> LaunchError:
-    done = shoal(*arguments)
-    assert isinstance(done.exception, LaunchError), (done.output, done.exception)
-    return done.exception
+    return fake_slurm(tmp_path, monkeypatch, submitted="42;mini\n")
 
 
 def submitted(*arguments: str) -> str:

@@ -7,38 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from helpers.cli import fake_slurm, refused, shoal
 from helpers.fake_slurm import Fakes
-from shoal.cli.main import app
 from shoal.launcher.submit.slurm.queue import parse_queue, why_never
-from shoal.util.errors import LaunchError
 
 
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
-    fakes = Fakes(tmp_path / "fakes")
-    for name, value in fakes.variables().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "300")
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work/train.py").write_text("import shoal\n")
-    monkeypatch.chdir(tmp_path / "work")
-    fakes.set("sbatch", out="42\n")
-    return fakes
-
-
-def shoal(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
-def refused(*arguments: str) -> LaunchError:
-    done = shoal(*arguments)
-    assert isinstance(done.exception, LaunchError), (done.output, done.exception)
-    return done.exception
+    return fake_slurm(tmp_path, monkeypatch, submitted="42\n", script="import shoal\n")
 
 
 def submit(*arguments: str) -> Result:

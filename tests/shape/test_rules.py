@@ -19,6 +19,18 @@ def test_functions_fit_on_a_screen(repository: Path, folder: str) -> None:
     assert list(rules.long_functions(repository / folder)) == []
 
 
+def test_names_of_classes_and_functions_can_be_searched(repository: Path) -> None:
+    assert list(rules.repeated_classes(repository / "src/shoal")) == []
+    assert list(rules.vague_functions(repository / "src/shoal")) == []
+
+
+def test_repeated_and_vague_names_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Job: ...\ndef read(): ...\n")
+    (tmp_path / "b.py").write_text("class Job:\n    def read(self): ...\nclass Other: ...\n")
+    assert list(rules.repeated_classes(tmp_path)) == ["Job: a.py, b.py"]
+    assert list(rules.vague_functions(tmp_path)) == ["a.py:2: read"]
+
+
 def test_the_library_keeps_its_habits(repository: Path) -> None:
     assert list(rules.habits(repository / "src/shoal")) == []
 

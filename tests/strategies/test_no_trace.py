@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shoal
+from helpers.least_squares import pairs, squared_distance
 from helpers.ranks import RankError, Ranks
 from shoal.util.errors import StepError
 
@@ -163,22 +164,12 @@ class FailingOnOneRank(Net):
         return h
 
 
-def dataset() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    values = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-    return values, torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return (output - batch[1]).square().sum(), len(output)
-
-
 def parts(
     world: shoal.World, strategy: str | None, odd: type[nn.Module], place: int, make: type[Net] = Net
 ) -> tuple[shoal.Step, shoal.Loader]:
     model = shoal.parallelize(make(odd, place), world, None if strategy is None else NAMED[strategy])
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-3), shoal.Task(loss))
-    return step, shoal.Loader(dataset(), world, batch_size=8, micro_batches=4)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-3), shoal.Task(squared_distance))
+    return step, shoal.Loader(pairs(SAMPLES, WIDTH), world, batch_size=8, micro_batches=4)
 
 
 def log(world: shoal.World, *made: Any) -> tuple[list[float], list[bool]]:
@@ -189,7 +180,7 @@ def log(world: shoal.World, *made: Any) -> tuple[list[float], list[bool]]:
         before = [micro.value[0].clone() for micro in batch.micros]
         losses.append(step(batch).loss)
         kept += [torch.equal(m.value[0], x) for m, x in zip(batch.micros, before, strict=True)]
-    losses.append(shoal.evaluate(step, dataset(), batch_size=8)["loss"])
+    losses.append(shoal.evaluate(step, pairs(SAMPLES, WIDTH), batch_size=8)["loss"])
     return losses, kept
 
 
@@ -232,7 +223,7 @@ def test_a_module_that_changes_the_batch_raises_on_all_ranks(
 def copied(world: shoal.World, strategy: str | None) -> list[float]:
     """Trains a model that changes what `inputs` has made of the batch, and not the batch."""
     step, data = parts(world, strategy, Doubling, 0)
-    step.task = shoal.Task(loss, inputs=lambda batch: 3 * batch[0])
+    step.task = shoal.Task(squared_distance, inputs=lambda batch: 3 * batch[0])
     return [step(batch).loss for batch in itertools.islice(data.epochs(9), 3)]
 
 
@@ -287,10 +278,10 @@ def test_what_modules_keep_or_draw_gives_the_numbers_of_one_process(
 
 def in_place(world: shoal.World, strategy: Any) -> list[float]:
     model = shoal.parallelize(Net(Doubling, 0), world, strategy)
-    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-3), shoal.Task(loss))
-    values = dataset()[0][:24].view(3, 8, 1, WIDTH).repeat(1, 1, 4, 1)
-    pairs = [(x, -x) for x in values.flatten(0, 1)]
-    data = shoal.Loader(pairs, world, batch_size=8, micro_batches=2)
+    step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-3), shoal.Task(squared_distance))
+    values = pairs(SAMPLES, WIDTH)[0][:24].view(3, 8, 1, WIDTH).repeat(1, 1, 4, 1)
+    opposites = [(x, -x) for x in values.flatten(0, 1)]
+    data = shoal.Loader(opposites, world, batch_size=8, micro_batches=2)
     return [step(batch).loss for batch in data.epochs(1)]
 
 

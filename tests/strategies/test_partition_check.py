@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from helpers.least_squares import pairs, squared_distance
 from helpers.ranks import RankError, Ranks
 from shoal.util.errors import StepError
 
@@ -134,23 +135,13 @@ class Opaque(Net):
         return self.sums(super().forward(x))()  # type: ignore[no-any-return]
 
 
-def dataset() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    values = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-    return values, torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-    return (output - batch[1]).square().sum(), len(output)
-
-
 def parts(
     world: shoal.World, strategy: Any, make: Any, precision: Any = "fp32"
 ) -> tuple[shoal.Step, shoal.Loader]:
     model = shoal.parallelize(make, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step = shoal.Step(model, optimizer, shoal.Task(loss), precision=precision)
-    return step, shoal.Loader(dataset(), world, batch_size=16, micro_batches=4)
+    step = shoal.Step(model, optimizer, shoal.Task(squared_distance), precision=precision)
+    return step, shoal.Loader(pairs(SAMPLES, WIDTH), world, batch_size=16, micro_batches=4)
 
 
 def log(world: shoal.World, strategy: Any, make: Any, precision: Any = "fp32") -> list[float]:
@@ -216,9 +207,9 @@ def test_modules_that_work_in_place_are_the_whole_model_too(two: Ranks) -> None:
 def halves(world: shoal.World) -> list[float]:
     model = Net().half()
     engine = shoal.parallelize(model, world, PIPELINE)
-    task = shoal.Task(loss, inputs=lambda batch: batch[0].half())
+    task = shoal.Task(squared_distance, inputs=lambda batch: batch[0].half())
     step = shoal.Step(engine, torch.optim.SGD(engine.parameters(), lr=1e-4), task)
-    data = shoal.Loader(dataset(), world, batch_size=16, micro_batches=4)
+    data = shoal.Loader(pairs(SAMPLES, WIDTH), world, batch_size=16, micro_batches=4)
     return [step(batch).loss for batch in itertools.islice(data.epochs(9), 3)]
 
 
@@ -252,9 +243,9 @@ def test_the_comparison_leaves_no_trace(two: Ranks, strategy: Any, tmp_path: Pat
 def masked(world: shoal.World, strategy: Any) -> tuple[list[float], str]:
     """Two batches with a mask, then one without."""
     model = shoal.parallelize(Masked, world, strategy)
-    task = shoal.Task(loss, inputs=lambda batch: (batch[0], batch[2][0]))
+    task = shoal.Task(squared_distance, inputs=lambda batch: (batch[0], batch[2][0]))
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-2), task)
-    samples = [(*pair, index) for index, pair in enumerate(zip(*dataset(), strict=True))]
+    samples = [(*pair, index) for index, pair in enumerate(zip(*pairs(SAMPLES, WIDTH), strict=True))]
 
     def collate(rows: list[Any]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         values, labels, numbers = zip(*rows, strict=True)

@@ -46,7 +46,7 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptOutcome:
+class RecordedOutcome:
     """How an attempt said that it ended: on which rank, at which step and when, by what.
 
     `by` is a signal or another reason to stop, or the class of an error, which `error` tells apart.
@@ -79,7 +79,7 @@ _ASKED: tuple[Literal["preempted", "interrupted", "failed"], ...] = (
 _WORDS = {"failed": "stopped"}
 
 
-def outcome_of(attempt: Attempt) -> AttemptOutcome | None:
+def outcome_of(attempt: Attempt) -> RecordedOutcome | None:
     """Return how an attempt ended; None while no event says that it has.
 
     A request to stop counts before errors, and of errors the earliest, since others follow from it. An
@@ -106,9 +106,9 @@ def _outcome(
     *,
     by: str = "",
     error: bool = False,
-) -> AttemptOutcome:
+) -> RecordedOutcome:
     step, time = integer_in(event, "step"), number_in(event, "t")
-    return AttemptOutcome(kind=kind, rank=rank, step=step, time=time, by=by, error=error)
+    return RecordedOutcome(kind=kind, rank=rank, step=step, time=time, by=by, error=error)
 
 
 def ending(attempt: Attempt, *, last: bool, now: float) -> str:

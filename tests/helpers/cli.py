@@ -1,0 +1,41 @@
+"""The `shoal` command in this process, in a directory with a script and a made-up Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from helpers.fake_slurm import Fakes
+from shoal.cli.main import app
+from shoal.util.errors import LaunchError
+
+
+def shoal(*arguments: str) -> Result:
+    """Run the command with these arguments."""
+    return CliRunner().invoke(app, arguments)
+
+
+def refused(*arguments: str) -> LaunchError:
+    """Return the LaunchError that the command raises with these arguments."""
+    done = shoal(*arguments)
+    assert isinstance(done.exception, LaunchError), (done.output, done.exception)
+    return done.exception
+
+
+def fake_slurm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, submitted: str, script: str = "print('trained')\n"
+) -> Fakes:
+    """Enter a directory with `script` as train.py, whose Slurm answers `submitted` to each sbatch."""
+    fakes = Fakes(folder / "fakes")
+    for name, value in fakes.variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(folder))
+    monkeypatch.setenv("COLUMNS", "300")
+    (folder / "work").mkdir()
+    (folder / "work/train.py").write_text(script)
+    monkeypatch.chdir(folder / "work")
+    fakes.set("sbatch", out=submitted)
+    return fakes
