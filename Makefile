@@ -27,8 +27,8 @@ docs: venv ## build the guide and the reference into build/docs; a warning is an
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 lint: venv ## ruff and mypy
-	@$(PY) -m ruff check $(CODE) docs/convert
-	@$(PY) -m ruff format --check $(CODE) docs/convert
+	@$(PY) -m ruff check $(CODE) docs/migration/scripts
+	@$(PY) -m ruff format --check $(CODE) docs/migration/scripts
 	@$(PY) -m mypy $(CODE)
 
 test: lint ## lint, then the tests that need neither root nor system packages
@@ -45,8 +45,8 @@ test-all: test ## everything
 	@$(MAKE) test-long
 
 format: venv ## let ruff rewrite the code
-	@$(PY) -m ruff check --fix $(CODE) docs/convert
-	@$(PY) -m ruff format $(CODE) docs/convert
+	@$(PY) -m ruff check --fix $(CODE) docs/migration/scripts
+	@$(PY) -m ruff format $(CODE) docs/migration/scripts
 
 clean: ## remove .venv, caches and builds; run directories stay
 	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .coverage dist build

@@ -15,7 +15,7 @@ from torch import nn
 
 pytestmark = pytest.mark.processes
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "docs" / "convert"
+SCRIPTS = Path(__file__).resolve().parents[2] / "docs" / "migration" / "scripts"
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "shoal", "run", "-n", "2"]
 

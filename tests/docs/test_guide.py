@@ -15,9 +15,13 @@ import shoal
 from helpers import guide_pages as pages
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
-PAGES = sorted(FOLDER.glob("*.md"))
-PROGRAMS = [page for page in PAGES if pages.blocks(page.read_text())]
-TWICE = {"index", "data", "loop", "parallel"}
+PAGES = {
+    path.relative_to(FOLDER).with_suffix("").as_posix(): path
+    for path in sorted(FOLDER.rglob("*.md"))
+    if path.parent != FOLDER / "design"
+}
+PROGRAMS = [name for name, path in PAGES.items() if pages.blocks(path.read_text())]
+TWICE = {"index", "guides/data", "guides/training-loop", "parallelism/choosing"}
 """The pages that CI runs on two processes too; all in `make test-all`."""
 
 
@@ -39,28 +43,28 @@ def run_page(page: Path, capture: pytest.CaptureFixture[str]) -> None:
             world.close()
 
 
-@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_page_runs(
-    page: Path,
+    name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng():
-        run_page(page, capsys)
+        run_page(PAGES[name], capsys)
 
 
 @pytest.mark.parametrize(
-    "page",
+    "name",
     [
-        pytest.param(page, marks=pytest.mark.full if page.stem in TWICE else pytest.mark.long)
-        for page in PROGRAMS
+        pytest.param(name, marks=pytest.mark.full if name in TWICE else pytest.mark.long)
+        for name in PROGRAMS
     ],
-    ids=lambda page: page.stem,
 )
-def test_a_page_runs_on_two_processes(page: Path, tmp_path: Path) -> None:
-    """The asserts of a page hold there as well, and rank 0 says the same."""
+def test_a_page_runs_on_two_processes(name: str, tmp_path: Path) -> None:
+    """The asserts of a page hold on two processes, and rank 0 prints the same."""
+    page = PAGES[name]
     (tmp_path / "page.py").write_text(pages.program(page))
     done = subprocess.run(
         [sys.executable, "-m", "shoal", "run", "-n", "2", "page.py"],
@@ -76,12 +80,12 @@ def test_a_page_runs_on_two_processes(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_guide_is_found() -> None:
-    assert {"index", "data", "checkpoints", "loop"} <= {page.stem for page in PROGRAMS}
+    assert {"index", "guides/data", "guides/checkpoints", "guides/training-loop"} <= set(PROGRAMS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_no_python_is_out_of_reach(page: Path) -> None:
-    text = page.read_text()
+@pytest.mark.parametrize("name", PAGES)
+def test_no_python_is_out_of_reach(name: str) -> None:
+    text = PAGES[name].read_text()
     assert pages.unrun(text) == []
     for path in pages.included(text):
         assert (FOLDER.parent / path).is_file()
@@ -90,7 +94,7 @@ def test_no_python_is_out_of_reach(page: Path) -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     listed = [
         line.removeprefix("::: shoal.")
-        for line in (FOLDER / "reference.md").read_text().splitlines()
+        for line in (FOLDER / "reference" / "python.md").read_text().splitlines()
         if line.startswith(":::")
     ]
     assert sorted(listed) == sorted(shoal.__all__)

@@ -1,4 +1,4 @@
-"""Installing where a torch is there already, as docs/install.md says: it is left as it is.
+"""Follow docs/getting-started/installation.md where a torch is installed: it stays unchanged.
 
 The torch is a stand-in: metadata, and a module that can't be imported. Everything is fetched once, from
 the index that pip is configured with; the installations themselves ask no index.
@@ -109,7 +109,7 @@ class Environment:
 @pytest.fixture
 def commands(repository: Path) -> list[str]:
     """The blocks of shell of the page: plain, then with torch held."""
-    page = (repository / "docs/install.md").read_text()
+    page = (repository / "docs/getting-started/installation.md").read_text()
     found: list[str] = re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     return found
 

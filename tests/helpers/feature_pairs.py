@@ -1,4 +1,7 @@
-"""The table of docs/pairs.md: each pair of features, tried on real ranks. As a script, writes it."""
+"""The table of docs/reference/feature-matrix.md: each pair of features, run on real ranks.
+
+As a script, this module writes the table.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from helpers.feature_trials import (
 from helpers.ranks import RankError, Ranks
 from helpers.reference import SEED, TOLERANCE, Trained, distance
 
-PAGE = Path(__file__).parents[2] / "docs" / "pairs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "feature-matrix.md"
 HALF = 0.04
 """How far four steps in 16 bits stray from those of one process in 16 bits."""
 SAME_WAY = 0.8

@@ -1,4 +1,4 @@
-"""The table of layers in docs/architecture.md, and the imports that break it."""
+"""The table of layers in docs/contributing/architecture.md, and the imports that break it."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def test_own_sites_come_before_those_that_are_shipped(
 
 
 def test_the_page_shows_a_site_and_a_refusal_as_they_are(repository: Path) -> None:
-    page = (repository / "docs/submit.md").read_text()
+    page = (repository / "docs/clusters/slurm.md").read_text()
     [text] = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     site = read_site("mine", text, "mine.toml")
     named = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))

@@ -6,7 +6,7 @@ import pytest
 
 from helpers import rules
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/contributing/architecture.md")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -1,4 +1,4 @@
-"""Failures that users of other tools meet: each row of docs/failures.md is held by a test."""
+"""Each row of docs/explanation/failures.md, a failure of other tools, is held by a test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def docstrings(folder: Path) -> Iterator[str]:
 
 
 def test_every_row_has_a_test_that_names_it_and_every_test_a_row(repository: Path) -> None:
-    promised = rows((repository / "docs" / "failures.md").read_text())
+    promised = rows((repository / "docs" / "explanation" / "failures.md").read_text())
     found = {row for text in docstrings(repository / "tests") for row in named(text)}
     assert sorted(promised - found) == []
     assert sorted(found - promised) == []

@@ -16,7 +16,7 @@ TABLE = """
 
 
 def test_the_code_keeps_to_the_table(repository: Path) -> None:
-    table = layers.table((repository / "docs/architecture.md").read_text())
+    table = layers.table((repository / "docs/contributing/architecture.md").read_text())
     assert list(layers.violations(repository / "src/shoal", table)) == []
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/pairs.md: every pair is tried again and is what the page says."""
+"""Run the cells of docs/reference/feature-matrix.md, and compare the page with their outcomes."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class CollectiveStats:
                 self._under_way[key, number] += passed * (begun - ended) / seen
 
     def window(self) -> dict[str, Any]:
-        """The fields of the event: what has ended since the last call of this; see docs/usage.md."""
+        """The fields of the event: what has ended since the last call of this; see docs/monitoring/profiling.md."""
         sizes = {name: len(ranks) for name, ranks in flight_recorder.groups().items()}
         oldest = {
             recorder: min([self._after.get(recorder, -1) + 1, *waiting]) - 1
