@@ -9,7 +9,7 @@ export PYTHON
 unexport PYTHONDONTWRITEBYTECODE
 
 PY := .venv/bin/python
-CODE := $(wildcard src tests examples benchmarks)
+CODE := $(wildcard src tests examples benchmarks scripts)
 # Most tests wait for processes of theirs: three files at a time keep two cores busy.
 IN_PARALLEL := -n 3 --dist loadfile
 

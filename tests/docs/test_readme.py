@@ -1,4 +1,4 @@
-"""What the README shows is run: plain DDP beside Shoal, and its whole script."""
+"""The scripts of the README are run: its quickstart, and both sides of its diff."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 ALONE = [sys.executable]
 TWO = [sys.executable, "-m", "shoal", "run", "-n", "2"]
-
-
-@pytest.fixture
-def scripts(repository: Path) -> list[str]:
-    """The README's blocks of Python: plain DDP, the same with Shoal, a whole script."""
-    text = (repository / "README.md").read_text()
-    return re.findall(r"^```python\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def run(text: str, command: list[str], folder: Path) -> str:
@@ -34,8 +27,8 @@ def run(text: str, command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def outcome(text: str, command: list[str], folder: Path) -> float:
-    """The loss over all data of the model that a script saves."""
+def loss_of_model(text: str, command: list[str], folder: Path) -> float:
+    """Return the loss over all data of the model that a script saves."""
     run(text, command, folder)
     state = torch.load(folder / "model.pt", weights_only=True)
     inputs = torch.randn(1000, 20, generator=torch.Generator().manual_seed(0))
@@ -43,29 +36,25 @@ def outcome(text: str, command: list[str], folder: Path) -> float:
     return F.cross_entropy(output, (inputs[:, 0] > 0).long()).item()
 
 
-@pytest.mark.long
-def test_plain_ddp_and_shoal_learn_the_same(scripts: list[str], tmp_path: Path) -> None:
-    """In another order of the samples; Shoal also without a launcher, and then exactly."""
-    plain, ours, _ = scripts
-    before = outcome(plain, TWO, tmp_path / "plain")
-    after = outcome(ours, TWO, tmp_path / "two")
-    assert after < 0.5  # log 2 is what a coin reaches
-    assert after == pytest.approx(before, rel=0.05)
-    assert after == pytest.approx(outcome(ours, ALONE, tmp_path / "alone"), rel=1e-6)
+def test_both_sides_of_the_diff_train_the_same_model(repository: Path, tmp_path: Path) -> None:
+    """The order of samples differs between them; Shoal gives one model on 1 and 2 processes."""
+    readme = (repository / "README.md").read_text()
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)
+    before = "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("+"))
+    after = "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("-"))
+    plain = loss_of_model(before, TWO, tmp_path / "plain")
+    converted = loss_of_model(after, TWO, tmp_path / "two")
+    assert converted < 0.5  # log 2 is the loss of random guesses
+    assert converted == pytest.approx(plain, rel=0.05)
+    assert converted == pytest.approx(loss_of_model(after, ALONE, tmp_path / "alone"), rel=1e-6)
 
 
-def test_the_shoal_form_is_the_shorter(scripts: list[str]) -> None:
-    plain, ours, _ = ([line for line in text.splitlines() if line] for text in scripts)
-    assert len(ours) < len(plain)
-
-
-@pytest.mark.full
-def test_the_script_gives_the_same_alone_on_two_processes_and_again(
-    scripts: list[str], tmp_path: Path
-) -> None:
-    *_, whole = scripts
+def test_the_quickstart_gives_the_same_result_again(repository: Path, tmp_path: Path) -> None:
+    """On one process, on two, and when a finished run is started once more."""
+    readme = (repository / "README.md").read_text()
+    (script,) = re.findall(r"^```python\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)
     ends = [
-        run(whole, command, tmp_path / name).splitlines()[-1]
+        run(script, command, tmp_path / name).splitlines()[-1]
         for name, command in (("alone", ALONE), ("two", TWO))
         for _ in range(2)
     ]

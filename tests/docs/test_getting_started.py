@@ -1,0 +1,86 @@
+"""The commands of the README, the quickstart and the tutorial print what the pages show."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+PAGES = ("README.md", "docs/getting-started/quickstart.md", "docs/getting-started/tutorial.md")
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[tuple[str, list[str]]]:
+    """Return each command of the console blocks of a page with the lines it prints."""
+    found: list[tuple[str, list[str]]] = []
+    for block in CONSOLE.findall(page):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line.removeprefix("$ ").split("  #")[0].strip(), []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+def agrees(shown: list[str], printed: str) -> bool:
+    """Return whether a page shows the output: `…` stands for any text, alone for any lines."""
+    parts = [
+        "(?s:.*)" if line == "…" else r"[^\n]*".join(map(re.escape, line.split("…"))) + r"\n"
+        for line in shown
+    ]
+    return not shown or re.search("(?s:.*)".join(parts), printed) is not None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PAGES)
+def test_the_commands_print_what_the_page_shows(name: str, repository: Path, tmp_path: Path) -> None:
+    page = (repository / name).read_text()
+    scripts = re.findall(r"^```python\n(# train\.py\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    for script in scripts:
+        (tmp_path / "train.py").write_text(script)
+    (tmp_path / "examples").symlink_to(repository / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found = commands(page)
+    assert found
+    for command, shown in found:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        assert agrees(shown, done.stdout), f"{command}\n{done.stdout}"
+
+
+def test_the_readme_is_short(repository: Path) -> None:
+    assert len((repository / "README.md").read_text().splitlines()) <= 150
+
+
+def test_commands_are_read_with_their_output() -> None:
+    page = "```console\n$ one  # comment\na\n$ two\n…\nb …\n```\n\n```\n$ three\n```\n"
+    assert commands(page) == [("one", ["a"]), ("two", ["…", "b …"])]
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "same"),
+    [
+        (["a"], "a\n", True),
+        (["a", "b"], "a\nx\nb\n", True),
+        (["…", "b …"], "a\nb 7\n", True),
+        (["a 1"], "a 2\n", False),
+        (["b", "a"], "a\nb\n", False),
+        ([], "anything\n", True),
+    ],
+)
+def test_output_is_compared(shown: list[str], printed: str, same: bool) -> None:
+    assert agrees(shown, printed) is same
