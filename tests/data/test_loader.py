@@ -210,10 +210,10 @@ def test_a_state_of_other_data_is_refused(
 @pytest.mark.parametrize(
     ("batch_size", "micro_batches", "ranks", "found"),
     [
-        (0, 1, 1, "positive whole numbers"),
-        (-4, 1, 1, "positive whole numbers"),
-        (4.0, 1, 1, "positive whole numbers"),
-        (4, 0, 1, "positive whole numbers"),
+        (0, 1, 1, "positive integers"),
+        (-4, 1, 1, "positive integers"),
+        (4.0, 1, 1, "positive integers"),
+        (4, 0, 1, "positive integers"),
         (3, 1, 4, "4 x 1 micro-batches: 1 of them"),
         (7, 4, 2, "2 x 4 micro-batches: 1 of them"),
     ],

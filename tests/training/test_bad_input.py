@@ -132,7 +132,7 @@ def metric(value: Any) -> Callable[[Rig], object]:
 
 
 PRECISIONS = "fp32, bf16, fp16"
-WHOLE = "positive whole numbers"
+WHOLE = "positive integers"
 PAIR = "a tuple of two"
 RETURN = "return F.cross_entropy(output, y, reduction='sum'), len(y)"
 LOSS = r"the loss function <lambda> \(.*test_bad_input.py:\d+\)"

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from shoal.distributed.consistency import check_same_data, warn_of_other_arrays
 from shoal.distributed.to_device import move
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
+from shoal.util.arguments import is_integer
 from shoal.util.errors import DataError
 
 
@@ -78,7 +79,7 @@ class Loader:
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        self.world = world
+        self.world = _checked_world(dataset, world)
         batch_size, micro_batches = check_sizes(batch_size, micro_batches, world.data_size)
         seed = world.seed if seed is None else seed
         self._batch_size = batch_size
@@ -201,12 +202,26 @@ class Loader:
         """Samples in an epoch; None for an IterableDataset before its first epoch has ended."""
         return self._feed.epoch_size
 
+    def __iter__(self) -> NoReturn:
+        """Raise DataError: a loop over a loader needs a number of epochs."""
+        raise DataError(
+            given="for batch in loader",
+            found="no number of epochs",
+            fix="for batch in loader.epochs(10): step(batch)",
+        )
+
     def epochs(self, count: int) -> Iterator[Batch]:
         """The batches up to the end of epoch `count`, counted from the start of training.
 
         After a restore it goes on in mid-epoch with the next sample that was not consumed. An epoch
         ends on all ranks in the same step.
         """
+        if not is_integer(count):
+            raise DataError(
+                given=f"loader.epochs({count!r})",
+                found="the number of epochs is an integer, 0 or more",
+                fix="loader.epochs(10)",
+            )
         self.goal = None if self.epoch_size is None else count * self.epoch_size
         return self._all_batches(count)
 
@@ -301,15 +316,26 @@ class Loader:
         return Lanes(dataset.lengths or (), lanes=dataset.interleave, chunk=chunk, shuffle=shuffle)
 
 
+def _checked_world(dataset: Any, world: object) -> World:
+    """Return the second argument of a Loader; DataError where it is not a World."""
+    if not isinstance(world, World):
+        raise DataError(
+            given=f"Loader({type(dataset).__name__}, {type(world).__name__}, …)",
+            found="the second argument is the World that shoal.init returns",
+            fix="shoal.Loader(dataset, world, batch_size=64)",
+        )
+    return world
+
+
 def check_sizes(
     batch_size: int | BatchSize, micro_batches: int, ranks: int
 ) -> tuple[int | BatchSize, int]:
     """Both as plain integers; refuses batches that can't be cut into ranks x micro-batches."""
     sizes = (getattr(batch_size, "max_samples", batch_size), micro_batches)
-    if not all(isinstance(n, int | np.integer) and n is not True and n > 0 for n in sizes):
+    if not all(is_integer(size, least=1) for size in sizes):
         raise DataError(
             given=f"batch_size={batch_size!r}, micro_batches={micro_batches!r}",
-            found="both must be positive whole numbers",
+            found="both must be positive integers",
             fix="for example batch_size=512, micro_batches=4",
         )
     if not isinstance(batch_size, int | np.integer):
@@ -352,7 +378,13 @@ def _check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) -
 
 
 def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> None:
-    """Refuse to share or pin samples that lie on a device."""
+    """Raise DataError for a wrong number of workers, or samples that workers cannot read."""
+    if not is_integer(num_workers):
+        raise DataError(
+            given=f"Loader(…, num_workers={num_workers!r})",
+            found="the number of worker processes is an integer, 0 or more",
+            fix="num_workers=4, or leave it out to load in this process",
+        )
     if device.type != "cpu" and (num_workers or pin_memory):
         raise DataError(
             given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",

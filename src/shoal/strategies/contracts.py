@@ -20,6 +20,7 @@ from shoal.data.micro import Micro
 from shoal.distributed.world import World
 from shoal.strategies.compiled import Compiler
 from shoal.strategies.task import Task
+from shoal.util.arguments import is_number
 from shoal.util.errors import StepError
 
 
@@ -81,10 +82,10 @@ def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> C
 
 def check_clip(clip: float | None) -> float | None:
     """`clip` if gradients can be clipped to it."""
-    if clip is not None and not clip > 0:
+    if clip is not None and not (is_number(clip) and clip > 0):
         raise StepError(
-            given=f"clip={clip}",
-            found="the largest gradient norm allowed is a positive number",
+            given=f"clip={clip!r}",
+            found="the maximum gradient norm is a positive number",
             fix="clip=1.0, or leave it out",
         )
     return clip

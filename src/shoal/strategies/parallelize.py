@@ -74,6 +74,12 @@ def parallelize(
     one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
     ranks have models of other parameters. Collective.
     """
+    if not isinstance(world, World):
+        raise StepError(
+            given=f"parallelize({type(model).__name__}, {type(world).__name__})",
+            found="the second argument is the World that shoal.init returns",
+            fix="shoal.parallelize(model, world)",
+        )
     strategies = _checked(strategy, world)
     module: Any = model
     deferred = None

@@ -36,6 +36,15 @@ class Task:
     loss: Callable[..., tuple[Tensor, Count]]
     inputs: Callable[..., Any] | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("loss", self.loss), ("inputs", self.inputs)):
+            if not callable(value) and not (name == "inputs" and value is None):
+                raise StepError(
+                    given=f"shoal.Task({name}={type(value).__name__})",
+                    found=f"{name} is a function",
+                    fix="shoal.Task(loss), where loss(output, batch) returns (sum, count)",
+                )
+
     def forward(self, model: Callable[..., Any], micro: Micro, seed: int) -> Any:
         """Call `model` on a micro-batch and return its output."""
         token = CURRENT_MICRO.set(micro)

@@ -105,7 +105,10 @@ class CollectiveStats:
                 self._under_way[key, number] += passed * (begun - ended) / seen
 
     def window(self) -> dict[str, Any]:
-        """The fields of the event: what has ended since the last call of this; see docs/monitoring/profiling.md."""
+        """Return the fields of an event: the collectives that ended since the last call.
+
+        See docs/monitoring/profiling.md.
+        """
         sizes = {name: len(ranks) for name, ranks in flight_recorder.groups().items()}
         oldest = {
             recorder: min([self._after.get(recorder, -1) + 1, *waiting]) - 1

@@ -29,6 +29,7 @@ from shoal.training.evaluation import evaluate as evaluate_on
 from shoal.training.run import Run
 from shoal.training.save_policy import Every, check_every
 from shoal.training.step import Step
+from shoal.util.arguments import is_integer, is_number
 from shoal.util.errors import StepError
 
 
@@ -105,7 +106,7 @@ def train(
     training. Before the first step one batch of the evaluation is tried, so that what can't be
     evaluated fails early. Built from Loader, Step, Run and evaluate alone, whose errors it passes on.
     """
-    _check(epochs, steps, save, max_time)
+    _check(epochs, steps, save, max_time, optimizer)
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -132,21 +133,47 @@ def train(
         return loop.run_to_end(epochs, steps, save=save)
 
 
-def _check(epochs: int | None, steps: int | None, save: Every | None, max_time: float | None) -> None:
+def _check(
+    epochs: int | None,
+    steps: int | None,
+    save: Every | None,
+    max_time: float | None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    _check_optimizer(optimizer)
     if epochs is None and steps is None:
         raise StepError(
             given="shoal.train(…) without an end",
             found="neither epochs nor steps",
             fix="epochs=10, or steps=10_000",
         )
+    for name, value in (("epochs", epochs), ("steps", steps)):
+        if value is not None and not is_integer(value, least=1):
+            raise StepError(
+                given=f"shoal.train(…, {name}={value!r})",
+                found=f"the number of {name} is an integer, 1 or more",
+                fix=f"{name}=10, or leave it out",
+            )
     if save is not None:
         check_every(save, "shoal.train(…, save={})")
-    if max_time is not None and not max_time > 0:
+    if max_time is not None and not (is_number(max_time) and max_time > 0):
         raise StepError(
-            given=f"max_time={max_time}",
+            given=f"max_time={max_time!r}",
             found="the time is a positive number of seconds",
             fix="max_time=3600.0, or leave it out",
         )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    """Raise StepError for an optimizer, or a class of optimizers, in place of a function."""
+    if callable(optimizer) and not isinstance(optimizer, type):
+        return
+    name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    raise StepError(
+        given=f"shoal.train(…, optimizer={name}{'' if isinstance(optimizer, type) else '(…)'})",
+        found="optimizer is a function of the parallelized model that returns an optimizer",
+        fix=f"optimizer=lambda model: torch.optim.{name}(model.parameters(), lr=0.1)",
+    )
 
 
 class _Loop:

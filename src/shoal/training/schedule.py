@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from shoal.util.arguments import is_integer, is_number
 from shoal.util.errors import StepError
 
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -53,7 +53,7 @@ class LRSchedule:
                 found=f"the decays are {', '.join(DECAYS)}",
                 fix="LRSchedule(decay='cosine', warmup_steps=100), or any scheduler of torch's",
             )
-        if not _is_count(self.warmup_steps):
+        if not is_integer(self.warmup_steps):
             ratio = self.warmup_steps if _is_fraction(self.warmup_steps) else 0.1
             raise StepError(
                 given=f"LRSchedule(warmup_steps={self.warmup_steps!r})",
@@ -91,16 +91,18 @@ class LRSchedule:
         return self.min_ratio + (1.0 - self.min_ratio) * DECAYS[self.decay](progress)
 
     def __call__(self, optimizer: Optimizer, total: int) -> LambdaLR:
-        """The schedule of a run of `total` optimizer steps."""
+        """Return the schedule of a run of `total` optimizer steps."""
+        if not is_integer(total):
+            raise StepError(
+                given=f"LRSchedule(…)(optimizer, {total!r})",
+                found="the total is a number of optimizer steps: an integer, 0 or more",
+                fix="LRSchedule(…)(optimizer, len(loader) * epochs)",
+            )
         return LambdaLR(optimizer, partial(_factor, schedule=self, total=total))
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 0)
-
-
 def _is_fraction(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value <= 1.0
+    return is_number(value) and 0.0 <= value <= 1.0
 
 
 def _factor(step: int, *, schedule: LRSchedule, total: int) -> float:

@@ -115,6 +115,12 @@ class Step(TrainState):
         rank takes steps of its own (Hogwild, LocalSGD, DiLoCo) it is raised on that rank alone, and
         whoever catches it has taken a step without a sample.
         """
+        if not isinstance(batch, Batch):
+            raise StepError(
+                given=f"step({type(batch).__name__})",
+                found="no Batch of a Loader, so the size of the global batch is unknown",
+                fix="for batch in loader.epochs(10): step(batch)",
+            )
         timeline = self.engine.world.timeline
         before = timeline.enter(FORWARD)
         begun = timeline.spent[FORWARD:CHECKPOINT]
