@@ -36,6 +36,7 @@ class DCPReader(ChunkReader):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path_from(path), {})
         self._files: Mapping[str, FileRecord] = {}
+        self._error: CheckpointError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Read another checkpoint from now on, if `load` was given its path as `checkpoint_id`."""
@@ -43,7 +44,26 @@ class DCPReader(ChunkReader):
             self._directory = path_from(os.fspath(checkpoint_id))
 
     def read_metadata(self) -> Metadata:
-        """Return dtype, shape and chunks of each tensor, by DCP's names. Raises CheckpointError."""
+        """Return dtype, shape and chunks of each tensor, by DCP's names.
+
+        Some versions of DCP replace an error of this method with their own, so that of a checkpoint
+        that cannot be read is kept for `set_up_storage_reader`, which DCP calls next.
+        """
+        self._error = None
+        try:
+            self._inspect()
+        except CheckpointError as error:
+            self._error, self._table = error, {}
+        return super().read_metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Raise the CheckpointError of a checkpoint that cannot be read."""
+        if self._error is not None:
+            raise self._error
+        super().set_up_storage_reader(metadata, is_coordinator)
+
+    def _inspect(self) -> None:
+        """Read the manifest and the table of tensors. Raises CheckpointError."""
         path, given = self._directory, f"DCPReader({str(self._directory)!r})"
         if not is_checkpoint(path):
             raise CheckpointError(
@@ -63,7 +83,6 @@ class DCPReader(ChunkReader):
                 )
         self._files = contents.manifest.files
         self._table = {key: asdict(contents.tensors[name]) for key, name in names.items()}
-        return super().read_metadata()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Verify the files of the planned chunks, then read these. Raises CheckpointError."""
