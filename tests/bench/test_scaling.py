@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +306,7 @@ def test_a_study_in_which_nothing_succeeded_fails(
 def test_a_result_that_says_nothing_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
     study = directory.begin(tmp_path, FULL)
     number, first = study.missing()[0]
-    plain = repeat(first.key, number, ONE).plain()
+    plain = asdict(repeat(first.key, number, ONE))
     plain["measured"] |= changed
     directory.write_json(study.job(first, number) / directory.RESULT, plain)
     with pytest.raises(CheckpointError, match=r"rm .*result.json"):

@@ -213,7 +213,7 @@ def cores(affinity: Sequence[int], *, quota: float | None = None, threads: str =
     ],
 )
 def test_cores(ranks: list[host.Cores], found: list[tuple[str, Severity, str]]) -> None:
-    told = grave(list(host.judge_cores(seen(ranks, "a" * len(ranks)))))
+    told = grave(list(host.check_cores(seen(ranks, "a" * len(ranks)))))
     assert [(what, state) for what, state, _ in told] == [(what, state) for what, state, _ in found]
     for one, (_, _, text) in zip(told, found, strict=True):
         assert one[2].startswith(text)
@@ -223,7 +223,7 @@ def test_hosts_of_which_the_same_is_to_be_said_share_a_line() -> None:
     memory = [
         host.HostMemory(total=64 * GIB, available=free, ceiling=None) for free in (GIB // 2, 40 * GIB)
     ]
-    found = list(host.judge_memory(seen([memory[1], memory[0], memory[1], memory[0]])))
+    found = list(host.check_memory(seen([memory[1], memory[0], memory[1], memory[0]])))
     assert [one.state for one in found] == [Severity.OK, Severity.WARNING]
     assert found[0].found.startswith("ranks 0,2 (node0, node2): 40 GiB free")
     assert found[1].found.startswith("ranks 1,3 (node1, node3): 0.5 GiB free")
@@ -238,7 +238,7 @@ def test_limits() -> None:
         return host.ProcessLimits(**{**found, **more})  # type: ignore[typeddict-item]
 
     def told(**more: Any) -> list[str]:
-        return [what for what, _, _ in grave(list(host.judge_limits(seen([limits(**more)]))))]
+        return [what for what, _, _ in grave(list(host.check_limits(seen([limits(**more)]))))]
 
     assert told() == told(files=-1) == told(locked=1 << 16, infiniband=False) == []
     assert told(files=512) == told(size=1024) == ["open files"]

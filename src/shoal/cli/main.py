@@ -211,16 +211,11 @@ def doctor(
 
 
 def _describe() -> str:
-    """What `shoal info` says of this machine, in lines as long as they are."""
-    import io
-
-    from rich.console import Console
-
+    """Return what `shoal info` prints about this machine, in lines as long as they are."""
     from shoal.doctor.info import display, machine
+    from shoal.util.tables import rendered
 
-    console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False)
-    display.machine(console, machine.describe())
-    return console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+    return rendered(lambda console: display.machine(console, machine.describe()), 1000)
 
 
 @app.command()

@@ -192,14 +192,14 @@ def each_alone(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
     """What each of so many ranks looks at by itself; nothing of it imports torch."""
     topics: list[Topic[Any]] = [
         Topic(name="software", look=software.describe_software, judge=software.check_software),
-        Topic(name="cores", look=host.look_at_cores, judge=host.judge_cores),
-        Topic(name="memory", look=host.look_at_memory, judge=host.judge_memory),
-        Topic(name="limits", look=partial(host.look_at_limits, ranks), judge=host.judge_limits),
+        Topic(name="cores", look=host.look_at_cores, judge=host.check_cores),
+        Topic(name="memory", look=host.look_at_memory, judge=host.check_memory),
+        Topic(name="limits", look=partial(host.look_at_limits, ranks), judge=host.check_limits),
         Topic(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
     ]
     if request.source is not None:
         look = partial(software.look_at_sources, request.source)
-        topics.append(Topic(name="source", look=look, judge=software.judge_sources))
+        topics.append(Topic(name="source", look=look, judge=software.check_sources))
     if request.data is not None:
         topics.append(
             Topic(

@@ -177,7 +177,7 @@ def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
     steps, values = steps[finite], values[finite]
     if not len(values):
         return None
-    bounds = np.unique(np.linspace(0, len(values), min(BINS, len(values)) + 1).astype(int))[:-1]
+    bounds = _bounds(len(values))
     counts = np.diff([*bounds, len(values)])
     return BinnedCurve(
         steps[bounds],
@@ -185,6 +185,11 @@ def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
         np.minimum.reduceat(values, bounds),
         np.maximum.reduceat(values, bounds),
     )
+
+
+def _bounds(count: int) -> Array:
+    """Return where the bins of `count` values begin."""
+    return np.unique(np.linspace(0, count, min(BINS, count) + 1).astype(int))[:-1]
 
 
 def throughput(history: History) -> BinnedCurve | None:
@@ -199,7 +204,7 @@ def throughput(history: History) -> BinnedCurve | None:
     if not sum(map(len, steps)):
         return None
     step, size, wall = (np.concatenate(each) for each in (steps, sizes, walls))
-    bounds = np.unique(np.linspace(0, len(step), min(BINS, len(step)) + 1).astype(int))[:-1]
+    bounds = _bounds(len(step))
     rate = np.add.reduceat(size, bounds) / np.add.reduceat(wall, bounds)
     return BinnedCurve(step[bounds], rate, rate, rate)
 

@@ -14,7 +14,6 @@ from shoal.report.breakdown import (
     LABELS,
     OWN,
     SHOWN,
-    Aligned,
     align,
     edges,
     profile_of,
@@ -25,6 +24,7 @@ from shoal.report.findings import findings
 from shoal.report.history import Attempt, History
 from shoal.report.stalls import stalls
 from shoal.report.stragglers import Straggler, stragglers
+from shoal.util.grouping import group_by
 from shoal.util.units import percent
 
 WORTH = 0.01
@@ -98,12 +98,8 @@ def _judged(attempt: Attempt, last: int | None) -> Judged | None:
         stragglers(attempt, aligned, found),
         stalls(aligned, begin, len(aligned.steps), step),
         warm,
-        _spent(aligned, warm),
+        float(aligned.column("wall", 0, warm).mean(axis=0).sum()),
     )
-
-
-def _spent(aligned: Aligned, count: int) -> float:
-    return float(aligned.column("wall", 0, count).mean(axis=0).sum()) if count else 0.0
 
 
 def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
@@ -185,10 +181,7 @@ class _Piece:
 
 def _slow(named: list[Straggler], costs: Costs) -> Iterator[_Piece]:
     """What ranks that compute slowly cost, those that are slow in the same parts together."""
-    by_rank: dict[str, list[Straggler]] = {}
-    for each in named:
-        if each.part in COMPUTING:
-            by_rank.setdefault(each.place, []).append(each)
+    by_rank = group_by((each for each in named if each.part in COMPUTING), lambda each: each.place)
     by_parts: dict[tuple[str, ...], list[Straggler]] = {}
     for own in by_rank.values():
         parts = {each.part for each in own}

@@ -10,6 +10,7 @@ from shoal.report.breakdown import COMPUTING, LABELS
 from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit, rank_names
 from shoal.report.history import History
 from shoal.report.stragglers import Straggler
+from shoal.util.grouping import group_by
 from shoal.util.units import duration
 
 
@@ -61,10 +62,10 @@ def _left_out(history: History, newest: Judged) -> Iterator[Finding]:
 
 def _slow_ranks(named: list[Straggler], costs: Costs) -> Iterator[Finding]:
     """A finding for each slow rank and what it is slow in; what it computes together."""
-    by_rank: dict[tuple[int, str | None, str], list[Straggler]] = {}
-    for each in _together(named):
-        kind = "computing" if each.part in COMPUTING else each.part
-        by_rank.setdefault((each.rank, each.host, kind), []).append(each)
+    by_rank = group_by(
+        _together(named),
+        lambda each: (each.rank, each.host, "computing" if each.part in COMPUTING else each.part),
+    )
     for own in by_rank.values():
         told = "; ".join([_about(own[0], head=True), *(_about(each) for each in own[1:])])
         cost = sum(costs.get(culprit(each), 0.0) for each in own)

@@ -15,10 +15,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import CollectiveCall, GroupProgress
+from shoal.util.grouping import group_by
 
 _GATHERS = ("all_gather", "gather")
 _SCATTERS = ("reduce_scatter", "scatter")
@@ -117,15 +119,13 @@ class CollectiveStats:
         """The fields for these calls; `sizes` are how many ranks the groups have."""
         now = self._clock()
         passed, self._begun = now - self._begun, now
-        by_recorder: dict[str, list[CollectiveCall]] = defaultdict(list)
-        for call in calls:
-            by_recorder[call.recorder].append(call)
+        by_recorder = group_by(calls, lambda call: call.recorder)
         sums: dict[CollectiveKind, Sum] = {}
         for recorder, found in by_recorder.items():
-            for kind, part in self._sum(recorder, found, sizes).items():
-                sums[kind] = part
+            sums |= self._sum(recorder, found, sizes)
         living = {(each, n) for each, numbers in self._waiting.items() for n in numbers}
-        kept = {(c.key, c.number) for c in _flat(by_recorder) if (c.recorder, c.record) in living}
+        everything = chain.from_iterable(by_recorder.values())
+        kept = {(c.key, c.number) for c in everything if (c.recorder, c.record) in living}
         self._under_way = defaultdict(float, {k: self._under_way.get(k, 0.0) for k in kept})
         kinds = [_fields(kind, each, sizes.get(kind.group, 1)) for kind, each in sums.items()]
         return {"seconds": passed, "kinds": sorted(kinds, key=lambda kind: -kind["bytes"])}
@@ -156,10 +156,6 @@ class CollectiveStats:
         self._after[recorder] = max(after, newest)
         self._waiting[recorder] = {call.record for call in fresh if not call.done}
         return sums
-
-
-def _flat(by_recorder: Mapping[str, Sequence[CollectiveCall]]) -> Iterable[CollectiveCall]:
-    return (call for calls in by_recorder.values() for call in calls)
 
 
 def _fields(kind: CollectiveKind, total: Sum, ranks: int) -> dict[str, Any]:

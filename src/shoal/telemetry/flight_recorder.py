@@ -107,19 +107,15 @@ class RecordingGroup(Protocol):
 
     def recorded(self) -> list[CollectiveEntry]:
         """What the recorder would know of it, oldest first."""
-        ...
 
     def calls(self) -> list[CollectiveCall]:
         """The same as traffic counts it, oldest first."""
-        ...
 
     def compare(self, check: Check) -> None:
         """Call `check` before each collective from now on."""
-        ...
 
     def allow(self, seconds: float) -> None:
         """Give each operation that begins from now on so much time."""
-        ...
 
 
 def newest() -> int:

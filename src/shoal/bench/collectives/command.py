@@ -25,6 +25,7 @@ from shoal.bench.collectives.machine_file import (
 )
 from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure
 from shoal.bench.collectives.message_sizes import parse_sizes
+from shoal.bench.processor import processor_name
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.distributed import env_vars, link_speed
 from shoal.distributed.world import World, init
@@ -217,7 +218,7 @@ def _report(
         display.show_pairs(console, pairs)
     print_path(console, f"machine file: {path}")
     if asked.csv is not None:
-        write_csv(asked.csv, display.rows(machine))
+        write_csv(asked.csv, display.csv_rows(machine))
         print_path(console, f"points: {asked.csv}")
     if asked.json:
         print_path(console, to_json(machine))
@@ -235,12 +236,7 @@ def _spoken(backend: str) -> str:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else device.type
+    return processor_name() or device.type
 
 
 def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:

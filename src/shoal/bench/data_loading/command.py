@@ -20,14 +20,7 @@ from shoal.distributed.world import World, init
 from shoal.report import Reader
 from shoal.report.html import write_csv
 from shoal.util.errors import DataError, LaunchError, ShoalError
-from shoal.util.tables import (
-    add_row,
-    make_table,
-    plain_console,
-    print_line,
-    print_path,
-    print_table,
-)
+from shoal.util.tables import plain_console, print_line, print_path, print_rows
 from shoal.util.units import duration, percent, size, two_digits
 
 BATCH_SIZE = 32
@@ -204,37 +197,19 @@ def _report(
 ) -> None:
     console = plain_console()
     sentences = advise(found, cores, need)
-    for sentence in sentences:
-        print_line(console, sentence)
-    print_line(console, "")
+    print_line(console, *sentences, "")
+    title = "Batches taken as fast as they come (cores: here + in workers)"
     headers = ("batch", "workers", "samples/s", "spread", "first batch", "cores busy", "each worker")
-    table = make_table(*headers, right=headers)
-    for each in found:
-        busy = "{:.1f} + {:.1f}".format(*each.busy) if each.workers else f"{each.busy[0]:.1f}"
-        memory = "" if each.memory is None else size(each.memory)
-        cells = (
-            two_digits(each.rate),
-            percent(each.spread, tenths=True),
-            duration(each.first, fixed=True),
-            busy,
-            memory,
-        )
-        add_row(table, str(each.batch_size), str(each.workers), *cells)
-    print_table(console, "Batches taken as fast as they come (cores: here + in workers)", table)
+    print_rows(console, title, headers, map(_cells, found), right=headers)
     if parts is not None:
-        stage = make_table(
-            "stage", "for a sample", "for a batch", right=("for a sample", "for a batch")
+        times = ("for a sample", "for a batch")
+        rows = (
+            (name, *(duration(seconds * count, fixed=True) for count in (1, found[0].batch_size)))
+            for name, seconds in _named_stages(parts)
         )
-        for name, seconds in _named_stages(parts):
-            add_row(
-                stage,
-                name,
-                duration(seconds, fixed=True),
-                duration(seconds * found[0].batch_size, fixed=True),
-            )
-        print_table(console, "Each stage alone", stage)
+        print_rows(console, "Each stage alone", ("stage", *times), rows, right=times)
     if asked.csv is not None:
-        write_csv(asked.csv, _rows(found))
+        write_csv(asked.csv, _csv_rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain: dict[str, Any] = {
@@ -248,6 +223,18 @@ def _report(
         print_path(console, json.dumps(plain))
 
 
+def _cells(each: LoaderTrials) -> tuple[str, ...]:
+    return (
+        str(each.batch_size),
+        str(each.workers),
+        two_digits(each.rate),
+        percent(each.spread, tenths=True),
+        duration(each.first, fixed=True),
+        "{:.1f} + {:.1f}".format(*each.busy) if each.workers else f"{each.busy[0]:.1f}",
+        "" if each.memory is None else size(each.memory),
+    )
+
+
 def _named_stages(parts: Stages) -> Iterator[tuple[str, float]]:
     whole = parts.collate is None
     yield ("samples, cut from tensors" if whole else "dataset, __getitem__"), parts.sample
@@ -259,26 +246,18 @@ def _named_stages(parts: Stages) -> Iterator[tuple[str, float]]:
         yield "to the GPU", parts.copied
 
 
-def _rows(found: Sequence[LoaderTrials]) -> Iterator[Sequence[object]]:
-    yield (
-        "batch_size",
-        "workers",
-        "samples_per_second",
-        "first_batch_seconds",
-        "samples",
-        "busy",
-        "workers_busy",
-        "worker_bytes",
-    )
-    for each in found:
-        for one in each.trials:
-            yield (
-                each.batch_size,
-                each.workers,
-                one.rate,
-                one.first,
-                one.samples,
-                one.busy,
-                one.workers_busy,
-                one.memory,
-            )
+def _csv_rows(found: Sequence[LoaderTrials]) -> list[dict[str, object]]:
+    return [
+        {
+            "batch_size": each.batch_size,
+            "workers": each.workers,
+            "samples_per_second": one.rate,
+            "first_batch_seconds": one.first,
+            "samples": one.samples,
+            "busy": one.busy,
+            "workers_busy": one.workers_busy,
+            "worker_bytes": one.memory,
+        }
+        for each in found
+        for one in each.trials
+    ]

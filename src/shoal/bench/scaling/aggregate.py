@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from shoal.bench.scaling.configurations import (
     curves,
 )
 from shoal.bench.scaling.measure import PARTS, Blame, StepTimes, measured_from
+from shoal.util.grouping import group_by
 
 BUSY = 0.5
 """Cores that other programs may use before it is told."""
@@ -36,33 +37,17 @@ class Repeat:
     round: int
     began: float
     seconds: float
-    measured: StepTimes | None
     reason: str | None = None
     hosts: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     cores: int = 0
     parameters: int | None = None
     others: float = 0.0
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "key": self.key,
-            "round": self.round,
-            "began": self.began,
-            "seconds": self.seconds,
-            "reason": self.reason,
-            "hosts": list(self.hosts),
-            "devices": list(self.devices),
-            "cores": self.cores,
-            "parameters": self.parameters,
-            "others": self.others,
-            "measured": None if self.measured is None else self.measured.plain(),
-        }
+    measured: StepTimes | None
 
 
 def repeat_from(plain: Mapping[str, Any]) -> Repeat:
-    """What `Repeat.plain` was made of."""
+    """Return the repeat that `asdict` turned into these values."""
     lists = {name: tuple(plain[name]) for name in ("hosts", "devices")}
     measured = plain["measured"]
     rest = {"measured": None if measured is None else measured_from(measured), **lists}
@@ -127,9 +112,7 @@ class ScalingPoint:
 
 def rows(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
     """The rows of all curves, each from few processes to many; what has not run yet is not there."""
-    by_key: dict[str, list[Repeat]] = {}
-    for repeat in repeats:
-        by_key.setdefault(repeat.key, []).append(repeat)
+    by_key = group_by(repeats, lambda repeat: repeat.key)
     found = []
     for curve in curves(options):
         base: tuple[Configuration, list[Repeat]] | None = None
@@ -174,13 +157,8 @@ def _row(
     walls = [wall for each in good.values() for wall in each.walls]
     low, middle, high = statistics.quantiles(walls, n=4, method="inclusive")
     blames = [each.blame for each in good.values() if each.blame is not None]
-    return ScalingPoint(
-        curve=curve,
-        configuration=chosen,
-        base=start,
-        repeats=len(good),
-        failed=len(reasons),
-        reason=None,
+    return replace(
+        row,
         rate=spread([each.rate for each in good.values()]),
         iteration=Spread(median=middle, low=low, high=high),
         speedup=spread(gains),
@@ -191,7 +169,6 @@ def _row(
         },
         rounds={number: each.parts for number, each in good.items()},
         blame=_agreed(blames, len(good)),
-        notes=row.notes,
     )
 
 

@@ -10,6 +10,7 @@ from shoal.bench.scaling.configurations import Configuration, ScalingCurve
 from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.measure import SHOWN
 from shoal.util.errors import LaunchError
+from shoal.util.grouping import group_by
 from shoal.util.units import three_digits
 
 MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
@@ -114,13 +115,9 @@ def pair_rows(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> 
 
 
 def largest(pairs: Sequence[Pair]) -> list[Pair]:
-    """Of each curve the pair with most processes."""
-    found: dict[ScalingCurve, Pair] = {}
-    for pair in pairs:
-        known = found.get(pair.curve)
-        if known is None or pair.configuration.processes > known.configuration.processes:
-            found[pair.curve] = pair
-    return list(found.values())
+    """Return the pair of each curve with the most processes."""
+    by_curve = group_by(pairs, lambda pair: pair.curve).values()
+    return [max(own, key=lambda pair: pair.configuration.processes) for own in by_curve]
 
 
 def sentence(pair: Pair, first: str, second: str) -> str:

@@ -9,6 +9,7 @@ from shoal.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.report.html import Block, Figure, Table
 from shoal.report.html.plots import Series, lines
+from shoal.util.grouping import group_by
 from shoal.util.units import three_digits
 
 WIDE = 8
@@ -48,9 +49,8 @@ def _line(label: str, known: Sequence[tuple[int, Spread]], scale: float) -> Seri
     )
 
 
-def _of_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, list[ScalingPoint]]]:
-    curves = dict.fromkeys(row.curve for row in rows)
-    return [(curve, [row for row in rows if row.curve == curve]) for curve in curves]
+def _by_curve(rows: Sequence[ScalingPoint]) -> dict[ScalingCurve, list[ScalingPoint]]:
+    return group_by(rows, lambda row: row.curve)
 
 
 def _throughput(
@@ -60,7 +60,7 @@ def _throughput(
     start = max((row for row in rows if row.processes == sizes[0]), key=_rate)
     ideal = [_rate(start) * each * size / start.processes for size in sizes]
     drawn = [Series(label="ideal", x=sizes, y=ideal, faint=True)]
-    drawn += [series(names[curve], own, each) for curve, own in _of_curves(rows)]
+    drawn += [series(names[curve], own, each) for curve, own in _by_curve(rows).items()]
     wide = sizes[-1] > WIDE
     return Figure(
         name=f"throughput-{scaling}",
@@ -76,7 +76,7 @@ def _throughput(
 def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure:
     sizes = sorted({row.processes for row in rows})
     drawn = []
-    for curve, own in _of_curves(rows):
+    for curve, own in _by_curve(rows).items():
         whole = [row.mean * 1e3 for row in own]
         inside = [row.synchronisation * 1e3 for row in own]
         drawn.append(
@@ -121,7 +121,7 @@ def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure
     sizes = sorted({row.processes for row in rows})
     least = min(row.base.processes for row in rows if row.base is not None)
     drawn = [Series(label="ideal", x=sizes, y=[size / least for size in sizes], faint=True)]
-    for curve, own in _of_curves(rows):
+    for curve, own in _by_curve(rows).items():
         known = [(row.processes, row.speedup) for row in own if row.speedup is not None]
         drawn.append(_line(names[curve], known, 1))
     many = "1 process" if least == 1 else f"{least} processes"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.bench.scaling.aggregate import ScalingPoint
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.measure import SHOWN
+from shoal.util.grouping import group_by
 
 LEAST = 0.01
 """The share of a step from which on a cause is told."""
@@ -86,11 +87,8 @@ def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
 
 def diagnoses(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
     """A sentence for each curve, of its largest number of processes that ran, or that failed."""
-    by_curve: dict[ScalingCurve, list[ScalingPoint]] = {}
-    for row in rows:
-        by_curve.setdefault(row.curve, []).append(row)
     found = []
-    for curve, own in by_curve.items():
+    for curve, own in group_by(rows, lambda row: row.curve).items():
         base = next((row for row in own if row.rate is not None), None)
         if base is None:
             found.append((curve, f"nothing ran: {own[-1].reason}"))

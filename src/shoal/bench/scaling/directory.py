@@ -16,10 +16,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.processor import processor_name
 from shoal.bench.scaling.aggregate import Repeat, repeat_from
 from shoal.bench.scaling.configurations import (
     Configuration,
@@ -80,7 +81,7 @@ class Study:
 
     def keep(self, configuration: Configuration, repeat: Repeat) -> None:
         """Write a result; it is there whole, or not at all."""
-        write_json(self.job(configuration, repeat.round) / RESULT, repeat.plain())
+        write_json(self.job(configuration, repeat.round) / RESULT, asdict(repeat))
 
 
 def begin(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
@@ -169,7 +170,7 @@ def this_machine() -> dict[str, str]:
         "host": platform.node(),
         "cores": str(len(os.sched_getaffinity(0))),
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name() or platform.processor() or sys.platform,
         **versions(),
     }
 
@@ -178,16 +179,6 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     """Write a file that is never seen half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or sys.platform
 
 
 def _is_missing(path: Path, *, failed: bool) -> bool:

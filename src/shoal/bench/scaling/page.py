@@ -41,10 +41,11 @@ def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str])
         Section(heading="All figures", blocks=_tables(rows, word, each)),
         Section(heading="Circumstances", blocks=_circumstances(study)),
     ]
+    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(study.began))
     return Page(
         title=f"How {study.options.model} scales",
         verdict=first + told[0][1],
-        about=f"shoal bench scaling, begun {_when(study.began)} on {study.where}",
+        about=f"shoal bench scaling, begun {began} on {study.where}",
         sections=sections,
     )
 
@@ -163,15 +164,7 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
     differ = compare.differences(first, second)
     ways = [Text(text=f"{text}.") for text in told]
     head = ("curve", "processes", *(f"{name}, {word}/s" for name in called), "ratio")
-    cells = [
-        (
-            names[pair.curve],
-            str(pair.configuration.processes),
-            *(format.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
-            format.ranged(pair.ratio, 1),
-        )
-        for pair in pairs
-    ]
+    cells = ratio_cells(pairs, names, each)
     caption = "Throughput, and that of the second by that of the first (lowest to highest)."
     ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
     return Page(
@@ -190,6 +183,21 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
     )
 
 
+def ratio_cells(
+    pairs: Sequence[Pair], names: Mapping[ScalingCurve, str], each: int
+) -> list[tuple[str, ...]]:
+    """Return a row for each pair: its curve, processes, both throughputs and their ratio."""
+    return [
+        (
+            names[pair.curve],
+            str(pair.configuration.processes),
+            *(format.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            format.ranged(pair.ratio, 1),
+        )
+        for pair in pairs
+    ]
+
+
 def _overlaid(
     pairs: Sequence[Pair],
     names: Mapping[ScalingCurve, str],
@@ -202,9 +210,9 @@ def _overlaid(
         own = [pair for pair in pairs if pair.curve.scaling == scaling]
         drawn = []
         for curve in dict.fromkeys(pair.curve for pair in own):
-            for place, name in enumerate(called):
-                mine = [(p.first, p.second)[place] for p in own if p.curve == curve]
-                drawn.append(series(f"{name}: {names[curve]}", mine, each))
+            both = zip(*((p.first, p.second) for p in own if p.curve == curve), strict=True)
+            for name, rows in zip(called, both, strict=True):
+                drawn.append(series(f"{name}: {names[curve]}", rows, each))
         sizes = sorted({pair.configuration.processes for pair in own})
         head = ("processes", "study and curve", f"{word}/s")
         cells = [
@@ -243,7 +251,3 @@ def _beside(
         for name, row in zip(called, (pair.first, pair.second), strict=True)
     }
     return parts_figure("compared-parts", labelled, "Milliseconds of a step by part, side by side.")
-
-
-def _when(began: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)) + " UTC"

@@ -14,8 +14,8 @@ from shoal.bench.scaling.aggregate import Repeat, all_notes, rows
 from shoal.bench.scaling.allocations import Allocation, ClusterRequest
 from shoal.bench.scaling.configurations import StudyOptions, check_options, configurations
 from shoal.bench.scaling.diagnosis import diagnoses, labels
-from shoal.bench.scaling.directory import Study, alone, begin
-from shoal.bench.scaling.page import compare_page, study_page
+from shoal.bench.scaling.directory import Study, alone, begin, load
+from shoal.bench.scaling.page import compare_page, ratio_cells, study_page
 from shoal.bench.scaling.subject import unit
 from shoal.launcher.submit.display import print_script
 from shoal.launcher.submit.site import Site
@@ -23,7 +23,7 @@ from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.times import spell_time
 from shoal.report.html import csv_of, save
 from shoal.util.errors import LaunchError
-from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+from shoal.util.tables import plain_console, print_line, print_path, print_rows
 from shoal.util.units import three_digits
 
 CSV, PAGE = "results.csv", "index.html"
@@ -77,64 +77,46 @@ def show(study: Study, console: Console) -> None:
     console.print()
     head = format.head(word)
     for curve, _ in told:
-        table = make_table(*head, right=head)
-        for row in found:
-            if row.curve == curve:
-                add_row(table, *format.cells(row, each, format.short))
-        print_table(console, f"{study.options.model}: {curve}", table)
+        lines = [format.cells(row, each, format.short) for row in found if row.curve == curve]
+        print_rows(console, f"{study.options.model}: {curve}", head, lines, right=head)
     for scaling in dict.fromkeys(curve.scaling for curve, _ in told):
         own = [row for row in found if row.curve.scaling == scaling]
-        for each_table in format.across(own, names, word, each):
-            compact = make_table(*each_table.head, right=each_table.right)
-            for cells in each_table.rows:
-                add_row(compact, *cells)
-            print_table(console, each_table.caption, compact)
+        for table in format.across(own, names, word, each):
+            print_rows(console, table.caption, table.head, table.rows, right=table.right)
     path = study.path / CSV
     path.write_text(csv_of(format.table(found, word, each).lines))
     written = save(study_page(study, found, notes), study.path / PAGE)
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 
 
-def rehearse(
-    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, *, force: bool
-) -> None:
+def print_planned_jobs(path: Path, options: StudyOptions, asked: ClusterRequest, site: Site) -> None:
     """Print the batch scripts that `submit` would submit, and on stderr what they are."""
     console, notes = plain_console(stderr=True), dict[str, None]()
-
-    def tell(allocation: Allocation, done: Submission) -> None:
+    for allocation, done in submission.plan_jobs(path, options, asked, site):
         print_script(plain_console(), done)
         print_line(console, f"job: {_size(allocation, done)}")
-        notes.update(dict.fromkeys(done.notes))
-
-    submission.rehearse(path, options, asked, site, tell, force=force)
+        notes |= dict.fromkeys(done.notes)
     print_line(console, *(f"note: {note}" for note in notes))
 
 
-def submit(
-    path: Path,
-    options: StudyOptions,
-    asked: ClusterRequest,
-    site: Site,
-    console: Console,
-    *,
-    force: bool,
+def submit_study(
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, console: Console
 ) -> bool:
-    """Submit what is missing of a study and show the rest; whether anything was, or nothing missing."""
-    notes = dict[str, None]()
-    told = []
+    """Submit what is missing of a study, or else show it.
 
-    def tell(allocation: Allocation, done: Submission) -> None:
+    Return whether anything was submitted, or nothing is missing.
+    """
+    notes, submitted = dict[str, None](), False
+    for allocation, done in submission.submit_jobs(path, options, asked, site):
         print_line(console, f"job {', '.join(done.jobs)}: {_size(allocation, done)}")
-        notes.update(dict.fromkeys(done.notes))
-        told.append(allocation)
-
-    study = submission.submit(path, options, asked, site, tell, force=force)
+        notes |= dict.fromkeys(done.notes)
+        submitted = True
     print_line(console, *(f"note: {note}" for note in notes))
-    if told:
-        console.print()
-        print_path(console, f"what has ended: shoal bench collect {shlex.quote(str(path))}")
-        return True
-    return collect(study, console)
+    if not submitted:
+        return collect(load(path), console)
+    console.print()
+    print_path(console, f"what has ended: shoal bench collect {shlex.quote(str(path))}")
+    return True
 
 
 def _size(allocation: Allocation, done: Submission) -> str:
@@ -178,13 +160,9 @@ def compare(first: Study, second: Study, out: Path, console: Console) -> None:
         print_line(console, f"{names[pair.curve]}: {comparing.sentence(pair, *called)}")
     console.print()
     head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")
-    table = make_table(*head, right=head[1:])
-    for pair in found:
-        rates = [format.short(row.rate, each) for row in (pair.first, pair.second) if row.rate]
-        size = str(pair.configuration.processes)
-        add_row(table, names[pair.curve], size, *rates, format.ranged(pair.ratio, 1))
-    print_table(console, f"{first.options.model}: {called[1]} by {called[0]}", table)
-    for line in comparing.differences(first, second):
-        print_line(console, f"they differ in {line}")
+    lines = ratio_cells(found, names, each)
+    title = f"{first.options.model}: {called[1]} by {called[0]}"
+    print_rows(console, title, head, lines, right=head[1:])
+    print_line(console, *(f"they differ in {line}" for line in comparing.differences(first, second)))
     written = save(compare_page(first, second, found, called), out / PAGE)
     print_line(console, str(written[0]))

@@ -8,8 +8,9 @@ from typing import TypedDict
 
 import torch
 
-from shoal.doctor.findings import CheckResult, RankFacts, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
 from shoal.doctor.outliers import HALF, slow
+from shoal.util.grouping import group_by
 
 WINDOW = 0.3
 WINDOWS = 3
@@ -85,7 +86,7 @@ def check_compute(ranks: Sequence[RankFacts[Compute]]) -> Iterator[CheckResult]:
         text = f"{where(crowded)} take turns on too few cores, and are not compared"
         yield ok("compute", text)
     rest = [one for one in ranks if one.facts["compared"]]
-    for kind, members in grouped(rest, lambda one: one.facts["kind"]).items():
+    for kind, members in group_by(rest, lambda one: one.facts["kind"]).items():
         rates = {
             (one.rank, one.host, device): rate
             for one in members

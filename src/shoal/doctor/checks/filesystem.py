@@ -140,7 +140,7 @@ def _over_quota() -> str:
 
 def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckResult]:
     """What each rank may do there, how fast, and how much."""
-    yield from by_rank(ranks, _judge_rights)
+    yield from _check_rights(ranks)
     able = [one for one in ranks if one.facts["sync"] >= 0]
     slow = [one for one in able if one.facts["sync"] > _SLOW_SYNC]
     if slow:
@@ -154,10 +154,11 @@ def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckRe
         yield ok("sync", f"{1000 * max(one.facts['sync'] for one in able):.1f} ms at most for 4 kB")
     sized = [one for one in able if one.facts["total"]]
     if sized:
-        yield from by_rank([min(sized, key=lambda one: one.facts["free"])], _judge_room)
+        yield from _check_room([min(sized, key=lambda one: one.facts["free"])])
 
 
-def _judge_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
+@by_rank
+def _check_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     troubles, folder = found["troubles"], f"{found['folder']} ({found['kind']})"
     if "write" in troubles:
@@ -183,7 +184,8 @@ def _judge_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
         yield ok("run directory", f"{folder}: written, renamed and locked")
 
 
-def _judge_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
+@by_rank
+def _check_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     text = f"{size(found['free'])} free of {size(found['total'])} for {found['folder']}"
     fix = f"df -h {found['folder']}; quota -s; remove old runs, or another --run"

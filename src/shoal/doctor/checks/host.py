@@ -87,12 +87,9 @@ def look_at_limits(ranks: int) -> ProcessLimits:
     )
 
 
-def judge_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
-    """Ranks that share cores, more threads than cores, limits of CPU time."""
-    return by_host(ranks, _judge_cores)
-
-
-def _judge_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
+@by_host
+def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
+    """Find ranks that share cores, more threads than cores, limits of CPU time."""
     usable = sorted({cpu for one in ranks for cpu in one.facts["affinity"]})
     total, count = ranks[0].facts["total"], len(ranks)
     cores = f"{len(usable)} core{'s' * (len(usable) > 1)}"
@@ -145,12 +142,9 @@ def _judge_time(ranks: Sequence[RankFacts[Cores]], usable: Sequence[int]) -> Ite
         )
 
 
-def judge_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
-    """Memory that is short before training has begun."""
-    return by_host(ranks, _judge_memory)
-
-
-def _judge_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
+@by_host
+def check_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
+    """Find memory that is short before training has begun."""
     found = ranks[0].facts
     free = min(one.facts["available"] for one in ranks)
     text = f"{_rounded(free)} free of {_rounded(found['total'])}"
@@ -173,19 +167,20 @@ def _rounded(count: int) -> str:
     return f"{count / GIB:.0f} GiB" if count >= 4 * GIB else f"{count / GIB:.1f} GiB"
 
 
-def judge_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
-    """Open files, locked memory and shared memory."""
-    yield from by_rank(ranks, _judge_files)
-    yield from by_rank(ranks, _judge_locked)
-    yield from by_rank(ranks, _judge_shared)
+def check_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
+    """Check the limits of open files, locked memory and shared memory."""
+    for check in (_check_files, _check_locked, _check_shared):
+        yield from check(ranks)
 
 
-def _judge_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+@by_rank
+def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     files, most = one.facts["files"], one.facts["most_files"]
     # The first rank has connections with all others, for its store and in each group.
     wanted = max(_FILES, _FILES_OF_A_RANK * one.facts["size"])
     if files not in range(wanted):
-        yield ok("open files", f"{_spelled(files)} allowed")
+        number = "any number" if files == UNLIMITED else f"{files:,}"
+        yield ok("open files", f"{number} allowed")
     else:
         able = most == UNLIMITED or most >= wanted
         yield warning(
@@ -197,7 +192,8 @@ def _judge_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         )
 
 
-def _judge_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+@by_rank
+def _check_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     locked = one.facts["locked"]
     if one.facts["infiniband"] and locked != UNLIMITED:
         yield warning(
@@ -209,7 +205,8 @@ def _judge_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         yield ok("locked memory", f"{size(locked)} allowed" if locked != UNLIMITED else "unlimited")
 
 
-def _judge_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+@by_rank
+def _check_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     shared, free = one.facts["shared"], one.facts["shared_free"]
     if shared is None or shared < GIB or free < GIB // 4:
         text = "there is none" if shared is None else f"{size(free)} free of {size(shared)}"
@@ -220,7 +217,3 @@ def _judge_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         )
     else:
         yield ok(str(SHARED), f"{size(shared)}")
-
-
-def _spelled(count: int) -> str:
-    return "any number" if count == UNLIMITED else f"{count:,}"

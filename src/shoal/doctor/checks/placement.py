@@ -10,7 +10,8 @@ import torch
 from shoal.distributed.interfaces import Interface, interfaces
 from shoal.distributed.world import World
 from shoal.doctor.checks import gpus
-from shoal.doctor.findings import CheckResult, RankFacts, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
+from shoal.util.grouping import group_by
 
 
 class RankPlacement(TypedDict):
@@ -79,7 +80,7 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
     without = [one for one in ranks if not one.facts["gpu"]]
     shared = [
         members
-        for members in grouped(on_gpus, lambda one: (one.host, one.facts["gpu"])).values()
+        for members in group_by(on_gpus, lambda one: (one.host, one.facts["gpu"])).values()
         if len(members) > 1
     ]
     for members in shared:
@@ -94,7 +95,7 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
             f"{where(without)} compute on the CPU, the others on GPUs",
             "ask the scheduler for as many GPUs as ranks; nvidia-smi on these hosts",
         )
-    models = grouped(on_gpus, lambda one: one.facts["model"])
+    models = group_by(on_gpus, lambda one: one.facts["model"])
     if len(models) > 1:
         text = "; ".join(f"{model} on {where(members)}" for model, members in models.items())
         yield warning(
@@ -117,7 +118,7 @@ def _judge_interfaces(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[Che
     first = ranks[0].facts
     fastest = max(one.facts["speed"] for one in ranks)
     slower = [one for one in ranks if 0 < one.facts["speed"] < fastest]
-    kinds = grouped(slower, lambda one: (one.facts["interface"], one.facts["speed"]))
+    kinds = group_by(slower, lambda one: (one.facts["interface"], one.facts["speed"]))
     for (name, rate), members in kinds.items():
         yield failure(
             "link",

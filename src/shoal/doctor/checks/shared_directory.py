@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict
 
 from shoal.doctor.checks.filesystem import existing
@@ -58,23 +56,15 @@ def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int,
 
 def _show(directory: Path, store: Store, size: int, limit: float) -> None:
     others = range(1, size)
-    with _folder(directory) as folder, (folder / "lock").open("w") as lock:
+    trial = TemporaryDirectory(prefix=".shoal-doctor-", dir=directory, ignore_cleanup_errors=True)
+    with trial as name, Path(name, "lock").open("w") as lock:
+        folder = Path(name)
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         store.set("folder", str(folder))
         store.wait([f"looked/{rank}" for rank in others], timedelta(seconds=limit))
         (folder / _TEXT).write_text(_TEXT)
         store.set("written", "")
         store.wait([f"done/{rank}" for rank in others], timedelta(seconds=limit))
-
-
-@contextmanager
-def _folder(directory: Path) -> Iterator[Path]:
-    folder = directory / f".shoal-doctor-{secrets.token_hex(8)}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _await(path: Path, limit: float) -> float:

@@ -9,7 +9,7 @@ from rich.console import Console
 from shoal.doctor.info.machine import MachineInfo
 from shoal.doctor.info.ranks import RankInfo, differences, rows
 from shoal.util.decision import Decision
-from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
+from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_rows, print_table
 
 _NARROW = 14
 
@@ -46,11 +46,9 @@ def choices(console: Console, made: Sequence[Decision[object]]) -> None:
 
 
 def ranks(console: Console, found: Sequence[RankInfo]) -> None:
-    """All ranks, and where they differ."""
-    table = make_table("rank", "host", "local", "cores", "threads", "device")
-    for row in rows(found):
-        add_row(table, *row)
-    print_table(console, f"{len(found)} ranks", table)
+    """Print all ranks, and where they differ."""
+    headers = ("rank", "host", "local", "cores", "threads", "device")
+    print_rows(console, f"{len(found)} ranks", headers, rows(found))
     lines = list(differences(found)) or ["Shoal, Python and torch are the same on all."]
     print_line(console, *lines)
 

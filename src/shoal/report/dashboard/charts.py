@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -142,38 +142,30 @@ def _blocks(heights: Sequence[float | None], rows: int) -> list[str]:
 
 def _braille(heights: Sequence[float | None], rows: int) -> list[str]:
     cells = [[0] * (len(heights) // 2) for _ in range(rows)]
-    before: int | None = None
-    for column, height in enumerate(heights):
-        if height is None:
-            before = None
-            continue
-        dot = round((1 - height) * (4 * rows - 1))
-        for each in _joined(before, dot):
-            cells[each // 4][column // 2] |= DOTS[column % 2][each % 4]
-        before = dot
+    for column, _, dots in _line(heights, 4 * rows):
+        for dot in dots:
+            cells[dot // 4][column // 2] |= DOTS[column % 2][dot % 4]
     return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
 
 
 def _strokes(heights: Sequence[float | None], rows: int, *, filled: bool) -> list[str]:
     cells = [[" "] * len(heights) for _ in range(rows)]
-    before: int | None = None
-    for column, height in enumerate(heights):
-        if height is None:
-            before = None
-            continue
-        stroke = round((1 - height) * (3 * rows - 1))
-        for row in range(stroke // 3, rows) if filled else [s // 3 for s in _joined(before, stroke)]:
+    for column, stroke, strokes in _line(heights, 3 * rows):
+        for row in range(stroke // 3, rows) if filled else [each // 3 for each in strokes]:
             cells[row][column] = ":" if filled else "|"
         cells[stroke // 3][column] = STROKES[stroke % 3]
-        before = stroke
     return ["".join(row) for row in cells]
 
 
-def _joined(before: int | None, now: int) -> range:
-    """The dots of one column: from next to where the one before ended, so that a line has no gaps."""
-    if before is None or abs(now - before) <= 1:
-        return range(now, now + 1)
-    return range(before + 1, now + 1) if now > before else range(now, before)
+def _line(heights: Sequence[float | None], dots: int) -> Iterator[tuple[int, int, range]]:
+    """Yield the column of each height, its dot, and the dots that join it to the one before."""
+    before: int | None = None
+    for column, height in enumerate(heights):
+        now = None if height is None else round((1 - height) * (dots - 1))
+        if now is not None:
+            start = now if before is None else before
+            yield column, now, range(min(now, start + 1), max(now, start - 1) + 1)
+        before = now
 
 
 def shares(parts: Sequence[float], cells: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import termios
 import tty
@@ -40,8 +39,3 @@ def listening(terminal: int | None) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-def terminal_of(descriptor: int) -> int | None:
-    """The descriptor itself if it is a terminal."""
-    return descriptor if os.isatty(descriptor) else None

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shoal.report.dashboard.keys import Key, listening, pressed, terminal_of
+from shoal.report.dashboard.keys import Key, listening, pressed
 from shoal.report.dashboard.layout import page, turns
 from shoal.report.dashboard.snapshot import OVER, RunStatus, Snapshot
 from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
@@ -114,7 +114,7 @@ class _Screen:
         self._console = console
         self._look = look
         self._leaf = 0
-        self._terminal = terminal_of(0)
+        self._terminal = 0 if os.isatty(0) else None
         self._bell, seen = socket.socketpair()
         for end in (self._bell, seen):
             end.setblocking(False)

@@ -115,10 +115,6 @@ def _shown(value: object) -> object:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _kind(block: Block) -> str:
-    return type(block).__name__
-
-
 def _inline(svg: str, prefix: str) -> Markup:
     """A drawing as a part of the page, where its ids are no other's."""
     return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))

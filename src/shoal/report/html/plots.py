@@ -75,7 +75,8 @@ def lines(
     def draw(axes: Axes, small: bool) -> None:
         own = 0
         for each in series:
-            colour, marker = (_GRID, "") if each.faint else _look(own)
+            colour = _GRID if each.faint else COLOURS[own % len(COLOURS)]
+            marker = "" if each.faint else MARKERS[own % len(MARKERS)]
             own += not each.faint
             stride = max(1, len(each.x) // _MOST)
             xs = list(each.x)[::stride]
@@ -150,10 +151,6 @@ def areas(
         _ends(axes, legend=True, small=small)
 
     return _draw(draw)
-
-
-def _look(number: int) -> tuple[str, str]:
-    return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
 
 
 def _fill(fill: Fill) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from shoal.report import (
     Judged,
 )
 from shoal.report.attempts import ending, kept, saves
-from shoal.report.history import TrafficKey
 from shoal.report.html import Table
 from shoal.report.summary import rates
+from shoal.util.grouping import group_by
 from shoal.util.units import age, bandwidth, duration, percent, size
 
 MOST = 64
@@ -64,12 +64,12 @@ def facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
 
 def peak_memory(attempt: Attempt) -> float:
     """Bytes: of a device where there is one, else of a process; the largest of all ranks."""
-    return max((max(_memory(rows.all)) for rows in attempt.usage.values()), default=0.0)
+    found = (rows.all for rows in attempt.usage.values())
+    return max((_device_memory(rows) or _largest(rows["rss"]) for rows in found), default=0.0)
 
 
-def _memory(rows: Any) -> tuple[float, ...]:
-    device = max(_largest(rows["device_peak"]), _largest(rows["device_memory"]))
-    return (device,) if device > 0 else (_largest(rows["rss"]),)
+def _device_memory(rows: Any) -> float:
+    return max(_largest(rows["device_peak"]), _largest(rows["device_memory"]))
 
 
 def _largest(values: Any) -> float:
@@ -199,12 +199,10 @@ def culprits(verdict: BottleneckReport) -> Table:
 
 def collectives(attempt: Attempt) -> Table:
     """What was sent: the sums of all ranks by kind, group and backend; bandwidths of the slowest."""
-    sums: dict[TrafficKey, list[Any]] = {}
-    for (_, key), traffic in attempt.traffic.items():
-        sums.setdefault(key, []).append(traffic)
     rows = []
-    for (kind, group, ranks, backend), each in sorted(sums.items()):
-        count = len(each)
+    for key, found in sorted(group_by(attempt.traffic.items(), lambda item: item[0][1]).items()):
+        kind, group, ranks, backend = key
+        each, count = [traffic for _, traffic in found], len(found)
         rows.append(
             [
                 kind,
@@ -238,7 +236,7 @@ def usage(attempt: Attempt) -> Table:
                 str(rank),
                 attempt.host(rank) or "",
                 _size(_largest(seen["rss"])),
-                _size(max(_largest(seen["device_peak"]), _largest(seen["device_memory"]))),
+                _size(_device_memory(seen)),
                 _mean(seen["power"], "{:.3g} W"),
                 f"{_largest(seen['energy']) / 3.6e6:.3g} kWh" if _largest(seen["energy"]) else "",
                 _mean(seen["utilization"], "{:.0%}"),
@@ -262,19 +260,18 @@ def _mean(values: Any, form: str) -> str:
 
 def saved(history: History) -> Table:
     """The saves of all attempts: what they kept waiting, and how long they took."""
-    rows = []
-    for attempt in history.attempts:
-        for each in saves(attempt):
-            rows.append(
-                [
-                    f"{each.step:,}",
-                    duration(each.blocked) if each.ranks else "",
-                    duration(each.seconds) if each.ranks else "",
-                    attempt.place(each.slowest) if each.ranks else "",
-                    _size(each.bytes),
-                    each.error or "committed",
-                ]
-            )
+    rows = [
+        [
+            f"{each.step:,}",
+            duration(each.blocked) if each.ranks else "",
+            duration(each.seconds) if each.ranks else "",
+            attempt.place(each.slowest) if each.ranks else "",
+            _size(each.bytes),
+            each.error or "committed",
+        ]
+        for attempt in history.attempts
+        for each in saves(attempt)
+    ]
     return Table(
         caption="Saves" if len(rows) <= MOST else f"The last {MOST} of {len(rows):,} saves",
         head=["step", "training waited", "took", "longest at", "bytes", "outcome"],

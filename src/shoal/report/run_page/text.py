@@ -7,7 +7,7 @@ from rich.console import Console
 from shoal.report import BottleneckReport, History
 from shoal.report.html import Table
 from shoal.report.run_page import tables
-from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
+from shoal.util.tables import print_line, print_pairs, print_rows
 
 MOST = 16
 """Ranks that are listed; of more the slowest are."""
@@ -35,7 +35,5 @@ def show(console: Console, history: History, verdict: BottleneckReport) -> None:
 
 def _print(console: Console, table: Table, *, without: str = "") -> None:
     chosen = [place for place, name in enumerate(table.head) if name != without]
-    shown = make_table(*(table.head[place] for place in chosen), right=table.right)
-    for row in table.rows:
-        add_row(shown, *(row[place] for place in chosen))
-    print_table(console, table.caption, shown)
+    head, *rows = ([line[place] for place in chosen] for line in table.lines)
+    print_rows(console, table.caption, head, rows, right=table.right)
