@@ -115,7 +115,7 @@ def slow_device(world: shoal.World, stack: ExitStack) -> None:
 
 def hung_check(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.checks.host.look_at_memory", signal.pause))
+        stack.enter_context(patch("shoal.doctor.checks.host.describe_memory", signal.pause))
 
 
 def test_what_is_not_the_same_is_named(ranks: Ranks, tmp_path: Path) -> None:

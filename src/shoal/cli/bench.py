@@ -169,9 +169,9 @@ def _run(given: Path | None, options: StudyOptions, threads: int | None, mpirun:
     console = plain_console()
     options = replace(options, threads=threads)
     folder = _directory(given, options)
-    done = studies.run(folder, options, mpirun, lambda line: print_line(console, line))
+    done = studies.run_study(folder, options, mpirun, lambda line: print_line(console, line))
     console.print()
-    studies.show(done, console)
+    studies.print_study(done, console)
     if not any(repeat.measured for repeat in done.repeats()):
         raise typer.Exit(1)
 
@@ -221,10 +221,10 @@ def collect(study: _Directory) -> None:
     Names what still waits, runs or has ended without a result, with the command that tells more.
     """
     from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.directory import load
+    from shoal.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
 
-    raise typer.Exit(int(not studies.collect(load(study), plain_console())))
+    raise typer.Exit(int(not studies.collect_study(load_study(study), plain_console())))
 
 
 _First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
@@ -239,12 +239,12 @@ _Out = Annotated[
 def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
     """Lay two studies of one model beside each other: what B gives of A, and in which part."""
     from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.directory import load
+    from shoal.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
 
-    one, other = load(first), load(second)
+    one, other = load_study(first), load_study(second)
     folder = out or second / f"beside-{first.resolve().name}"
-    studies.compare(one, other, folder, plain_console())
+    studies.compare_studies(one, other, folder, plain_console())
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -150,10 +150,10 @@ def info() -> None:
 
     Started by srun, mpirun or torchrun it joins their world and tells of every rank.
     """
-    from shoal.doctor.info import show
+    from shoal.doctor.info import print_info
     from shoal.util.tables import plain_console
 
-    show(plain_console())
+    print_info(plain_console())
 
 
 @app.command()
@@ -215,7 +215,7 @@ def _describe() -> str:
     from shoal.doctor.info import display, machine
     from shoal.util.tables import rendered
 
-    return rendered(lambda console: display.machine(console, machine.describe()), 1000)
+    return rendered(lambda console: display.print_machine(console, machine.describe()), 1000)
 
 
 @app.command()
@@ -233,9 +233,9 @@ def watch(
 
     A live page on a terminal, which q leaves; one plain page elsewhere. Reads only.
     """
-    from shoal.report.dashboard import watch as show
+    from shoal.report.dashboard import watch as watch_run
 
-    raise typer.Exit(show(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
+    raise typer.Exit(watch_run(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
 
 
 app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)

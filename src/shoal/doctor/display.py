@@ -11,7 +11,7 @@ _COLUMNS = 100
 _MARKS = {Severity.OK: "ok", Severity.WARNING: "WARNING", Severity.FAILURE: "FAILURE"}
 
 
-def show(console: Console, found: Examination) -> None:
+def print_examination(console: Console, found: Examination) -> None:
     """Print the verdict, then a line for each check, the gravest first."""
     rows: list[tuple[str, str, str]] = []
     for one in found.findings:
@@ -22,11 +22,11 @@ def show(console: Console, found: Examination) -> None:
     print_rows(console, f"shoal doctor: {found.verdict()}", headers, rows)
 
 
-def text(found: Examination) -> str:
+def examination_text(found: Examination) -> str:
     """Return the report as a file holds it."""
-    return rendered(lambda console: show(console, found), _COLUMNS)
+    return rendered(lambda console: print_examination(console, found), _COLUMNS)
 
 
-def tell(*lines: str) -> None:
+def print_progress(*lines: str) -> None:
     """Lines beside the report, on stderr."""
     print_line(plain_console(stderr=True), *lines)

@@ -111,7 +111,7 @@ class Examination:
         return {"format": FORMAT, "verdict": self.verdict(), **asdict(self)}
 
 
-def where(ranks: Sequence[RankFacts[Any]]) -> str:
+def describe_ranks(ranks: Sequence[RankFacts[Any]]) -> str:
     """Ranks and their hosts in short: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
     hosts = list(dict.fromkeys(one.host for one in ranks))
     named = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if hosts[_NAMED:] else "")
@@ -121,7 +121,7 @@ def where(ranks: Sequence[RankFacts[Any]]) -> str:
 def describe_difference(one: RankDifference, ranks: Sequence[RankFacts[Any]]) -> str:
     """Return the usual value, on how many ranks it is, and where the others are."""
     others = (
-        f"{value} on {where([ranks[index] for index in indices])}"
+        f"{value} on {describe_ranks([ranks[index] for index in indices])}"
         for value, indices in one.others.items()
     )
     return f"{one.usual} on {one.times} of {len(ranks)} ranks, {', '.join(others)}"
@@ -158,5 +158,5 @@ def _merge(
         for result in results:
             groups.setdefault(result, []).extend(members)
     for result, together in groups.items():
-        whose = "" if len(together) == ranks else f"{where(together)}: "
+        whose = "" if len(together) == ranks else f"{describe_ranks(together)}: "
         yield replace(result, found=whose + result.found)

@@ -73,7 +73,7 @@ class Bundle:
                 archive.writestr(name, text)
 
 
-def collect(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
+def collect_bundle(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
     """What belongs into a request for support.
 
     `described` is what `shoal info` says. Of a run directory the beginning of each attempt and the
@@ -100,7 +100,7 @@ def collect(found: Examination, *, described: str, run: Path | None, anonymous: 
     ]
     told = replace(found, findings=tuple(lines), hosts=tuple(map(redactor.text, found.hosts)))
     texts = {
-        "report.txt": display.text(told),
+        "report.txt": display.examination_text(told),
         "report.json": json.dumps(told.plain(), indent=1, ensure_ascii=False),
         "info.txt": redactor.text(described),
         "packages.txt": "".join(f"{name}=={version}\n" for name, version in sorted(packages().items())),

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from shoal.report.advice import losses
 from shoal.report.breakdown import COMPUTING, LABELS
-from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit, rank_names
+from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit_of, rank_names
 from shoal.report.history import History
 from shoal.report.stragglers import Straggler
 from shoal.util.grouping import group_by
 from shoal.util.units import duration
 
 
-def findings(
+def list_findings(
     history: History,
     shares: Mapping[str, float],
     named: list[Straggler],
@@ -33,10 +33,10 @@ def findings(
     most = max((each.cost for each in found), default=1.0)
     found += [each for each in small if each.cost > most]
     found.sort(key=lambda each: -each.cost)
-    return [*found, *unread(history), *_left_out(history, judged[-1])]
+    return [*found, *unread_findings(history), *_left_out(history, judged[-1])]
 
 
-def unread(history: History) -> Iterator[Finding]:
+def unread_findings(history: History) -> Iterator[Finding]:
     """The files of ranks that could not be read."""
     if history.unread:
         numbers, why = sorted(history.unread), next(iter(history.unread.values()))
@@ -68,7 +68,7 @@ def _slow_ranks(named: list[Straggler], costs: Costs) -> Iterator[Finding]:
     )
     for own in by_rank.values():
         told = "; ".join([_about(own[0], head=True), *(_about(each) for each in own[1:])])
-        cost = sum(costs.get(culprit(each), 0.0) for each in own)
+        cost = sum(costs.get(culprit_of(each), 0.0) for each in own)
         yield Finding(f"{told}.", _remedy(own[0]), cost)
 
 
@@ -76,10 +76,10 @@ def _together(named: list[Straggler]) -> list[Straggler]:
     """One for each rank and part, though it may have been slower in several attempts."""
     found: dict[Culprit, Straggler] = {}
     for each in named:
-        before = found.setdefault(culprit(each), each)
+        before = found.setdefault(culprit_of(each), each)
         until = each.until if each.attempt > before.attempt else before.until
         first = min(before, each, key=lambda one: one.attempt)
-        found[culprit(each)] = replace(before, since=first.since, until=until)
+        found[culprit_of(each)] = replace(before, since=first.since, until=until)
     return list(found.values())
 
 

@@ -90,12 +90,12 @@ class CollectiveStats:
         self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._looked = self._begun = clock()
         # What has been recorded before, by worlds that are over too, is none of this.
-        for call in flight_recorder.calls({}):
+        for call in flight_recorder.recorded_calls({}):
             self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
 
     def look(self) -> None:
         """See what is under way; at times that have nothing to do with those of steps."""
-        self.see(flight_recorder.progress())
+        self.see(flight_recorder.group_progress())
 
     def see(self, progress: Mapping[str, GroupProgress]) -> None:
         """What was under way stands for the time since it was looked at before."""
@@ -108,12 +108,12 @@ class CollectiveStats:
 
     def window(self) -> dict[str, Any]:
         """The fields of the event: what has ended since the last call of this; see docs/usage.md."""
-        sizes = {name: len(ranks) for name, ranks in flight_recorder.groups().items()}
+        sizes = {name: len(ranks) for name, ranks in flight_recorder.group_ranks().items()}
         oldest = {
             recorder: min([self._after.get(recorder, -1) + 1, *waiting]) - 1
             for recorder, waiting in self._waiting.items()
         }
-        return self.count(flight_recorder.calls(self._after | oldest), sizes)
+        return self.count(flight_recorder.recorded_calls(self._after | oldest), sizes)
 
     def count(self, calls: Iterable[CollectiveCall], sizes: Mapping[str, int]) -> dict[str, Any]:
         """The fields for these calls; `sizes` are how many ranks the groups have."""

@@ -17,9 +17,11 @@ MOST_RANKS = 8
 """Of more ranks than that a matrix is no table any more."""
 
 
-def show(console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> None:
+def print_measurements(
+    console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]
+) -> None:
     """Print what was measured."""
-    print_line(console, verdict(machine))
+    print_line(console, describe_backends(machine))
     print_line(console, *_remarks(machine, left_out), "")
     _show_fits(console, machine)
     for backend in dict.fromkeys(series.backend for series in machine.series):
@@ -41,7 +43,7 @@ def show(console: Console, machine: MachineFile, left_out: Sequence[tuple[str, s
             )
 
 
-def verdict(machine: MachineFile) -> str:
+def describe_backends(machine: MachineFile) -> str:
     """The first sentence: what each backend gives, and how they compare."""
     backends = list(dict.fromkeys(series.backend for series in machine.series))
     sentences = [_sentence(_main(machine, backend)) for backend in backends]
@@ -50,7 +52,7 @@ def verdict(machine: MachineFile) -> str:
     text = f"{where}: {'; '.join(sentences)}."
     mains = [_main(machine, backend) for backend in backends]
     if len({main.operation for main in mains}) == 1 and len(mains) > 1:
-        text += " " + " ".join(comparison(mains[0], other) for other in mains[1:])
+        text += " " + " ".join(compare_backends(mains[0], other) for other in mains[1:])
     return text
 
 
@@ -74,7 +76,7 @@ def _sentence(series: CollectiveSeries) -> str:
     return text
 
 
-def comparison(one: CollectiveSeries, other: CollectiveSeries) -> str:
+def compare_backends(one: CollectiveSeries, other: CollectiveSeries) -> str:
     """How another backend compares with one at the smallest and the largest size of both."""
     known = {point.bytes: point.seconds for point in one.points}
     common = [point for point in other.points if point.bytes in known]
@@ -142,7 +144,7 @@ def _show_matrix(
     print_rows(console, title, headers, rows, right=headers)
 
 
-def show_pairs(console: Console, measured: Pairs) -> None:
+def print_links(console: Console, measured: Pairs) -> None:
     """What pairs of ranks give each other: what is slow, and all of it where they are few."""
     odd = slow(measured)
     if not odd and len(measured.hosts) > 2:
@@ -165,7 +167,7 @@ def show_pairs(console: Console, measured: Pairs) -> None:
     print_rows(console, title, headers, rows, right=headers)
 
 
-def csv_rows(machine: MachineFile) -> list[dict[str, object]]:
+def point_csv_rows(machine: MachineFile) -> list[dict[str, object]]:
     """Return all points as rows of a CSV file."""
     return [
         {

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bench.compile.display import PYTHON, Mode, advise, csv_rows
-from shoal.bench.import_target import raised, require_alone
+from shoal.bench.compile.display import PYTHON, Mode, mode_advice, mode_csv_rows
+from shoal.bench.import_target import require_alone, target_error
 from shoal.bench.scaling.interrupt import InterruptFlag
-from shoal.bench.scaling.models import make
+from shoal.bench.scaling.models import make_model
 from shoal.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.data import Loader
 from shoal.distributed.world import World, init
@@ -54,7 +54,7 @@ class CompileOptions:
     json: bool
 
 
-def modes(asked: CompileOptions) -> int:
+def benchmark_modes(asked: CompileOptions) -> int:
     """Measure and tell; the exit code. Raises LaunchError for what can't be measured."""
     if asked.batch < 1 or not 0 < asked.seconds <= 86400:
         raise LaunchError(
@@ -134,14 +134,14 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
             "(model, task, dataset)",
         )
     try:
-        made = make(subject, batch)
+        made = make_model(subject, batch)
         model = made.model if isinstance(made.model, nn.Module) else made.model()
         loader = Loader(made.dataset, world, batch_size=batch, shuffle=False)
         micro = next(loader.epochs(1)).micros[0]
     except ShoalError:
         raise
     except Exception as error:
-        raise raised(text, error) from error
+        raise target_error(text, error) from error
 
     def loss(running: nn.Module) -> Tensor:
         total, count = made.task.reduce(made.task.forward(running, micro, 0), micro, 0)
@@ -277,14 +277,14 @@ def _reason(error: BaseException) -> str:
 
 def _report(asked: CompileOptions, found: Sequence[Mode]) -> None:
     console = plain_console()
-    sentences = advise(found)
+    sentences = mode_advice(found)
     print_line(console, *sentences, "")
     headers = ("", "a call", "spread", "first call", "differs by")
     for subject, own in group_by(found, lambda mode: mode.subject).items():
         what = f", forward and backward, batches of {asked.batch}" if subject == asked.model else ""
         print_rows(console, f"{subject}{what}", headers, map(_cells, own), right=headers[1:4])
     if asked.csv is not None:
-        write_csv(asked.csv, csv_rows(found))
+        write_csv(asked.csv, mode_csv_rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain = {"advice": sentences, "modes": [asdict(mode) for mode in found]}

@@ -70,7 +70,7 @@ class Need:
         return self.samples / self.seconds
 
 
-def advise(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
+def worker_advice(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
     """Sentences: of each batch size the best number of workers and why not more; what is needed."""
     by_size: dict[int, dict[int, LoaderTrials]] = {}
     for each in measured:

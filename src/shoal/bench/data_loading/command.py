@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
-from shoal.bench.data_loading.measure import Stages, Trial, stages, trial
-from shoal.bench.import_target import called, named, raised, require_alone
+from shoal.bench.data_loading.advice import LoaderTrials, Need, worker_advice
+from shoal.bench.data_loading.measure import Stages, Trial, measure_stages, run_trial
+from shoal.bench.import_target import call_target, import_named, require_alone, target_error
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.data import Loader
 from shoal.data.iterable_dataset import Flow
@@ -44,7 +44,7 @@ class DataLoadingOptions:
     json: bool
 
 
-def data(asked: DataLoadingOptions) -> int:
+def benchmark_data_loading(asked: DataLoadingOptions) -> int:
     """Measure and tell; the exit code. Raises ShoalError for what can't be measured."""
     _check(asked)
     need = _need(asked)
@@ -68,12 +68,12 @@ def _measure_and_tell(asked: DataLoadingOptions, world: World, need: Need | None
             "is there",
         )
         try:
-            parts = stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
+            parts = measure_stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
             found = _measure(asked, loaders, workers, lambda: bool(interrupts.asked))
         except ShoalError:
             raise
         except Exception as error:
-            raise raised(asked.target, error) from error
+            raise target_error(asked.target, error) from error
     if found:
         _report(asked, found, parts, world.placement.cores, need)
     else:
@@ -96,7 +96,7 @@ def _measure(
             if asked_to_stop():
                 break
             key = loader.batch_size, count
-            trials.setdefault(key, []).append(trial(loader, count, max(_SHORTEST, length)))
+            trials.setdefault(key, []).append(run_trial(loader, count, max(_SHORTEST, length)))
     return [
         LoaderTrials(batch_size=batch_size, workers=count, trials=tuple(each))
         for (batch_size, count), each in sorted(trials.items())
@@ -105,9 +105,9 @@ def _measure(
 
 def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
     """A Loader for each batch size, of what the user's function returns."""
-    found = named(asked.target, "dataset")
+    found = import_named(asked.target, "dataset")
     if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
-        found = called(found, asked.target, world)
+        found = call_target(found, asked.target, world)
     if isinstance(found, Loader):
         if asked.batch_sizes and asked.batch_sizes != (found.batch_size,):
             raise DataError(
@@ -125,7 +125,7 @@ def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
         error.given = f"{asked.target}, which gives a {type(found).__name__}"
         raise
     except Exception as error:
-        raise raised(asked.target, error) from error
+        raise target_error(asked.target, error) from error
 
 
 def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ def _report(
     need: Need | None,
 ) -> None:
     console = plain_console()
-    sentences = advise(found, cores, need)
+    sentences = worker_advice(found, cores, need)
     print_line(console, *sentences, "")
     title = "Batches taken as fast as they come (cores: here + in workers)"
     headers = ("batch", "workers", "samples/s", "spread", "first batch", "cores busy", "each worker")

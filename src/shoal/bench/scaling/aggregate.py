@@ -12,8 +12,8 @@ from shoal.bench.scaling.configurations import (
     Configuration,
     ScalingCurve,
     StudyOptions,
-    configuration,
-    curves,
+    list_curves,
+    make_configuration,
 )
 from shoal.bench.scaling.measure import PARTS, Blame, StepTimes, measured_from
 from shoal.util.grouping import group_by
@@ -63,7 +63,7 @@ class Spread:
     high: float
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread_of(values: Sequence[float]) -> Spread:
     """From the lowest to the highest."""
     return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
@@ -110,14 +110,14 @@ class ScalingPoint:
         return parts.get("communication", 0.0) + parts.get("waiting", 0.0)
 
 
-def rows(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
+def scaling_points(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
     """The rows of all curves, each from few processes to many; what has not run yet is not there."""
     by_key = group_by(repeats, lambda repeat: repeat.key)
     found = []
-    for curve in curves(options):
+    for curve in list_curves(options):
         base: tuple[Configuration, list[Repeat]] | None = None
         for processes in sorted(set(options.processes)):
-            chosen = configuration(options, curve, processes)
+            chosen = make_configuration(options, curve, processes)
             own = by_key.get(chosen.key, [])
             if not own:
                 continue
@@ -142,7 +142,7 @@ def _row(
         repeats=len(good),
         failed=len(reasons),
         reason=reasons[-1] if reasons and not good else None,
-        notes=tuple(notes(repeats)),
+        notes=tuple(machine_notes(repeats)),
     )
     if not good or base is None:
         return row
@@ -159,10 +159,10 @@ def _row(
     blames = [each.blame for each in good.values() if each.blame is not None]
     return replace(
         row,
-        rate=spread([each.rate for each in good.values()]),
+        rate=spread_of([each.rate for each in good.values()]),
         iteration=Spread(median=middle, low=low, high=high),
-        speedup=spread(gains),
-        efficiency=spread([gain / more for gain in gains]),
+        speedup=spread_of(gains),
+        efficiency=spread_of([gain / more for gain in gains]),
         parts={
             part: statistics.fmean(each.parts.get(part, 0.0) for each in good.values())
             for part in PARTS
@@ -180,7 +180,7 @@ def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
     return None
 
 
-def notes(repeats: Sequence[Repeat]) -> list[str]:
+def machine_notes(repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of the machines that these jobs had."""
     found: dict[str, None] = {}
     for repeat in repeats:
@@ -202,10 +202,10 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
 def all_notes(rows: Sequence[ScalingPoint], repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of a study, each once."""
     found = dict.fromkeys(note for row in rows for note in row.notes)
-    return [*found, *filter(None, (apart(repeats), disturbed(repeats)))]
+    return [*found, *filter(None, (different_nodes_note(repeats), disturbance_note(repeats)))]
 
 
-def apart(repeats: Sequence[Repeat]) -> str | None:
+def different_nodes_note(repeats: Sequence[Repeat]) -> str | None:
     """What has to be said where more processes did not have the nodes that fewer had."""
     used: dict[int, set[str]] = {}
     for repeat in repeats:
@@ -223,7 +223,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")
 
 
-def disturbed(repeats: Sequence[Repeat]) -> str | None:
+def disturbance_note(repeats: Sequence[Repeat]) -> str | None:
     """What has to be said where the machine had other work."""
     most = max(repeats, key=lambda repeat: repeat.others, default=None)
     if most is None or most.others < BUSY:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.bench.scaling.aggregate import ScalingPoint, Spread, rows
+from shoal.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
 from shoal.bench.scaling.configurations import Configuration, ScalingCurve
 from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.measure import SHOWN
@@ -41,7 +41,7 @@ class Pair:
         return not self.ratio.low <= 1 <= self.ratio.high
 
 
-def check_same(first: Study, second: Study) -> None:
+def require_same_work(first: Study, second: Study) -> None:
     """Raises LaunchError where they are not of the same work, saying what differs."""
     before, after = first.options.plain(), second.options.plain()
     differ = [
@@ -57,7 +57,7 @@ def check_same(first: Study, second: Study) -> None:
         )
 
 
-def differences(first: Study, second: Study) -> list[str]:
+def study_differences(first: Study, second: Study) -> list[str]:
     """In what the studies differ that are compared: machines, versions, threads, steps."""
     found = [
         f"{name}: {first.machine.get(name, '?')} and {second.machine.get(name, '?')}"
@@ -72,11 +72,14 @@ def differences(first: Study, second: Study) -> list[str]:
     return found
 
 
-def pairs(first: Study, second: Study) -> list[Pair]:
+def match_studies(first: Study, second: Study) -> list[Pair]:
     """What both have measured. Raises LaunchError where that is nothing."""
-    check_same(first, second)
-    before, after = rows(first.options, first.repeats()), rows(second.options, second.repeats())
-    found = pair_rows(before, after)
+    require_same_work(first, second)
+    before, after = (
+        scaling_points(first.options, first.repeats()),
+        scaling_points(second.options, second.repeats()),
+    )
+    found = match_points(before, after)
     if not found:
         raise LaunchError(
             given=f"shoal bench compare {first.path} {second.path}",
@@ -86,7 +89,7 @@ def pairs(first: Study, second: Study) -> list[Pair]:
     return found
 
 
-def pair_rows(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
+def match_points(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
     """Rows of one curve and one number of processes, where both ran."""
     known = {(row.curve, row.processes): row for row in before if row.rate is not None}
     found = []
@@ -114,13 +117,13 @@ def pair_rows(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> 
     return found
 
 
-def largest(pairs: Sequence[Pair]) -> list[Pair]:
+def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
     """Return the pair of each curve with the most processes."""
     by_curve = group_by(pairs, lambda pair: pair.curve).values()
     return [max(own, key=lambda pair: pair.configuration.processes) for own in by_curve]
 
 
-def sentence(pair: Pair, first: str, second: str) -> str:
+def describe_pair(pair: Pair, first: str, second: str) -> str:
     """Such as `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
     many = (
         "1 process"

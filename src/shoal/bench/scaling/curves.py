@@ -8,7 +8,7 @@ from shoal.bench.scaling import format
 from shoal.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.report.html import Block, Figure, Table
-from shoal.report.html.plots import Series, lines
+from shoal.report.html.plots import Series, plot_lines
 from shoal.util.grouping import group_by
 from shoal.util.units import three_digits
 
@@ -18,13 +18,13 @@ WIDE = 8
 Names = Mapping[ScalingCurve, str]
 
 
-def scaled(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
+def scaling_blocks(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
     """For each kind of scaling: what each curve gives for each number of processes, then its plots."""
     blocks: list[Block] = []
     for scaling in dict.fromkeys(row.curve.scaling for row in rows):
         own = [row for row in rows if row.curve.scaling == scaling and row.rate is not None]
         if own:
-            blocks += format.across(own, names, word, each)
+            blocks += format.comparison_tables(own, names, word, each)
             blocks += [
                 _throughput(scaling, own, names, word, each),
                 _iteration(scaling, own, names),
@@ -33,7 +33,7 @@ def scaled(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> 
     return blocks
 
 
-def series(label: str, rows: Sequence[ScalingPoint], each: int) -> Series:
+def throughput_series(label: str, rows: Sequence[ScalingPoint], each: int) -> Series:
     """The throughput of a curve, with the slowest and the fastest round."""
     return _line(label, [(row.processes, row.rate) for row in rows if row.rate is not None], each)
 
@@ -60,13 +60,13 @@ def _throughput(
     start = max((row for row in rows if row.processes == sizes[0]), key=_rate)
     ideal = [_rate(start) * each * size / start.processes for size in sizes]
     drawn = [Series(label="ideal", x=sizes, y=ideal, faint=True)]
-    drawn += [series(names[curve], own, each) for curve, own in _by_curve(rows).items()]
+    drawn += [throughput_series(names[curve], own, each) for curve, own in _by_curve(rows).items()]
     wide = sizes[-1] > WIDE
     return Figure(
         name=f"throughput-{scaling}",
         caption=f"{word.capitalize()} per second against processes, {scaling} scaling: the median of "
         "the rounds, the band from the slowest to the fastest.",
-        drawing=lines(
+        drawing=plot_lines(
             drawn, x="processes", y=f"{word}/s", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),
         table=_numbers(rows, names, f"{word}/s", "rate", each),
@@ -105,7 +105,7 @@ def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figu
         name=f"iteration-{scaling}",
         caption=f"Milliseconds of a step against processes, {scaling} scaling: the mean of a typical "
         "process. The band below a line is the time inside of collectives, waiting included.",
-        drawing=lines(
+        drawing=plot_lines(
             drawn,
             x="processes",
             y="milliseconds of a step",
@@ -130,7 +130,7 @@ def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure
         name=f"speedup-{scaling}",
         caption=f"Speed-up over {many} of the same curve, {scaling} scaling: the median of the rounds, "
         "the band from the lowest to the highest.",
-        drawing=lines(
+        drawing=plot_lines(
             drawn, x="processes", y="speed-up", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),
         table=_numbers(rows, names, "speed-up", "speedup", 1),

@@ -34,7 +34,7 @@ class Cause:
         return abs(self.share) >= max(LEAST, self.spread)
 
 
-def causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
+def find_causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
     """Where the time of a step went beyond that of perfect scaling, greatest first.
 
     With perfect scaling each part would take what it took at the base, times how much of the batch a
@@ -67,7 +67,7 @@ def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) 
     return excess
 
 
-def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
+def describe_scaling(row: ScalingPoint, base: ScalingPoint) -> str:
     """Such as `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
     many = "1 process" if row.processes == 1 else f"{row.processes} processes"
     if row.speedup is None or row.efficiency is None:
@@ -76,7 +76,7 @@ def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
     if base.processes > 1:
         what += f" of {base.processes}"
     what += f" ({row.efficiency.median:.0%})".replace("%", " %")
-    clear = [cause for cause in causes(row, base) if cause.clear]
+    clear = [cause for cause in find_causes(row, base) if cause.clear]
     told = [cause for cause in clear if cause.share > 0][:TOLD]
     won = [cause for cause in clear if cause.share < 0]
     parts = [f"{cause.share * 100:.0f} % {cause.text}" for cause in told]
@@ -85,7 +85,7 @@ def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
     return f"{what}: " + (", ".join(parts) or f"nothing {above} is lost")
 
 
-def diagnoses(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
+def diagnose_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
     """A sentence for each curve, of its largest number of processes that ran, or that failed."""
     found = []
     for curve, own in group_by(rows, lambda row: row.curve).items():
@@ -94,14 +94,14 @@ def diagnoses(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
             found.append((curve, f"nothing ran: {own[-1].reason}"))
             continue
         last = [row for row in own if row.rate is not None][-1]
-        text = sentence(last, base) if last is not base else _alone(base)
+        text = describe_scaling(last, base) if last is not base else _alone(base)
         failed = [row for row in own if row.rate is None]
-        text += "".join(f"; {sentence(row, base)}" for row in failed)
+        text += "".join(f"; {describe_scaling(row, base)}" for row in failed)
         found.append((curve, text))
     return found
 
 
-def labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
+def curve_labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
     """What tells these curves apart: `strong, gloo`; what they have in common is left out."""
     fields = ("scaling", "backend", "strategy", "precision", "way")
     differ = [name for name in fields if len({getattr(curve, name) for curve in curves}) > 1]

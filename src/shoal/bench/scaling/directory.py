@@ -25,9 +25,9 @@ from shoal.bench.scaling.aggregate import Repeat, repeat_from
 from shoal.bench.scaling.configurations import (
     Configuration,
     StudyOptions,
-    configurations,
+    list_configurations,
     options_from,
-    order,
+    round_order,
 )
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.packages import versions
@@ -61,11 +61,11 @@ class Study:
 
         What made one fail may have been mended. Raises CheckpointError for a file that is no result.
         """
-        jobs = configurations(self.options)
+        jobs = list_configurations(self.options)
         return [
             (number, jobs[place])
             for number in range(self.options.rounds)
-            for place in order(len(jobs), number)
+            for place in round_order(len(jobs), number)
             if _is_missing(self.job(jobs[place], number) / RESULT, failed=failed)
         ]
 
@@ -73,7 +73,7 @@ class Study:
         """The results so far. Raises CheckpointError for a file that is none."""
         found = []
         for number in range(self.options.rounds):
-            for each in configurations(self.options):
+            for each in list_configurations(self.options):
                 path = self.job(each, number) / RESULT
                 if path.is_file():
                     found.append(_repeat(path))
@@ -84,13 +84,13 @@ class Study:
         write_json(self.job(configuration, repeat.round) / RESULT, asdict(repeat))
 
 
-def begin(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
+def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
     """A new study, or the one there if it is of the same options, to go on with.
 
     `machine` is what it runs on, by default this one. Raises CheckpointError where it is another study
     or was made with other versions, saying what differs, and where the directory can't be written.
     """
-    study = plan(path, options, machine)
+    study = plan_study(path, options, machine)
     if (path / FILE).exists():
         return study
     try:
@@ -109,7 +109,7 @@ def begin(path: Path, options: StudyOptions, machine: Mapping[str, str] | None =
     return study
 
 
-def forget(study: Study) -> None:
+def forget_study(study: Study) -> None:
     """Take a study away again of which nothing has begun."""
     shutil.rmtree(study.path / JOBS, ignore_errors=True)
     (study.path / FILE).unlink()
@@ -117,17 +117,17 @@ def forget(study: Study) -> None:
         study.path.rmdir()
 
 
-def plan(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
-    """The study that `begin` would begin or go on with; nothing is written."""
+def plan_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
+    """The study that `begin_study` would begin or go on with; nothing is written."""
     machine = this_machine() if machine is None else {**machine, **versions()}
     if not (path / FILE).exists():
         return Study(path=path, options=options, machine=machine, began=time.time())
-    study = load(path)
+    study = load_study(path)
     _check_same(study, options, machine)
     return study
 
 
-def load(path: Path) -> Study:
+def load_study(path: Path) -> Study:
     """The study in a directory. Raises CheckpointError where there is none."""
     try:
         plain = json.loads((path / FILE).read_text())
@@ -148,7 +148,7 @@ def load(path: Path) -> Study:
 
 
 @contextmanager
-def alone(study: Study) -> Iterator[None]:
+def lock_study(study: Study) -> Iterator[None]:
     """Raises CheckpointError where somebody else runs this study already."""
     with (study.path / FILE).open() as held:
         try:

@@ -17,8 +17,8 @@ from shoal.bench.scaling.allocations import (
     allocations,
     node_capacity,
 )
-from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_options
-from shoal.bench.scaling.directory import FILE, Study, alone, begin, forget, plan
+from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_study_options
+from shoal.bench.scaling.directory import FILE, Study, begin_study, forget_study, lock_study, plan_study
 from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
@@ -67,10 +67,10 @@ def plan_jobs(
 
     Raises LaunchError for what can't be studied or does not fit the site.
     """
-    check_options(options)
+    check_study_options(options)
     fits = node_capacity(site, asked)
     fits.check(options.processes)
-    study = plan(path, options, fits.description())
+    study = plan_study(path, options, fits.description())
     for each in allocations(study.missing(), fits):
         yield each, _hand_in(study, each, fits, asked, site, dry=True)
 
@@ -87,9 +87,9 @@ def submit_jobs(
     list(plan_jobs(path, options, asked, site))
     site_scheduler(site).check_available()
     fits, fresh = node_capacity(site, asked), not (path / FILE).exists()
-    study = begin(path, options, fits.description())
-    with alone(study):
-        gather(study)
+    study = begin_study(path, options, fits.description())
+    with lock_study(study):
+        gather_results(study)
         for each in allocations(study.missing(), fits):
             if status.active_jobs(_folder(study, each.name)):
                 continue
@@ -98,13 +98,13 @@ def submit_jobs(
                 done = _hand_in(study, each, fits, asked, site, dry=False)
             except ShoalError:
                 if fresh:
-                    forget(study)
+                    forget_study(study)
                 raise
             fresh = False
             yield each, done
 
 
-def gather(study: Study) -> None:
+def gather_results(study: Study) -> None:
     """Keep the results of submitted trainings that have ended."""
     for number, configuration in study.missing():
         done = _end(study.job(configuration, number))
@@ -112,7 +112,7 @@ def gather(study: Study) -> None:
             study.keep(configuration, jobs.read_job_result(study, configuration, number, done))
 
 
-def waiting(study: Study) -> list[Waiting]:
+def list_waiting(study: Study) -> list[Waiting]:
     """Return the trainings without a result, by the submitted job that they are in."""
     counts = Counter(
         _allocation(study.job(configuration, number)) for number, configuration in study.missing()
@@ -184,7 +184,7 @@ def _hand_in(
 
 def _prepare(study: Study, allocation: Allocation) -> None:
     for number, configuration in allocation.trainings:
-        folder = jobs.prepare(study, configuration, number)
+        folder = jobs.prepare_job(study, configuration, number)
         (folder / MARK).write_text(f"{allocation.name}\n")
 
 

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 import psutil
 
-from shoal.doctor.findings import CheckResult, RankFacts, by_rank, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, by_rank, describe_ranks, failure, ok, warning
 from shoal.util.units import size
 
 GIB = 2**30
@@ -44,7 +44,7 @@ class Directory(TypedDict):
     quota: str
 
 
-def existing(directory: Path) -> Path:
+def nearest_existing(directory: Path) -> Path:
     """The directory, or the nearest one above it that exists: there it would be made.
 
     Raises NotADirectoryError where a file is in the way.
@@ -58,7 +58,7 @@ def existing(directory: Path) -> Path:
 
 def try_directory(directory: Path) -> Directory:
     """Try in a folder of its own, which is removed, what a Run does."""
-    folder = existing(directory)
+    folder = nearest_existing(directory)
     found = os.statvfs(folder)
     troubles: dict[str, str] = {}
     syncs: list[float] = []
@@ -147,7 +147,7 @@ def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckRe
         worst = max(slow, key=lambda one: one.facts["sync"])
         yield warning(
             "sync",
-            f"{worst.facts['sync']:.1f} s until 4 kB are on the disk, on {where([worst])}",
+            f"{worst.facts['sync']:.1f} s until 4 kB are on the disk, on {describe_ranks([worst])}",
             "another file system for runs, such as the scratch or work one of the site",
         )
     elif able:

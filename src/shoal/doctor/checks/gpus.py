@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from shoal.distributed import env_vars
-from shoal.doctor.findings import CheckResult, RankFacts, by_host, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, by_host, describe_ranks, failure, ok, warning
 from shoal.util.grouping import group_by
 from shoal.util.units import size
 
@@ -52,7 +52,7 @@ class Gpus(TypedDict):
     visible: dict[str, str]
 
 
-def present() -> bool:
+def has_gpus() -> bool:
     """Whether this machine has GPUs of NVIDIA or AMD, and they are not hidden from this process."""
     return (DEVICE.exists() or AMD.exists()) and "" not in env_vars.visible_devices().values()
 
@@ -120,10 +120,12 @@ def check_gpus(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
     if lacking:
         why = lacking[0].facts["lacking"]
         fix = _INSTALL if "not installed" in why else "nvidia-smi; ask the administrators"
-        yield warning("GPU health", f"unknown on {where(lacking)}: {why}", fix)
+        yield warning("GPU health", f"unknown on {describe_ranks(lacking)}: {why}", fix)
     drivers = group_by((one for one in ranks if one.facts["driver"]), lambda one: one.facts["driver"])
     if len(drivers) > 1:
-        text = "; ".join(f"{driver} on {where(members)}" for driver, members in drivers.items())
+        text = "; ".join(
+            f"{driver} on {describe_ranks(members)}" for driver, members in drivers.items()
+        )
         yield warning("GPU driver", text, "ask the administrators for the same driver on all hosts")
     elif drivers:
         yield ok("GPU driver", next(iter(drivers)))

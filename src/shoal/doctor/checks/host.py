@@ -53,7 +53,7 @@ class ProcessLimits(TypedDict):
     size: int
 
 
-def look_at_cores() -> Cores:
+def describe_cores() -> Cores:
     """The cores that this process may use."""
     quota, _ = own_limits()
     return Cores(
@@ -64,14 +64,14 @@ def look_at_cores() -> Cores:
     )
 
 
-def look_at_memory() -> HostMemory:
+def describe_memory() -> HostMemory:
     """The memory of this host."""
     found = psutil.virtual_memory()
     _, ceiling = own_limits()
     return HostMemory(total=found.total, available=found.available, ceiling=ceiling)
 
 
-def look_at_limits(ranks: int) -> ProcessLimits:
+def describe_limits(ranks: int) -> ProcessLimits:
     """The limits of this process, which is one of `ranks`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict
 
-from shoal.doctor.checks.filesystem import existing
-from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
+from shoal.doctor.checks.filesystem import nearest_existing
+from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int,
     """
     if rank == 0:
         try:
-            _show(existing(directory), store, size, limit)
+            _show(nearest_existing(directory), store, size, limit)
         except OSError:
             store.set("folder", "")
             raise
@@ -96,14 +96,14 @@ def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckRe
     if blind:
         yield failure(
             "shared",
-            f"{where(blind)} did not see what rank 0 ({ranks[0].host}) wrote",
+            f"{describe_ranks(blind)} did not see what rank 0 ({ranks[0].host}) wrote",
             "give --run a directory of a file system that all hosts share (df DIR on each)",
         )
     elif late:
         worst = max(late, key=lambda one: one.facts["seconds"])
         yield warning(
             "shared",
-            f"{where(late)} saw what rank 0 wrote after up to {worst.facts['seconds']:.1f} s",
+            f"{describe_ranks(late)} saw what rank 0 wrote after up to {worst.facts['seconds']:.1f} s",
             "another file system for runs; NFS: mount with lookupcache=positive or actimeo=1",
         )
     else:
@@ -113,7 +113,7 @@ def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckRe
     if unlocked:
         yield warning(
             "lock",
-            f"{where(unlocked)} could take a lock that rank 0 ({ranks[0].host}) held: "
+            f"{describe_ranks(unlocked)} could take a lock that rank 0 ({ranks[0].host}) held: "
             "two runs in one directory don't notice each other",
             "mount it with locks (Lustre: -o flock), or take care of it yourself",
         )

@@ -46,7 +46,7 @@ def describe_software() -> Software:
     return Software(python=platform.python_version(), packages=packages())
 
 
-def look_at_sources(folder: Path) -> Sources:
+def describe_sources(folder: Path) -> Sources:
     """Digests of the Python files in `folder` and below, without environments and hidden folders."""
     if not folder.is_dir():
         raise NotADirectoryError(folder)

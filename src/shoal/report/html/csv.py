@@ -10,7 +10,7 @@ from pathlib import Path
 from shoal.util.errors import LaunchError
 
 
-def csv_of(rows: Iterable[Sequence[object]]) -> str:
+def to_csv(rows: Iterable[Sequence[object]]) -> str:
     """Return rows as CSV; the first has the names of the columns.
 
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
@@ -27,7 +27,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     Raises LaunchError where that fails.
     """
     try:
-        path.write_text(csv_of([list(rows[0]), *(list(row.values()) for row in rows)]))
+        path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
     except OSError as error:
         raise LaunchError(
             given=f"--csv {path}", found=f"{error.strerror}", fix="give another file"

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from shoal.report.html.csv import csv_of
+from shoal.report.html.csv import to_csv
 from shoal.util.text import printable
 
 
@@ -90,7 +90,7 @@ class Page:
     about: str = ""
 
 
-def render(page: Page) -> str:
+def render_page(page: Page) -> str:
     """The page as one HTML file. Every text is escaped; only drawings are taken as they are."""
     environment = Environment(
         autoescape=True,
@@ -124,4 +124,4 @@ def _data(figure: Figure, kind: str) -> str:
     """A file of a figure as the address of a download."""
     if kind == "png":
         return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
-    return "data:text/csv;base64," + base64.b64encode(csv_of(figure.table.lines).encode()).decode()
+    return "data:text/csv;base64," + base64.b64encode(to_csv(figure.table.lines).encode()).decode()

@@ -60,7 +60,7 @@ class Series:
     """Dashed and grey: what others are compared with, such as the ideal."""
 
 
-def lines(
+def plot_lines(
     series: Sequence[Series],
     *,
     x: str,
@@ -104,7 +104,7 @@ def lines(
     return _draw(draw)
 
 
-def bars(
+def plot_bars(
     labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, fills: Mapping[str, Fill]
 ) -> Drawing:
     """One bar for each label, of parts laid end to end; `fills` has a fill for each part."""
@@ -123,7 +123,7 @@ def bars(
     return _draw(draw, height=0.28 * len(labels))
 
 
-def areas(
+def plot_areas(
     xs: Sequence[float],
     parts: Mapping[str, Sequence[float]],
     *,

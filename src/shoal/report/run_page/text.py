@@ -13,24 +13,24 @@ MOST = 16
 """Ranks that are listed; of more the slowest are."""
 
 
-def show(console: Console, history: History, verdict: BottleneckReport) -> None:
+def print_report(console: Console, history: History, verdict: BottleneckReport) -> None:
     """Print it."""
     print_line(console, verdict.sentence, "")
     for each in verdict.findings:
         print_line(console, each.text, f"    {each.advice}")
     if verdict.findings:
         print_line(console, "")
-    print_pairs(console, f"Run {history.directory}", tables.facts(history, verdict))
+    print_pairs(console, f"Run {history.directory}", tables.key_facts(history, verdict))
     if verdict.judged:
-        _print(console, tables.parts(verdict.judged[-1]))
+        _print(console, tables.parts_table(verdict.judged[-1]))
         if len(verdict.judged[-1].profile.ranks) > 1:
-            _print(console, tables.main_parts(verdict.judged[-1], MOST))
+            _print(console, tables.main_parts_table(verdict.judged[-1], MOST))
     if verdict.stragglers:
-        _print(console, tables.culprits(verdict))
+        _print(console, tables.stragglers_table(verdict))
     if len(history.attempts) > 1:
-        _print(console, tables.starts(history, verdict), without="warm-up")
+        _print(console, tables.attempts_table(history, verdict), without="warm-up")
     if history.skipped:
-        print_line(console, tables.unreadable(history))
+        print_line(console, tables.describe_unreadable(history))
 
 
 def _print(console: Console, table: Table, *, without: str = "") -> None:
