@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from shoal.util.differences import RankDifference, spans
 from shoal.util.grouping import group_by
+from shoal.util.units import counted
 
 T = TypeVar("T")
 
@@ -101,8 +102,7 @@ class Examination:
             for state in _GRAVEST[:2]
             if (count := self.count(state))
         ]
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
+        ranks, hosts = counted(self.ranks, "rank"), counted(len(self.hosts), "host")
         fine = f"{self.count(Severity.OK)} checks ok, on {ranks} of {hosts}, in {self.seconds:.0f} s"
         return f"{' and '.join(bad)}; {fine}" if bad else fine
 

@@ -14,7 +14,7 @@ from shoal.report.history import Attempt, History
 from shoal.report.loader_speed import Loading, loader_speed_of
 from shoal.report.stalls import Stalls
 from shoal.report.stragglers import NOTABLE, Straggler
-from shoal.util.units import bandwidth, duration, percent
+from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1
 """The share of the time from which a loss is worth a finding,"""
@@ -135,8 +135,7 @@ def _about_data(share: float, one: Judged) -> tuple[str, str]:
     if not found.workers:
         text += f": each rank makes its batches itself, {batch} each"
     else:
-        workers = "1 worker" if found.workers == 1 else f"{found.workers} workers"
-        text += f": a batch takes a worker {batch}, and a rank has {workers}"
+        text += f": a batch takes a worker {batch}, and a rank has {counted(found.workers, 'worker')}"
     return f"{text}.", _more_workers(found)
 
 
@@ -148,11 +147,10 @@ def _more_workers(found: Loading) -> str:
             "the begin of an epoch; shoal bench data"
         )
     if found.cores is not None and found.enough > found.cores:
-        cores = "1 core" if found.cores == 1 else f"{found.cores} cores"
         return (
             f"shoal.Loader(…, num_workers={found.enough}) would keep up if workers mostly wait, for a "
-            f"rank has {cores}; else more cores, or less work per sample, such as data prepared once; "
-            "shoal bench data measures it"
+            f"rank has {counted(found.cores, 'core')}; else more cores, or less work per sample, such "
+            "as data prepared once; shoal bench data measures it"
         )
     return f"shoal.Loader(…, num_workers={found.enough}) would keep up; shoal bench data measures it"
 

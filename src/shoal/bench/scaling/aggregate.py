@@ -17,6 +17,7 @@ from shoal.bench.scaling.configurations import (
 )
 from shoal.bench.scaling.measure import PARTS, Blame, StepTimes, measured_from
 from shoal.util.grouping import group_by
+from shoal.util.units import counted
 
 BUSY = 0.5
 """Cores that other programs may use before it is told."""
@@ -189,11 +190,11 @@ def machine_notes(repeats: Sequence[Repeat]) -> list[str]:
             devices = {repeat.devices[number] for number in here}
             if any(device.startswith("cuda") for device in devices):
                 if len(devices) < len(here):
-                    gpus = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
+                    gpus = counted(len(devices), "GPU")
                     found[f"more processes than GPUs: {len(here)} on {gpus} of {host}"] = None
             elif 0 < repeat.cores < len(here):
-                many = "1 core" if repeat.cores == 1 else f"{repeat.cores} cores"
-                found[f"more processes than cores: {len(here)} on {many} of {host}"] = None
+                cores = counted(repeat.cores, "core")
+                found[f"more processes than cores: {len(here)} on {cores} of {host}"] = None
         if repeat.reason is not None and any(other.measured for other in repeats):
             found[f"round {repeat.round + 1} failed: {repeat.reason}"] = None
     return list(found)

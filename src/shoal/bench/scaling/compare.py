@@ -11,7 +11,7 @@ from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.measure import SHOWN
 from shoal.util.errors import LaunchError
 from shoal.util.grouping import group_by
-from shoal.util.units import three_digits
+from shoal.util.units import counted, three_digits
 
 MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
 """What has to be the same."""
@@ -125,11 +125,7 @@ def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
 
 def describe_pair(pair: Pair, first: str, second: str) -> str:
     """Such as `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
-    many = (
-        "1 process"
-        if pair.configuration.processes == 1
-        else f"{pair.configuration.processes} processes"
-    )
+    many = counted(pair.configuration.processes, "process", "es")
     what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
     if not pair.clear:
         what += f" ({pair.ratio.low:.2f} to {pair.ratio.high:.2f}, so no clear difference)"

@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
 from shoal.util.errors import LaunchError
+from shoal.util.units import counted
 
 SCALINGS = ("strong", "weak")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -51,10 +52,9 @@ class Configuration:
         return "-".join((*parts, self.precision, self.way))
 
     def __str__(self) -> str:
-        many = "process" if self.processes == 1 else "processes"
         rest = (self.backend, self.strategy, self.precision, self.way)
         chosen = ", ".join(part for part in rest if part != NONE)
-        return f"{self.processes} {many}, batch {self.batch}, {chosen}"
+        return f"{counted(self.processes, 'process', 'es')}, batch {self.batch}, {chosen}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.report.html import Block, Figure, Table
 from shoal.report.html.plots import Series, plot_lines
 from shoal.util.grouping import group_by
-from shoal.util.units import three_digits
+from shoal.util.units import counted, three_digits
 
 WIDE = 8
 """More processes than these are drawn on logarithmic axes."""
@@ -124,12 +124,11 @@ def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure
     for curve, own in _by_curve(rows).items():
         known = [(row.processes, row.speedup) for row in own if row.speedup is not None]
         drawn.append(_line(names[curve], known, 1))
-    many = "1 process" if least == 1 else f"{least} processes"
     wide = sizes[-1] > WIDE
     return Figure(
         name=f"speedup-{scaling}",
-        caption=f"Speed-up over {many} of the same curve, {scaling} scaling: the median of the rounds, "
-        "the band from the lowest to the highest.",
+        caption=f"Speed-up over {counted(least, 'process', 'es')} of the same curve, {scaling} "
+        "scaling: the median of the rounds, the band from the lowest to the highest.",
         drawing=plot_lines(
             drawn, x="processes", y="speed-up", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),

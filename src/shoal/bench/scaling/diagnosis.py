@@ -9,6 +9,7 @@ from shoal.bench.scaling.aggregate import ScalingPoint
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.measure import SHOWN
 from shoal.util.grouping import group_by
+from shoal.util.units import counted
 
 LEAST = 0.01
 """The share of a step from which on a cause is told."""
@@ -69,7 +70,7 @@ def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) 
 
 def describe_scaling(row: ScalingPoint, base: ScalingPoint) -> str:
     """Such as `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
-    many = "1 process" if row.processes == 1 else f"{row.processes} processes"
+    many = counted(row.processes, "process", "es")
     if row.speedup is None or row.efficiency is None:
         return f"{many} failed: {row.reason}"
     what = f"{many} give {row.speedup.median:.2f}x"
@@ -116,8 +117,7 @@ def _alone(base: ScalingPoint) -> str:
     total = sum(parts.values())
     shares = sorted(((value / total, part) for part, value in parts.items() if total), reverse=True)
     told = ", ".join(f"{share * 100:.0f} % {SHOWN[part]}" for share, part in shares if share >= LEAST)
-    many = "1 process" if base.processes == 1 else f"{base.processes} processes"
-    return f"{many}, and nothing to compare with: {told}"
+    return f"{counted(base.processes, 'process', 'es')}, and nothing to compare with: {told}"
 
 
 def _text(part: str, share: float, row: ScalingPoint, work: float) -> str:

@@ -24,7 +24,7 @@ from shoal.launcher.submit.times import spell_time
 from shoal.report.html import save_page, to_csv
 from shoal.util.errors import LaunchError
 from shoal.util.tables import plain_console, print_line, print_path, print_rows
-from shoal.util.units import three_digits
+from shoal.util.units import counted, three_digits
 
 CSV, PAGE = "results.csv", "index.html"
 
@@ -124,7 +124,7 @@ def submit_study(
 
 
 def _size(allocation: Allocation, done: Submission) -> str:
-    nodes = "1 node" if allocation.nodes == 1 else f"{allocation.nodes} nodes"
+    nodes = counted(allocation.nodes, "node")
     gpus = f" with {done.job.gpus} GPU(s)" if done.job.gpus else ""
     sizes = ", ".join(map(str, allocation.sizes))
     count = len(allocation.trainings)

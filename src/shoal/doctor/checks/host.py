@@ -14,7 +14,7 @@ from shoal.distributed import env_vars
 from shoal.doctor.cgroups import own_limits
 from shoal.doctor.findings import CheckResult, RankFacts, by_host, by_rank, failure, ok, warning
 from shoal.util.differences import spans
-from shoal.util.units import size
+from shoal.util.units import counted, size
 
 SHARED = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -92,8 +92,7 @@ def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
     """Find ranks that share cores, more threads than cores, limits of CPU time."""
     usable = sorted({cpu for one in ranks for cpu in one.facts["affinity"]})
     total, count = ranks[0].facts["total"], len(ranks)
-    cores = f"{len(usable)} core{'s' * (len(usable) > 1)}"
-    together = f"{count} ranks" if count > 1 else "1 rank"
+    cores, together = counted(len(usable), "core"), counted(count, "rank")
     crowded = [one for one in ranks if _own(one, ranks) < 1]
     fewer = "start fewer ranks there, or ask for more cores (srun --cpus-per-task=N)"
     if count > len(usable) and len(usable) < total:

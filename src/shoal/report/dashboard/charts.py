@@ -104,10 +104,10 @@ def draw_curve(
         rows = _blocks(heights, height) if zero else _braille(heights, height)
     else:
         rows = _strokes(heights, height, filled=zero)
-    lines = []
-    for label, row in zip(labels, rows, strict=True):
-        lines.append(Text.assemble((label.rjust(gutter - 1) + " ", "dim"), (row, "cyan")))
-    return lines
+    return [
+        Text.assemble((label.rjust(gutter - 1) + " ", "dim"), (row, "cyan"))
+        for label, row in zip(labels, rows, strict=True)
+    ]
 
 
 def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, zero: bool) -> Scale:

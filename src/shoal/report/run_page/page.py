@@ -8,7 +8,7 @@ from dataclasses import replace
 from shoal.report import BottleneckReport, History
 from shoal.report.html import Block, Facts, Page, Section, Table, Text
 from shoal.report.run_page import figures, tables
-from shoal.util.units import duration
+from shoal.util.units import counted, duration
 
 
 def run_page(history: History, verdict: BottleneckReport) -> Page:
@@ -54,7 +54,8 @@ def run_page(history: History, verdict: BottleneckReport) -> Page:
         title=f"Run {history.directory}",
         verdict=verdict.sentence,
         sections=[Section(heading=name, blocks=blocks) for name, blocks in sections if blocks],
-        about=f"shoal report, {time.strftime('%Y-%m-%d %H:%M:%S')}. {_reading(history)}",
+        about=f"shoal report, {time.strftime('%Y-%m-%d %H:%M:%S')}. "
+        f"From the events of {counted(history.files, 'rank')}.",
     )
 
 
@@ -90,8 +91,3 @@ def _unless_empty(table: Table) -> list[Block]:
     kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
     rows = [[row[place] for place in kept] for row in table.rows]
     return [replace(table, head=[table.head[place] for place in kept], rows=rows)] if rows else []
-
-
-def _reading(history: History) -> str:
-    files = "1 rank" if history.files == 1 else f"{history.files} ranks"
-    return f"From the events of {files}."

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shoal.report.trace.merge import STEPS_TRACK, Event, rank_track_names, write_trace
+from shoal.report.trace.merge import STEPS_TRACK, Event, metadata_event, rank_track_names, write_trace
 from shoal.telemetry.events import paths_in, read_events
 from shoal.telemetry.profiler.window import FOLDER, Window
 from shoal.telemetry.step_timer import PARTS
@@ -88,14 +88,7 @@ def _events(
     for rank, steps in inside.items():
         zero = begin + late[rank]
         yield from rank_track_names(rank, ranks[rank].host)
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": rank,
-            "tid": PARTS_TRACK,
-            "ts": 0,
-            "args": {"name": "parts, in no known order"},
-        }
+        yield metadata_event("thread_name", rank, PARTS_TRACK, name="parts, in no known order")
         last = 0.0
         for number, taken in steps.items():
             at, end = taken.end - taken.wall - zero, taken.end - zero

@@ -86,14 +86,15 @@ def rank_track_names(rank: int, host: str) -> list[Event]:
     """What makes a rank a process of the timeline, with a line for its steps."""
     name = f"rank {rank} on {printable(host)}" if host else f"rank {rank}"
     return [
-        _about("process_name", rank, STEPS_TRACK, name=name),
-        _about("process_sort_index", rank, STEPS_TRACK, sort_index=rank),
-        _about("thread_name", rank, STEPS_TRACK, name="steps"),
-        _about("thread_sort_index", rank, STEPS_TRACK, sort_index=STEPS_TRACK),
+        metadata_event("process_name", rank, STEPS_TRACK, name=name),
+        metadata_event("process_sort_index", rank, STEPS_TRACK, sort_index=rank),
+        metadata_event("thread_name", rank, STEPS_TRACK, name="steps"),
+        metadata_event("thread_sort_index", rank, STEPS_TRACK, sort_index=STEPS_TRACK),
     ]
 
 
-def _about(kind: str, rank: int, track: int, **what: str | int) -> Event:
+def metadata_event(kind: str, rank: int, track: int, **what: str | int) -> Event:
+    """Return the event that says something about a process or a track of the timeline."""
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": what}
 
 
@@ -110,7 +111,7 @@ def _merged(paths: list[Path]) -> Iterator[Event]:
         reference = reference or {n: record.time(own) for n, own in record.begins.items()}
         zero = min(reference.values()) - _MARGIN
         yield from rank_track_names(record.rank, record.host)
-        yield _about("process_labels", record.rank, STEPS_TRACK, labels=label)
+        yield metadata_event("process_labels", record.rank, STEPS_TRACK, labels=label)
         begun = min(record.begins.values())
         for event in record.events:
             own = event["ts"] + record.shift
@@ -145,8 +146,8 @@ def _tracks(record: RankTrace) -> Iterator[Event]:
     }
     for key, track in record.tracks.items():
         name = printable(names.get(key, f"thread {key[1]}"))
-        yield _about("thread_name", record.rank, track, name=name)
-        yield _about("thread_sort_index", record.rank, track, sort_index=track)
+        yield metadata_event("thread_name", record.rank, track, name=name)
+        yield metadata_event("thread_sort_index", record.rank, track, sort_index=track)
 
 
 def read_rank_trace(path: Path) -> RankTrace:
