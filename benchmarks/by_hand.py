@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shoal
-from shoal.bench.scaling.models import Made, make
+from shoal.bench.scaling.models import Made, make_model
 from shoal.bench.scaling.subject import BuiltIn, parse_subject
 from shoal.telemetry.step_timer import BACKWARD, FORWARD, OTHER, PARTS, UPDATE, WAIT, Timeline
 from spread import Spread, interval
@@ -152,7 +152,7 @@ def measure(world: shoal.World, model: str, batch: int, rounds: int, steps: int)
     """Milliseconds per step of each loop, and the paired ratios; the slowest rank's time counts."""
     subject = parse_subject(model)
     assert isinstance(subject, BuiltIn)
-    made = make(subject, batch)
+    made = make_model(subject, batch)
     loops: dict[str, Loop] = {
         "by hand": by_hand(world, made, batch, views=False),
         "+ views": by_hand(world, made, batch, views=True),

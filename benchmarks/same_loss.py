@@ -96,7 +96,7 @@ def launch(processes: int, directory: Path, steps: int, dies_after: int | None =
 
 def recorded(directory: Path) -> list[Point]:
     """The steps of a run, each as the attempt that took it last recorded it."""
-    taken = events.steps(directory / "events")
+    taken = events.steps_by_rank(directory / "events")
     return [Point(step, ranks[0]["loss"], len(ranks)) for (_, step), ranks in sorted(taken.items())]
 
 

@@ -135,7 +135,7 @@ def resumed_at(directory: Path) -> int:
 
 
 def losses(directory: Path) -> dict[int, float]:
-    steps = events.steps(directory / "events")
+    steps = events.steps_by_rank(directory / "events")
     return {step: ranks[0]["loss"] for (_, step), ranks in steps.items()}
 
 
@@ -143,7 +143,7 @@ def consumed(directory: Path) -> tuple[int, int]:
     """How many positions of the training were consumed more than once, and how many never."""
     counts: Counter[int] = Counter()
     end = 0
-    for ranks in events.steps(directory / "events").values():
+    for ranks in events.steps_by_rank(directory / "events").values():
         for event in ranks.values():
             counts.update(range(*event["share"]))
             end = max(end, event["first"] + event["size"])

@@ -22,7 +22,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def main(options: argparse.Namespace) -> None:
-    ways: dict[str, shoal.Strategy] = {
+    ways: dict[str, shoal.DDP | shoal.LocalSGD | shoal.DiLoCo] = {
         "DDP": shoal.DDP(),
         "LocalSGD": shoal.LocalSGD(sync_every=options.every),
         "DiLoCo": shoal.DiLoCo(sync_every=options.every),

@@ -10,10 +10,10 @@ import pytest
 
 import shoal
 from shoal.bench.compile.display import Mode
-from shoal.bench.compile.display import advise as advise_modes
-from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
+from shoal.bench.compile.display import mode_advice as advise_modes
+from shoal.bench.data_loading.advice import LoaderTrials, Need, worker_advice
 from shoal.bench.data_loading.measure import Trial
-from shoal.bench.import_target import called, named
+from shoal.bench.import_target import call_target, import_named
 from shoal.bench.scaling.interrupt import InterruptFlag
 
 
@@ -42,7 +42,7 @@ def test_workers_help_until_the_cores_are_busy() -> None:
         measured(2, 1800, busy=0.1, theirs=1.8),
         measured(4, 1850, busy=0.1, theirs=1.9),
     ]
-    assert advise(found, 2, None) == [
+    assert worker_advice(found, 2, None) == [
         "num_workers=2 gives 1,800 samples/s, 1.8 times as many as 0; 4 give no more: "
         "the 2 cores are busy."
     ]
@@ -60,30 +60,30 @@ def test_workers_help_until_the_cores_are_busy() -> None:
     ],
 )
 def test_why_no_worker_is_best(following: LoaderTrials, why: str) -> None:
-    [said] = advise([measured(0, 1000), following], 4, None)
+    [said] = worker_advice([measured(0, 1000), following], 4, None)
     assert said.startswith("num_workers=0 gives 1,000 samples/s; 1 give ")
     assert said.endswith(f": {why}.")
 
 
 def test_workers_that_wait_are_told_from_those_that_compute() -> None:
     found = [measured(0, 100), measured(2, 300, busy=0.1, theirs=0.1), measured(4, 310, busy=0.0)]
-    [said] = advise(found, 4, None)
+    [said] = worker_advice(found, 4, None)
     assert "they wait for disk or network" in said
 
 
 def test_the_most_that_was_measured_is_not_called_the_best() -> None:
-    [said] = advise([measured(0, 100), measured(1, 200)], 4, None)
+    [said] = worker_advice([measured(0, 100), measured(1, 200)], 4, None)
     assert said.endswith("2 times as many as 0; more were not measured.")
 
 
 def test_what_training_needs() -> None:
     found = [measured(0, 100), measured(2, 180), measured(4, 400)]
     assert Need(samples=32, seconds=0.2, source="Training").rate == 160
-    [_, enough] = advise(found, 4, Need(samples=32, seconds=0.2, source="Training"))
+    [_, enough] = worker_advice(found, 4, Need(samples=32, seconds=0.2, source="Training"))
     assert enough == (
         "Training takes 32 samples in 200 ms, 160 a second: num_workers=2 is enough (1.1 times that)."
     )
-    [_, starved] = advise(found, 4, Need(samples=32, seconds=0.02, source="Training"))
+    [_, starved] = worker_advice(found, 4, Need(samples=32, seconds=0.02, source="Training"))
     assert starved.endswith(
         "none is enough. With num_workers=4 training would wait 75 % of its time for data."
     )
@@ -116,15 +116,15 @@ def test_what_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "def greedy(a, b):\n    return a\n"
         "if __name__ == '__main__':\n    raise RuntimeError('it ran')\n"
     )
-    function = named(f"{script}:numbers", "dataset")
-    assert called(function, "it", "a world") == [1, 2]
-    assert called(named(f"{script}:of", "dataset"), "it", "a world") == "a world"
+    function = import_named(f"{script}:numbers", "dataset")
+    assert call_target(function, "it", "a world") == [1, 2]
+    assert call_target(import_named(f"{script}:of", "dataset"), "it", "a world") == "a world"
     with pytest.raises(
         shoal.LaunchError, match=r"ZeroDivisionError: division by zero \(.*my_sets.py:6\)"
     ):
-        called(named(f"{script}:breaks", "dataset"), "it")
+        call_target(import_named(f"{script}:breaks", "dataset"), "it")
     with pytest.raises(shoal.LaunchError, match="it wants a, b"):
-        called(named(f"{script}:greedy", "dataset"), "it", "a world")
+        call_target(import_named(f"{script}:greedy", "dataset"), "it", "a world")
     sys.modules.pop("my_sets")
 
 
@@ -141,14 +141,14 @@ def test_what_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_not_there(text: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(shoal.LaunchError, match=found):
-        named(text, "dataset")
+        import_named(text, "dataset")
 
 
 def test_a_file_that_fails_leaves_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "half_a_module.py").write_text("x = 1\nraise OSError('no data here')\n")
     with pytest.raises(shoal.LaunchError, match="OSError: no data here"):
-        named(f"{tmp_path}/half_a_module.py:x", "dataset")
+        import_named(f"{tmp_path}/half_a_module.py:x", "dataset")
     assert "half_a_module" not in sys.modules
 
 

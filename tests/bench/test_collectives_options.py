@@ -11,7 +11,7 @@ import pytest
 import shoal
 from shoal.bench.collectives import command, display
 from shoal.bench.collectives.machine_file import CollectiveSeries
-from shoal.bench.collectives.measure import OPERATIONS, summary
+from shoal.bench.collectives.measure import OPERATIONS, summarize_samples
 from shoal.bench.collectives.message_sizes import parse_sizes
 from shoal.util.units import bandwidth, binary_size, duration, percent
 
@@ -28,7 +28,7 @@ def request(**changed: Any) -> command.CollectivesOptions:
         "csv": None,
         "json": False,
     }
-    return command.request(**{**usual, **changed})
+    return command.parse_options(**{**usual, **changed})
 
 
 def test_without_options_all_is_measured() -> None:
@@ -78,7 +78,7 @@ def test_where_nothing_can_be_measured(
     processes: int | None, changed: dict[str, Any], found: str
 ) -> None:
     with pytest.raises(shoal.LaunchError, match=found):
-        command.comm(request(**changed), processes)
+        command.benchmark_collectives(request(**changed), processes)
 
 
 def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(shoal.LaunchError, match="has started all ranks") as caught:
-        command.comm(request(), 2)
+        command.benchmark_collectives(request(), 2)
     assert caught.value.fix == "leave -n out"
 
 
@@ -112,18 +112,18 @@ def test_numbers_are_spelled_with_three_digits() -> None:
 
 
 def test_a_point_is_the_median_and_the_quartiles() -> None:
-    point = summary(8, [5.0, 1.0, 2.0, 4.0, 3.0])
+    point = summarize_samples(8, [5.0, 1.0, 2.0, 4.0, 3.0])
     assert (point.low, point.seconds, point.high, point.samples) == (2.0, 3.0, 4.0, 5)
-    assert summary(8, [2.0]).spread == 0
+    assert summarize_samples(8, [2.0]).spread == 0
 
 
 def series(backend: str, seconds: float) -> CollectiveSeries:
-    points = [summary(size, [seconds + size / 1e9]) for size in (1 << 10, 1 << 20)]
+    points = [summarize_samples(size, [seconds + size / 1e9]) for size in (1 << 10, 1 << 20)]
     return CollectiveSeries(
         backend=backend, operation="all_reduce", memory="cpu", ranks=2, points=tuple(points)
     )
 
 
 def test_backends_are_compared_at_the_ends() -> None:
-    said = display.comparison(series("mpi", 1e-5), series("gloo", 1e-3))
+    said = display.compare_backends(series("mpi", 1e-5), series("gloo", 1e-3))
     assert said == ("gloo takes 91 times as long as mpi at 1 KiB, 1.9 times as long at 1 MiB.")

@@ -20,7 +20,7 @@ WAYS = ["Python loop", "torch operations", "TorchScript", "torch.compile"]
 
 def ask(**changed: Any) -> int:
     usual: dict[str, Any] = {"model": None, "batch": 4, "seconds": 0.5, "csv": None, "json": True}
-    return measure.modes(measure.CompileOptions(**{**usual, **changed}))
+    return measure.benchmark_modes(measure.CompileOptions(**{**usual, **changed}))
 
 
 def found(capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, str], dict[str, Any]]:

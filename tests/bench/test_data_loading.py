@@ -71,7 +71,9 @@ def ask(target: str, **changed: Any) -> int:
         "csv": None,
         "json": True,
     }
-    return command.data(command.DataLoadingOptions(target=target, **{**usual, **changed}))
+    return command.benchmark_data_loading(
+        command.DataLoadingOptions(target=target, **{**usual, **changed})
+    )
 
 
 def test_a_dataset_that_waits_without_workers_and_with_some(

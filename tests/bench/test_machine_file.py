@@ -18,9 +18,9 @@ from shoal.bench.collectives.machine_file import (
     LinkTable,
     MachineFile,
     Point,
-    fit,
+    fit_line,
+    machine_json,
     read_machine_file,
-    to_json,
     write_machine_file,
 )
 
@@ -67,13 +67,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     write_machine_file(MACHINE, path)
     assert read_machine_file(path) == MACHINE
-    assert json.loads(to_json(MACHINE)) == json.loads(path.read_text())
+    assert json.loads(machine_json(MACHINE)) == json.loads(path.read_text())
     assert [each.name for each in tmp_path.iterdir()] == ["machine.json"]
 
 
 def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps({**json.loads(to_json(MACHINE)), "altitude": 8848}))
+    path.write_text(json.dumps({**json.loads(machine_json(MACHINE)), "altitude": 8848}))
     assert read_machine_file(path) == MACHINE
 
 
@@ -99,7 +99,7 @@ def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
 def test_what_can_not_be_is_refused(
     tmp_path: Path, change: Callable[[Any], object], found: str
 ) -> None:
-    plain = json.loads(to_json(MACHINE))
+    plain = json.loads(machine_json(MACHINE))
     change(plain)
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(plain))
@@ -123,7 +123,7 @@ def test_files_that_are_not_there_and_folders_that_are_not(tmp_path: Path) -> No
 
 
 def test_a_line_is_found_again() -> None:
-    found = fit(POINTS)
+    found = fit_line(POINTS)
     assert found is not None
     assert found.latency == pytest.approx(1e-4)
     assert found.bandwidth == pytest.approx(2e9)
@@ -137,7 +137,7 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
         dataclasses.replace(each, seconds=each.seconds * (1.1 if index % 2 else 0.9))
         for index, each in enumerate(POINTS)
     ]
-    found = fit(odd)
+    found = fit_line(odd)
     assert found is not None
     assert found.latency == pytest.approx(1e-4, rel=0.12)
     assert found.bandwidth == pytest.approx(2e9, rel=0.12)
@@ -145,8 +145,8 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
 
 
 def test_neither_latency_nor_time_per_byte_is_below_zero() -> None:
-    flat = fit([point(size, 1e-3 - 1e-12 * size) for size in SIZES])
-    steep = fit([point(size, size**1.2 / 1e9) for size in SIZES])
+    flat = fit_line([point(size, 1e-3 - 1e-12 * size) for size in SIZES])
+    steep = fit_line([point(size, size**1.2 / 1e9) for size in SIZES])
     assert flat is not None
     assert steep is not None
     assert flat.bandwidth is None
@@ -156,8 +156,8 @@ def test_neither_latency_nor_time_per_byte_is_below_zero() -> None:
 
 
 def test_two_sizes_make_no_fit() -> None:
-    assert fit(POINTS[:2]) is None
-    assert fit([point(1024, 1e-4)] * 5) is None
+    assert fit_line(POINTS[:2]) is None
+    assert fit_line([point(1024, 1e-4)] * 5) is None
 
 
 @pytest.mark.parametrize(

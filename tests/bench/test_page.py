@@ -12,7 +12,7 @@ from helpers.browser import browser, program
 from shoal.bench.scaling import study as scaling
 from shoal.bench.scaling.aggregate import Repeat
 from shoal.bench.scaling.configurations import StudyOptions
-from shoal.bench.scaling.directory import Study, begin
+from shoal.bench.scaling.directory import Study, begin_study
 from shoal.bench.scaling.measure import summarize
 from shoal.util.tables import plain_console
 
@@ -37,7 +37,7 @@ def made_up(path: Path, *, faster: float = 1.0) -> Study:
         batch=64,
         rounds=2,
     )
-    study = begin(path, options)
+    study = begin_study(path, options)
     for number, each in study.missing():
         repeat = Repeat(key=each.key, round=number, began=0.0, seconds=9.0, measured=None)
         if each.processes == 16 and each.backend == "gloo":
@@ -66,8 +66,8 @@ def made_up(path: Path, *, faster: float = 1.0) -> Study:
 @pytest.mark.skipif(program() is None, reason="needs chromium")
 def test_the_pages_of_studies_are_whole_in_every_window(tmp_path: Path) -> None:
     quad, octo = made_up(tmp_path / "quad"), made_up(tmp_path / "octo", faster=2.0)
-    scaling.show(quad, plain_console())
-    scaling.compare(quad, octo, tmp_path / "both", plain_console())
+    scaling.print_study(quad, plain_console())
+    scaling.compare_studies(quad, octo, tmp_path / "both", plain_console())
     with browser(tmp_path / "profile") as window:
         for page in (tmp_path / "quad" / "index.html", tmp_path / "both" / "index.html"):
             for width in (1280, 390):

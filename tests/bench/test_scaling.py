@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from helpers.synthetic_runs import simulate, write
 from shoal.bench.scaling import compare, directory, format, jobs
 from shoal.bench.scaling import configurations as grid
 from shoal.bench.scaling import study as scaling
-from shoal.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, rows
+from shoal.bench.scaling.aggregate import Repeat, ScalingPoint, all_notes, scaling_points
 from shoal.bench.scaling.configurations import Configuration, StudyOptions
-from shoal.bench.scaling.diagnosis import causes, diagnoses, labels, sentence
+from shoal.bench.scaling.diagnosis import curve_labels, describe_scaling, diagnose_curves, find_causes
 from shoal.bench.scaling.measure import StepTimes, summarize
-from shoal.bench.scaling.subject import BuiltIn, Factory, ScriptSubject, parse_subject, unit
+from shoal.bench.scaling.subject import BuiltIn, Factory, ScriptSubject, parse_subject, throughput_unit
 from shoal.cli.main import app
 from shoal.report import read_history
-from shoal.report.html import csv_of
+from shoal.report.html import to_csv
 from shoal.util.errors import CheckpointError, LaunchError
 
 
@@ -35,8 +35,8 @@ def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
     assert isinstance(gpt, BuiltIn)
     assert (gpt.sizes["layers"], gpt.sizes["context"]) == (8, 128)
     assert parse_subject(str(gpt)) == gpt
-    assert unit(gpt) == ("tokens", 128)
-    assert unit(parse_subject("resnet18")) == ("images", 1)
+    assert throughput_unit(gpt) == ("tokens", 128)
+    assert throughput_unit(parse_subject("resnet18")) == ("images", 1)
     assert parse_subject("nets.big:make") == Factory(module="nets.big", name="make")
 
 
@@ -66,7 +66,7 @@ FULL = StudyOptions(
 
 
 def test_one_process_runs_once_for_all_curves_and_weak_batches_grow() -> None:
-    found = grid.configurations(FULL)
+    found = grid.list_configurations(FULL)
     assert [(each.processes, each.batch, each.backend) for each in found] == [
         (1, 8, "none"),
         *[(n, b, backend) for n in (2, 4) for b in (8, 8 * n) for backend in ("gloo", "mpi")],
@@ -76,10 +76,10 @@ def test_one_process_runs_once_for_all_curves_and_weak_batches_grow() -> None:
 
 @given(count=st.integers(1, 12), pair=st.integers(0, 40))
 def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int, pair: int) -> None:
-    first, second = grid.order(count, 2 * pair), grid.order(count, 2 * pair + 1)
+    first, second = grid.round_order(count, 2 * pair), grid.round_order(count, 2 * pair + 1)
     assert sorted(first) == sorted(second) == list(range(count))
     assert {first.index(each) + second.index(each) for each in range(count)} == {count - 1}
-    assert count < 2 or grid.order(count, 2 * pair + 2) != first
+    assert count < 2 or grid.round_order(count, 2 * pair + 2) != first
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int,
 )
 def test_what_cannot_be_studied_is_refused(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(LaunchError, match=told):
-        grid.check_options(replace(FULL, **changed))
+        grid.check_study_options(replace(FULL, **changed))
 
 
 def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
@@ -103,12 +103,12 @@ def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
     script.write_text("")
     options = replace(FULL, model=str(script), backends=("gloo",), args=("--run={run}",))
     with pytest.raises(LaunchError, match="tells the script its batch"):
-        grid.check_options(options)
+        grid.check_study_options(options)
     options = replace(options, args=("--run={run}", "-b", "{batch}", "{steps}"))
-    grid.check_options(options)
-    chosen = grid.configuration(options, grid.curves(options)[1], 4)
+    grid.check_study_options(options)
+    chosen = grid.make_configuration(options, grid.list_curves(options)[1], 4)
     assert isinstance(options.subject, ScriptSubject)
-    assert grid.arguments(options, chosen, "here") == ["--run=here", "-b", "32", "40"]
+    assert grid.fill_arguments(options, chosen, "here") == ["--run=here", "-b", "32", "40"]
 
 
 def times(**milliseconds: list[float]) -> dict[str, Any]:
@@ -153,9 +153,9 @@ def study_of(*, strong: dict[int, StepTimes | None], **more: Any) -> list[Scalin
     options = StudyOptions(
         model="dense", processes=tuple(strong), batch=8, rounds=1, backends=("gloo",)
     )
-    curve = grid.curves(options)[0]
-    jobs = {size: grid.configuration(options, curve, size).key for size in strong}
-    return rows(
+    curve = grid.list_curves(options)[0]
+    jobs = {size: grid.make_configuration(options, curve, size).key for size in strong}
+    return scaling_points(
         options,
         [repeat(jobs[size], 0, found, **(more if size > 1 else {})) for size, found in strong.items()],
     )
@@ -167,7 +167,7 @@ ONE = summary(100, forward=[30], backward=[60], update=[10])
 def test_planted_causes_are_named_with_their_shares_which_add_up_to_what_is_lost() -> None:
     two = summary(80, forward=[15, 25], backward=[35, 35], update=[10, 10], communication=[20, 10])
     base, row = study_of(strong={1: ONE, 2: two})
-    found = {cause.text: cause.share for cause in causes(row, base)}
+    found = {cause.text: cause.share for cause in find_causes(row, base)}
     lost = 1 - 50 / 80
     assert row.efficiency is not None
     assert sum(found.values()) == pytest.approx(lost)
@@ -175,13 +175,13 @@ def test_planted_causes_are_named_with_their_shares_which_add_up_to_what_is_lost
     assert found["waiting for rank 1 on node1 (forward)"] == pytest.approx(10 / 80)
     assert found["optimizer (the same work on each rank)"] == pytest.approx(5 / 80)
     assert found["forward and backward"] == pytest.approx(5 / 80)
-    assert sentence(row, base).startswith("2 processes give 1.25x (62 %): 12 % ")
+    assert describe_scaling(row, base).startswith("2 processes give 1.25x (62 %): 12 % ")
 
 
 def test_what_is_gained_is_told_too() -> None:
     two = summary(50, forward=[10, 10], backward=[25, 25], update=[5, 5], communication=[10, 10])
     base, row = study_of(strong={1: ONE, 2: two})
-    assert sentence(row, base) == (
+    assert describe_scaling(row, base) == (
         "2 processes give 2.00x (100 %): 20 % exposed all-reduce, 20 % won in forward and backward"
     )
 
@@ -189,7 +189,7 @@ def test_what_is_gained_is_told_too() -> None:
 def test_a_sentence_names_only_what_is_above_the_spread_of_the_rounds() -> None:
     """Communication is lost in each round; the forward pass is slower in one and faster in another."""
     options = StudyOptions(model="dense", processes=(1, 2), batch=8, rounds=3, backends=("gloo",))
-    one, two = (each.key for each in grid.configurations(options))
+    one, two = (each.key for each in grid.list_configurations(options))
     repeats = [repeat(one, number, ONE) for number in range(3)]
     for number, forward in enumerate((12, 15, 21)):
         own = summary(
@@ -200,28 +200,28 @@ def test_a_sentence_names_only_what_is_above_the_spread_of_the_rounds() -> None:
             communication=[10 + number % 2] * 2,
         )
         repeats.append(repeat(two, number, own))
-    base, row = rows(options, repeats)
-    told = sentence(row, base)
+    base, row = scaling_points(options, repeats)
+    told = describe_scaling(row, base)
     assert "exposed all-reduce" in told
     assert "forward" not in told
-    clear = {cause.text: cause.clear for cause in causes(row, base) if abs(cause.share) > 0.01}
+    clear = {cause.text: cause.clear for cause in find_causes(row, base) if abs(cause.share) > 0.01}
     assert not clear["forward and backward"]
 
 
 def test_a_failed_size_is_a_row_and_the_rest_goes_on() -> None:
     found = study_of(strong={1: ONE, 2: ONE, 4: None}, reason="out of memory")
     assert [row.rate is None for row in found] == [False, False, True]
-    [(_, text)] = diagnoses(found)
+    [(_, text)] = diagnose_curves(found)
     assert "2 processes give 1.00x" in text
     assert text.endswith("; 4 processes failed: out of memory")
-    assert "failed" in format.cells(found[-1], 1, format.short)
+    assert "failed" in format.curve_cells(found[-1], 1, format.format_spread)
 
 
 def test_speed_up_is_taken_within_rounds_so_that_drift_cancels() -> None:
     options = StudyOptions(model="dense", processes=(1, 2), batch=8, rounds=2, backends=("gloo",))
-    one, two = (each.key for each in grid.configurations(options))
+    one, two = (each.key for each in grid.list_configurations(options))
     fast, slow = ONE, summary(200, forward=[200])
-    found = rows(
+    found = scaling_points(
         options,
         [repeat(one, 0, fast), repeat(two, 0, fast), repeat(one, 1, slow), repeat(two, 1, slow)],
     )
@@ -258,28 +258,28 @@ def test_the_reason_of_a_failure_is_one_line(code: int, log: str, told: str) -> 
 
 
 def test_a_study_goes_on_where_it_was_killed_and_refuses_to_become_another(tmp_path: Path) -> None:
-    study = directory.begin(tmp_path / "a", FULL)
+    study = directory.begin_study(tmp_path / "a", FULL)
     total = len(study.missing())
     number, first = study.missing()[0]
     study.job(first, number).mkdir(parents=True)
     (study.job(first, number) / "result.partial").write_text('{"half')
     assert len(study.missing()) == total
     study.keep(first, repeat(first.key, number, ONE, hosts=("a",)))
-    again = directory.begin(tmp_path / "a", FULL)
+    again = directory.begin_study(tmp_path / "a", FULL)
     assert len(again.missing()) == total - 1
     assert again.repeats() == [repeat(first.key, number, ONE, hosts=("a",))]
     with pytest.raises(CheckpointError, match="batch 8, now 16"):
-        directory.begin(tmp_path / "a", replace(FULL, batch=16))
+        directory.begin_study(tmp_path / "a", replace(FULL, batch=16))
     with (
-        directory.alone(again),
+        directory.lock_study(again),
         pytest.raises(CheckpointError, match="running already"),
-        directory.alone(study),
+        directory.lock_study(study),
     ):
         pass
 
 
 def test_a_job_that_failed_is_run_again(tmp_path: Path) -> None:
-    study = directory.begin(tmp_path, FULL)
+    study = directory.begin_study(tmp_path, FULL)
     (number, first), *rest = study.missing()
     study.keep(first, repeat(first.key, number, None, reason="a model that was mended since"))
     assert study.missing() == rest
@@ -296,17 +296,17 @@ def test_a_study_in_which_nothing_succeeded_fails(
     def run(study: directory.Study, configuration: Configuration, number: int, _: str) -> Repeat:
         return repeat(configuration.key, number, found.pop(0), reason="no reason")
 
-    monkeypatch.setattr(jobs, "run", run)
-    monkeypatch.setattr(scaling, "show", lambda *_: None)
+    monkeypatch.setattr(jobs, "run_job", run)
+    monkeypatch.setattr(scaling, "print_study", lambda *_: None)
     words = ["bench", "scaling", "dense", "-n", "1", "--rounds", "1", "--study", str(tmp_path)]
     assert [CliRunner().invoke(app, words).exit_code for _ in range(3)] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("changed", [{"seconds": 0}, {"walls": [0.1]}, {"seconds": None}])
 def test_a_result_that_says_nothing_is_named(tmp_path: Path, changed: dict[str, Any]) -> None:
-    study = directory.begin(tmp_path, FULL)
+    study = directory.begin_study(tmp_path, FULL)
     number, first = study.missing()[0]
-    plain = repeat(first.key, number, ONE).plain()
+    plain = asdict(repeat(first.key, number, ONE))
     plain["measured"] |= changed
     directory.write_json(study.job(first, number) / directory.RESULT, plain)
     with pytest.raises(CheckpointError, match=r"rm .*result.json"):
@@ -317,22 +317,22 @@ def test_steps_that_took_no_time_are_no_result(tmp_path: Path) -> None:
     nothing = {part: values * 0 for part, values in simulate(1, 20).items()}
     history = read_history(write(tmp_path, nothing))
     with pytest.raises(LaunchError, match="took no time"):
-        jobs.measure(history.attempts[0], 5, 10)
+        jobs.measure_attempt(history.attempts[0], 5, 10)
 
 
 def test_a_result_of_somebody_elses_is_named(tmp_path: Path) -> None:
-    study = directory.begin(tmp_path, FULL)
+    study = directory.begin_study(tmp_path, FULL)
     number, first = study.missing()[0]
     directory.write_json(study.job(first, number) / directory.RESULT, {"key": "x"})
     with pytest.raises(CheckpointError, match=r"rm .*result.json"):
         study.repeats()
     (tmp_path / directory.FILE).write_text(json.dumps([1]))
     with pytest.raises(CheckpointError, match=r"study\.json"):
-        directory.load(tmp_path)
+        directory.load_study(tmp_path)
 
 
 def complete(path: Path, options: StudyOptions, seconds: dict[int, float]) -> directory.Study:
-    study = directory.begin(path, options)
+    study = directory.begin_study(path, options)
     for number, each in study.missing():
         wall = seconds[each.processes] * 1e3
         study.keep(each, repeat(each.key, number, summary(wall, forward=[wall] * each.processes)))
@@ -343,19 +343,19 @@ def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> Non
     options = StudyOptions(model="dense", processes=(1, 2), batch=8, backends=("gloo",))
     quad = complete(tmp_path / "quad", options, {1: 0.2, 2: 0.1})
     octo = complete(tmp_path / "octo", replace(options, threads=2), {1: 0.1, 2: 0.1})
-    one, two = compare.pairs(quad, octo)
+    one, two = compare.match_studies(quad, octo)
     assert (one.ratio.median, two.ratio.median) == (2.0, 1.0)
     assert one.clear
     assert not two.clear
-    told = compare.sentence(one, "quad", "octo")
+    told = compare.describe_pair(one, "quad", "octo")
     assert told == "octo gives 2.00x of quad at 1 process: 100 ms less forward"
-    assert compare.differences(quad, octo) == ["threads: 1 and 2"]
+    assert compare.study_differences(quad, octo) == ["threads: 1 and 2"]
     other = complete(tmp_path / "other", replace(options, batch=16, model="gpt"), {1: 1, 2: 1})
     with pytest.raises(LaunchError, match=r"the model: 'dense' and 'gpt'; the batch size: 8 and 16"):
-        compare.pairs(quad, other)
+        compare.match_studies(quad, other)
     apart = complete(tmp_path / "apart", replace(options, precisions=("bf16",)), {1: 1, 2: 1})
     with pytest.raises(LaunchError, match="no configuration that both have measured"):
-        compare.pairs(quad, apart)
+        compare.match_studies(quad, apart)
 
 
 def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
@@ -365,11 +365,13 @@ def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
     two = summary(80, forward=[20, 20], backward=[40, 40], communication=[20, 20])
     repeats = [
         repeat(each.key, 0, ONE if each.processes == 1 else two)
-        for each in grid.configurations(options)
+        for each in grid.list_configurations(options)
         if (each.processes, each.backend) != (4, "gloo")
     ]
-    found = rows(options, repeats)
-    rates, times = format.across(found, labels(grid.curves(options)), "samples", 1)
+    found = scaling_points(options, repeats)
+    rates, times = format.comparison_tables(
+        found, curve_labels(grid.list_curves(options)), "samples", 1
+    )
     assert [list(row) for row in rates.rows] == [
         ["1", "80.0 (1.00x)", "80.0 (1.00x)"],
         ["2", "100 (1.25x)", "100 (1.25x)"],
@@ -377,12 +379,12 @@ def test_backends_stand_side_by_side_for_each_number_of_processes() -> None:
     ]
     assert rates.head == times.head == ("n", "nccl", "gloo")
     assert list(times.rows[1]) == ["2", "80.0 (20.0)", "80.0 (20.0)"]
-    assert format.across(study_of(strong={1: ONE, 2: two}), {}, "samples", 1) == []
+    assert format.comparison_tables(study_of(strong={1: ONE, 2: two}), {}, "samples", 1) == []
 
 
 def test_the_csv_has_every_row_and_no_formula() -> None:
-    table = format.table(study_of(strong={1: ONE, 2: None}, reason="=1+1"), "images", 1)
-    text = csv_of(table.lines)
+    table = format.csv_table(study_of(strong={1: ONE, 2: None}, reason="=1+1"), "images", 1)
+    text = to_csv(table.lines)
     one, two = csv.DictReader(io.StringIO(text))
     assert float(one["images_per_second"]) == pytest.approx(80)
     assert float(one["backward"]) == pytest.approx(0.06)
@@ -390,27 +392,27 @@ def test_the_csv_has_every_row_and_no_formula() -> None:
 
 
 def test_curves_are_called_by_what_tells_them_apart() -> None:
-    assert list(labels(grid.curves(FULL)).values()) == [
+    assert list(curve_labels(grid.list_curves(FULL)).values()) == [
         "strong, gloo",
         "strong, mpi",
         "weak, gloo",
         "weak, mpi",
     ]
-    assert list(labels(grid.curves(replace(FULL, scalings=("weak",), backends=("mpi",)))).values()) == [
-        "weak"
-    ]
+    assert list(
+        curve_labels(grid.list_curves(replace(FULL, scalings=("weak",), backends=("mpi",)))).values()
+    ) == ["weak"]
 
 
 def test_a_command_starts_what_the_backend_needs(tmp_path: Path) -> None:
-    study = directory.begin(tmp_path, FULL)
-    configurations = {each.backend: each for each in grid.configurations(FULL)}
+    study = directory.begin_study(tmp_path, FULL)
+    configurations = {each.backend: each for each in grid.list_configurations(FULL)}
     found = {
         backend: jobs.command_of(study, each, tmp_path / "job", "mpirun --bind-to none")
         for backend, each in configurations.items()
     }
     assert found["mpi"][:5] == ["mpirun", "--bind-to", "none", "-n", "4"]
     assert found["gloo"][1:6] == ["-m", "shoal", "run", "-n", "4"]
-    made = jobs.prepare(study, configurations["gloo"], 1)
+    made = jobs.prepare_job(study, configurations["gloo"], 1)
     assert found["gloo"][-1] == str(tmp_path / "job" / jobs.ORDER)
     given = json.loads((made / jobs.ORDER).read_text())
     assert Configuration(**given["configuration"]) == configurations["gloo"]

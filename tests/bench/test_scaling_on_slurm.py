@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from helpers.fake_slurm import Fakes, place, run_script, write
-from shoal.bench.scaling.aggregate import Repeat, apart
+from shoal.bench.scaling.aggregate import Repeat, different_nodes_note
 from shoal.bench.scaling.allocations import Capacity, ClusterRequest, allocations, node_capacity
 from shoal.bench.scaling.configurations import StudyOptions
-from shoal.bench.scaling.directory import Study, begin, load
+from shoal.bench.scaling.directory import Study, begin_study, load_study
 from shoal.cli.main import app
 from shoal.launcher.submit.job import JobRequest, Turn
 from shoal.launcher.submit.site import Partition, Site
@@ -90,7 +90,7 @@ def test_sizes_that_do_not_fit_the_nodes_are_refused(sizes: tuple[int, ...], tol
 
 
 def test_what_fits_on_as_many_nodes_shares_them_in_the_order_of_the_plan(tmp_path: Path) -> None:
-    missing = begin(tmp_path, FULL).missing()
+    missing = begin_study(tmp_path, FULL).missing()
     found = {each.name: each for each in allocations(missing, FOUR)}
     assert list(found) == ["nodes-1", "nodes-1-mpi", "nodes-2", "nodes-2-mpi"]
     assert (found["nodes-1"].sizes, found["nodes-1"].per_node) == ([1, 2, 4], 4)
@@ -258,7 +258,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     assert len(fakes.calls("sbatch")) == 4
     assert "job 42: 4 pending: shoal status s/submitted/nodes-1" in again.output
     # One round of the first job has ended; then Slurm forgets the job.
-    study = load(Path("s"))
+    study = load_study(Path("s"))
     for number, configuration in study.missing():
         if number == 0 and configuration.processes < 8:
             folder = study.job(configuration, number)
@@ -273,7 +273,7 @@ def test_only_what_is_missing_is_submitted_again(fakes: Fakes) -> None:
     last = shoal(*ASKED)
     assert "2 training(s) on 1, 2 process(es)" in last.output
     assert "2 training(s) on 8 process(es)" in last.output
-    results(load(Path("s")), "no")
+    results(load_study(Path("s")), "no")
     whole = shoal("collect", "s")
     assert (whole.exit_code, "no result" in whole.output) == (0, False)
     assert len(fakes.calls("sbatch")) == 7
@@ -338,9 +338,9 @@ def test_a_script_runs_from_a_copy_of_its_own(fakes: Fakes) -> None:
 @pytest.mark.full
 def test_a_study_here_and_one_under_slurm_are_two(fakes: Fakes) -> None:
     assert shoal(*ASKED).exit_code == 0
-    here = replace(load(Path("s")).options, threads=8)
+    here = replace(load_study(Path("s")).options, threads=8)
     with pytest.raises(CheckpointError, match="site main of mini, now None"):
-        begin(Path("s"), here)
+        begin_study(Path("s"), here)
 
 
 @pytest.mark.parametrize("name", ["empty", "foreign", "missing"])
@@ -355,7 +355,7 @@ def test_nodes_that_fewer_processes_had_and_more_had_not_are_said() -> None:
     def repeat(*hosts: str) -> Repeat:
         return Repeat(key="x", round=0, began=0, seconds=1, measured=None, hosts=hosts)
 
-    assert apart([repeat("a"), repeat("a", "b")]) is None
-    assert apart([repeat("c"), repeat("a", "b")]) == (
+    assert different_nodes_note([repeat("a"), repeat("a", "b")]) is None
+    assert different_nodes_note([repeat("c"), repeat("a", "b")]) == (
         "not all processes had the same nodes, which may differ: 1 on c; 2 on a, b"
     )

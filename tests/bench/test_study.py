@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import GONE_WITHIN, Command, Ended, wait_for
-from shoal.bench.scaling.aggregate import rows
-from shoal.bench.scaling.directory import load
+from shoal.bench.scaling.aggregate import scaling_points
+from shoal.bench.scaling.directory import load_study
 
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
@@ -74,7 +74,7 @@ def test_a_study_that_is_killed_leaves_nothing_running_and_goes_on(here: Path) -
         wait_for(lambda: started.members() == [], GONE_WITHIN)
     finally:
         started.clean_up()
-    study = load(here / "s")
+    study = load_study(here / "s")
     assert len(study.missing()) == 2
     check_study(here)
 
@@ -84,7 +84,7 @@ def check_study(here: Path) -> None:
     ended = bench(here, "scaling", "mine:make", "-n", "1,2", *TINY)
     assert ended.code == 0, ended.err + ended.out
     assert "2 processes give" in ended.out
-    study = load(here / "s")
+    study = load_study(here / "s")
     one, two = (repeat.measured for repeat in study.repeats())
     assert one is not None
     assert two is not None
@@ -107,7 +107,7 @@ def test_a_script_of_ones_own_is_studied_and_what_fails_is_a_row(here: Path) -> 
     assert ended.code == 0, ended.err + ended.out
     told = " ".join(ended.out.split())
     assert "2 processes failed: out of memory: MemoryError: Cannot allocate memory" in told
-    study = load(here / "s")
-    one, two = rows(study.options, study.repeats())
+    study = load_study(here / "s")
+    one, two = scaling_points(study.options, study.repeats())
     assert one.rate is not None
     assert (two.rate, two.failed) == (None, 1)

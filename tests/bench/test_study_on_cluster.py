@@ -11,7 +11,7 @@ import pytest
 
 from helpers.cluster.slurm import Cluster
 from helpers.commands import wait_for
-from shoal.bench.scaling.directory import load
+from shoal.bench.scaling.directory import load_study
 
 pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -83,7 +83,7 @@ def wait(cluster: Cluster, folder: Path) -> None:
 
 def check(folder: Path) -> None:
     """It is as complete as one that ran here."""
-    study = load(folder)
+    study = load_study(folder)
     one, two = study.repeats()
     assert (len(one.hosts), len(set(two.hosts))) == (1, 2)
     assert one.measured is not None

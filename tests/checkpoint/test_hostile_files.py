@@ -366,7 +366,7 @@ def test_pickles_where_events_and_weights_should_be(tmp_path: Path) -> None:
     for name in ("rank-0.jsonl", "model.safetensors", "model.pt"):
         (tmp_path / name).write_bytes(content)
     assert list(events.read_events(tmp_path / "rank-0.jsonl")) == []
-    assert events.steps(tmp_path) == {}
+    assert events.steps_by_rank(tmp_path) == {}
     for name in ("model.safetensors", "model.pt"):
         with pytest.raises(CheckpointError):
             shoal.load(nn.Linear(2, 2), tmp_path / name)
@@ -397,7 +397,9 @@ def test_events_of_somebody_else(tmp_path: Path) -> None:
     (tmp_path / "events" / "rank-0.jsonl").write_bytes(b"\n".join([*HOSTILE_LINES, good, b""]))
     for name in ("rank-.jsonl", "rank-x.jsonl", "rank--1.jsonl", "rank-1e3.jsonl"):
         (tmp_path / "events" / name).write_bytes(good)
-    assert {key: list(ranks) for key, ranks in events.steps(tmp_path).items()} == {("step", 1): [0]}
+    assert {key: list(ranks) for key, ranks in events.steps_by_rank(tmp_path).items()} == {
+        ("step", 1): [0]
+    }
     assert shoal.coverage(tmp_path).end == 4
 
 

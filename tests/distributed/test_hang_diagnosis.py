@@ -24,7 +24,7 @@ from shoal.distributed.watchdog.diagnosis import (
     table,
     to_plain,
 )
-from shoal.telemetry.flight_recorder import Collective, describe
+from shoal.telemetry.flight_recorder import Collective, describe_tensors
 
 GROUPS = {"0": [0, 1, 2], "pair": [0, 1]}
 REDUCE = Collective(group="0", number=7, operation="all_reduce", tensors="float32[4]", done=False)
@@ -190,9 +190,9 @@ def test_a_table_has_a_line_for_each_rank_and_few_of_many_alike() -> None:
 
 
 def test_tensors_are_described_as_people_write_them() -> None:
-    assert describe([[4, 2]], ["BFloat16"]) == "bfloat16[4, 2]"
-    assert describe([[4], [1], []], ["float32"] * 3) == "float32[4] and 2 more"
-    assert describe([], []) == ""
+    assert describe_tensors([[4, 2]], ["BFloat16"]) == "bfloat16[4, 2]"
+    assert describe_tensors([[4], [1], []], ["float32"] * 3) == "float32[4] and 2 more"
+    assert describe_tensors([], []) == ""
 
 
 def test_where_the_main_thread_is() -> None:

@@ -20,18 +20,18 @@ from helpers.rank_facts import grave, seen
 from shoal.distributed.link_speed import Pairs
 from shoal.doctor import display
 from shoal.doctor.checks import clocks, compute, filesystem, gpus, host, links, placement
-from shoal.doctor.checks.software import Software, check_software, look_at_sources
+from shoal.doctor.checks.software import Software, check_software, describe_sources
 from shoal.doctor.findings import (
     CheckResult,
     Examination,
     RankFacts,
     Severity,
+    describe_ranks,
     failure,
     ok,
     warning,
-    where,
 )
-from shoal.doctor.outliers import slow
+from shoal.doctor.outliers import find_slow
 from shoal.doctor.runner import DoctorRequest, examine_alone
 from shoal.util.differences import differences
 
@@ -91,8 +91,8 @@ def test_strict_stops_a_job_where_a_check_fails_and_json_says_which() -> None:
 
 def test_what_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-    monkeypatch.setattr(host, "look_at_memory", never.wait)
-    monkeypatch.setattr(host, "look_at_cores", lambda: 1 / 0)
+    monkeypatch.setattr(host, "describe_memory", never.wait)
+    monkeypatch.setattr(host, "describe_cores", lambda: 1 / 0)
     monkeypatch.setattr(filesystem, "check_directories", lambda ranks: iter([ranks[1]]))
     for limit in (0.5, 5.0, 50.0):  # on a busy machine others may not be done by then
         found = examine_alone(DoctorRequest(limit=limit, run=Path("/proc")))
@@ -137,7 +137,7 @@ def test_the_verdict_comes_first_and_the_gravest_line_next() -> None:
 def test_hostile_names_are_shown_and_not_obeyed(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, color_system=None)
     text = "node[01-03] [red]x[/] \x1b[31m" + "Z" * 200
-    display.show(console, examination(failure("host", text, f"ping {text}")))
+    display.print_examination(console, examination(failure("host", text, f"ping {text}")))
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert max(map(len, shown.splitlines()[1:])) <= width
@@ -178,7 +178,7 @@ def test_sources_are_those_of_the_user(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     (tmp_path / "env/pyvenv.cfg").write_text("")
-    assert sorted(look_at_sources(tmp_path)["files"]) == ["lib/net.py", "train.py"]
+    assert sorted(describe_sources(tmp_path)["files"]) == ["lib/net.py", "train.py"]
 
 
 def cores(affinity: Sequence[int], *, quota: float | None = None, threads: str = "") -> host.Cores:
@@ -213,7 +213,7 @@ def cores(affinity: Sequence[int], *, quota: float | None = None, threads: str =
     ],
 )
 def test_cores(ranks: list[host.Cores], found: list[tuple[str, Severity, str]]) -> None:
-    told = grave(list(host.judge_cores(seen(ranks, "a" * len(ranks)))))
+    told = grave(list(host.check_cores(seen(ranks, "a" * len(ranks)))))
     assert [(what, state) for what, state, _ in told] == [(what, state) for what, state, _ in found]
     for one, (_, _, text) in zip(told, found, strict=True):
         assert one[2].startswith(text)
@@ -223,7 +223,7 @@ def test_hosts_of_which_the_same_is_to_be_said_share_a_line() -> None:
     memory = [
         host.HostMemory(total=64 * GIB, available=free, ceiling=None) for free in (GIB // 2, 40 * GIB)
     ]
-    found = list(host.judge_memory(seen([memory[1], memory[0], memory[1], memory[0]])))
+    found = list(host.check_memory(seen([memory[1], memory[0], memory[1], memory[0]])))
     assert [one.state for one in found] == [Severity.OK, Severity.WARNING]
     assert found[0].found.startswith("ranks 0,2 (node0, node2): 40 GiB free")
     assert found[1].found.startswith("ranks 1,3 (node1, node3): 0.5 GiB free")
@@ -238,7 +238,7 @@ def test_limits() -> None:
         return host.ProcessLimits(**{**found, **more})  # type: ignore[typeddict-item]
 
     def told(**more: Any) -> list[str]:
-        return [what for what, _, _ in grave(list(host.judge_limits(seen([limits(**more)]))))]
+        return [what for what, _, _ in grave(list(host.check_limits(seen([limits(**more)]))))]
 
     assert told() == told(files=-1) == told(locked=1 << 16, infiniband=False) == []
     assert told(files=512) == told(size=1024) == ["open files"]
@@ -380,7 +380,7 @@ def test_clocks_are_apart_only_for_certain() -> None:
     ],
 )
 def test_who_is_slow(rates: list[float], found: dict[int, float]) -> None:
-    assert slow(dict(enumerate(rates))) == pytest.approx(found)
+    assert find_slow(dict(enumerate(rates))) == pytest.approx(found)
 
 
 def computed(rate: float, kind: str = "H100", *, compared: bool = True) -> compute.Compute:
@@ -410,7 +410,7 @@ def test_the_slow_link_among_many_is_named() -> None:
         "from rank 0 to rank 1 (a and b): 0.1 GB/s",
         "from rank 1 to rank 0 (b and a): 0.1 GB/s",
     ]
-    again = links.better(facts, measured([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]]))
+    again = links.best_links(facts, measured([[0, 1e9, 1e9], [1e9, 0, 1e9], [1e9, 1e9, 0]]))
     assert again is not None
     assert Pairs(**again).bandwidth[0] == (None, 1e9, 1e9)
     (fine,) = links.check_links([RankFacts(rank=0, host="a", facts=again)])
@@ -418,15 +418,15 @@ def test_the_slow_link_among_many_is_named() -> None:
 
 
 def test_which_ranks_are_measured() -> None:
-    assert links.chosen("aabb", "") == [0, 1, 2, 3]
-    assert links.chosen("aabb", "b") == [0, 1, 2]
-    assert links.chosen("aaa", "a") == [0]
+    assert links.choose_ranks("aabb", "") == [0, 1, 2, 3]
+    assert links.choose_ranks("aabb", "b") == [0, 1, 2]
+    assert links.choose_ranks("aaa", "a") == [0]
     many = [f"n{rank // 8}" for rank in range(128)]
-    assert links.chosen(many, []) == list(range(0, 128, 8))
-    assert links.chosen(["n"] * 128, []) == list(range(64))
+    assert links.choose_ranks(many, []) == list(range(0, 128, 8))
+    assert links.choose_ranks(["n"] * 128, []) == list(range(64))
 
 
 def test_ranks_are_named_in_short() -> None:
     ranks = seen([None] * 6)
-    assert where(ranks[2:3]) == "rank 2 (node2)"
-    assert where(ranks) == "ranks 0-5 (node0, node1, node2 and 3 more)"
+    assert describe_ranks(ranks[2:3]) == "rank 2 (node2)"
+    assert describe_ranks(ranks) == "ranks 0-5 (node0, node1, node2 and 3 more)"

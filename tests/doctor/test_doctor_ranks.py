@@ -115,7 +115,7 @@ def slow_device(world: shoal.World, stack: ExitStack) -> None:
 
 def hung_check(world: shoal.World, stack: ExitStack) -> None:
     if world.rank == ODD:
-        stack.enter_context(patch("shoal.doctor.checks.host.look_at_memory", signal.pause))
+        stack.enter_context(patch("shoal.doctor.checks.host.describe_memory", signal.pause))
 
 
 def test_what_is_not_the_same_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "where", ["links.measure_links", pytest.param("host.look_at_memory", marks=pytest.mark.long)]
+    "where", ["links.measure_links", pytest.param("host.describe_memory", marks=pytest.mark.long)]
 )
 def test_a_rank_that_stops_is_named_and_strict_ends_the_job(where: str) -> None:
     shared = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}

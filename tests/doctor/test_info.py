@@ -104,7 +104,7 @@ from shoal.util.errors import LaunchError
 
 info.JOIN_SECONDS = 0.5
 try:
-    info.show(Console(color_system=None))
+    info.print_info(Console(color_system=None))
 except LaunchError as error:
     print("LaunchError", error)
 """
@@ -135,7 +135,7 @@ def test_ranks_that_do_not_come_are_told_as_elsewhere(rank: int, told: str, tmp_
 
 def printed(width: int, *made: Decision[object]) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    display.choices(console, made)
+    display.print_choices(console, made)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -27,7 +27,7 @@ import os, sys, time
 from pathlib import Path
 from shoal.doctor.checks import host, outages
 
-look, begin = host.look_at_memory, outages.LinkProbes.__enter__
+look, begin = host.describe_memory, outages.LinkProbes.__enter__
 def held():
     Path("here-" + os.environ["RANK"]).touch()
     while not Path("go").exists():
@@ -44,7 +44,7 @@ def seen(links):
     threading.Thread(target=tell, daemon=True).start()
     return found
 
-host.look_at_memory, outages.LinkProbes.__enter__ = held, seen
+host.describe_memory, outages.LinkProbes.__enter__ = held, seen
 sys.argv = ["shoal", "doctor", "--quick", "--limit", sys.argv[1]]
 from shoal.cli.main import main
 main()

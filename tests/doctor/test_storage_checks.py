@@ -56,7 +56,7 @@ def test_a_file_in_the_place_of_a_directory_is_found(tmp_path: Path, run: str) -
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(NotADirectoryError, match=run.partition("/")[0]):
         filesystem.try_directory(tmp_path / run)
-    assert filesystem.existing(tmp_path / "new" / "a") == tmp_path
+    assert filesystem.nearest_existing(tmp_path / "new" / "a") == tmp_path
 
 
 def test_room_and_speed_of_a_directory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from shoal.doctor import support_bundle
 from shoal.doctor.findings import Examination, failure, ok
 from shoal.doctor.redaction import Redactor, stand_ins
-from shoal.doctor.support_bundle import LINES, Bundle, collect
+from shoal.doctor.support_bundle import LINES, Bundle, collect_bundle
 from shoal.util.errors import LaunchError
 
 # Each is planted where one finds it, and must be nowhere in the archive.
@@ -93,7 +93,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("anonymous", [False, True])
 def test_no_secret_is_in_it_and_all_that_helps_is(run: Path, anonymous: bool, tmp_path: Path) -> None:
     told = [*SECRETS.values(), f"https://me:{LOGIN}@h/x", "wide " * 30 + SECRETS["HF_TOKEN"]]
-    found = collect(examined(*told), described=SECRETS["HF_TOKEN"], run=run, anonymous=anonymous)
+    found = collect_bundle(examined(*told), described=SECRETS["HF_TOKEN"], run=run, anonymous=anonymous)
     said = found.write(tmp_path / "b.zip")
     texts = content(tmp_path / "b.zip")
     whole = "\n".join([*texts, *texts.values()])
@@ -121,12 +121,12 @@ def test_hosts_user_and_home_are_replaced_the_same_everywhere(run: Path) -> None
         f"{user}@gpu08: {home}/x on gpu07 and gpu07.example.org, {here}\n"
     )
     finding = f"rank 1 (gpu08) in {home}/runs"
-    texts = collect(examined(finding), described="", run=run, anonymous=True).texts
+    texts = collect_bundle(examined(finding), described="", run=run, anonymous=True).texts
     assert texts["run/logs/rank-0.log"] == "USER@host-2: HOME/x on host-1 and host-1, host-3\n"
     assert "rank 1 (host-2) in HOME/runs" in texts["report.txt"]
     assert json.loads(texts["report.json"])["hosts"] == ["host-1", "host-2"]
     assert "SLURM_JOB_NODELIST=***" in texts["environment.txt"].splitlines()
-    named = collect(examined(finding), described="", run=run, anonymous=False).texts
+    named = collect_bundle(examined(finding), described="", run=run, anonymous=False).texts
     assert f"gpu08) in {home}/runs" in named["report.txt"]
 
 

@@ -140,7 +140,7 @@ def alone(folder: Path) -> dict[int, float]:
 
 
 def losses(directory: Path) -> dict[int, float]:
-    taken = events.steps(directory / "events")
+    taken = events.steps_by_rank(directory / "events")
     return {number: next(iter(ranks.values()))["loss"] for (_, number), ranks in taken.items()}
 
 
@@ -170,7 +170,7 @@ def killed_and_back(nodes: Nodes, script: str) -> None:
         assert f"{HERE} (process {gone.process.pid}) left: starting again" in each.err
         assert f"{HERE} (process {new.process.pid}) joined: starting again" in each.err
 
-    taken = events.steps(nodes.folder / "run" / "events")
+    taken = events.steps_by_rank(nodes.folder / "run" / "events")
     sizes = [len(ranks) for _, ranks in sorted(taken.items())]
     assert sizes == [most] * 3 + [most - 1] * 6 + [most] * 11
     seen = coverage(nodes.folder / "run")

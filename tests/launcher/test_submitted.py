@@ -299,7 +299,7 @@ def test_a_second_preemption_during_the_save(jobs: Jobs, alone: str) -> None:
     assert re.findall(r"resumed at sample \d+ \(step (\d+)", jobs.log()) == [saved, saved]
     assert "goes back into the queue" not in jobs.log()
     assert jobs.ends()[-1] == (number, 0)
-    taken = events.steps(jobs.folder / "run")
+    taken = events.steps_by_rank(jobs.folder / "run")
     assert sorted(taken) == [("step", step) for step in range(1, 22)]
     shares = sorted(tuple(rank["share"]) for ranks in taken.values() for rank in ranks.values())
     assert [end for _, end in shares[:-1]] == [begin for begin, _ in shares[1:]]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 from shoal.report import PALETTE, SHOWN
-from shoal.report.dashboard.charts import bar, curve, resampled, shares, spark
+from shoal.report.dashboard.charts import divide_cells, draw_bar, draw_curve, draw_sparkline, resample
 from shoal.report.dashboard.curves import Tracks
-from shoal.report.dashboard.keys import pressed
-from shoal.report.dashboard.layout import page, turns
-from shoal.report.dashboard.rank_table import chosen, leaves
+from shoal.report.dashboard.keys import parse_keys
+from shoal.report.dashboard.layout import count_turns, dashboard_lines
+from shoal.report.dashboard.rank_table import count_leaves, select_ranks
 from shoal.report.dashboard.snapshot import (
     CheckpointStatus,
     Kind,
@@ -79,7 +79,7 @@ def running(ranks: int = 4, **changes: Any) -> Snapshot:
 
 
 def shown(snapshot: Snapshot, width: int, height: int, look: Look = PLAIN, leaf: int = 0) -> list[str]:
-    return [line.plain for line in page(snapshot, width, height, look, leaf=leaf, keys=True)]
+    return [line.plain for line in dashboard_lines(snapshot, width, height, look, leaf=leaf, keys=True)]
 
 
 # Texts that others wrote: controls, colours, wide and joined signs, marks that reorder.
@@ -148,7 +148,7 @@ SNAPSHOTS = st.builds(
 def check_fits(
     snapshot: Snapshot, width: int, height: int, look: Look, leaf: int, *, keys: bool
 ) -> None:
-    lines = page(snapshot, width, height, look, leaf=leaf, keys=keys)
+    lines = dashboard_lines(snapshot, width, height, look, leaf=leaf, keys=keys)
     assert len(lines) <= height
     for line in lines:
         assert line.cell_len <= width
@@ -236,9 +236,9 @@ def test_a_run_that_is_over_has_no_time_left_and_no_next_checkpoint() -> None:
 def test_the_step_reads_without_colour() -> None:
     """Each part of a bar consists of its letter, as many of them as its share."""
     parts = {"wait": 1.0, "forward": 2.0, "backward": 4.0, "waiting": 1.0}
-    assert bar(parts, 8.0, 16, PLAIN).plain == "DDFFFFBBBBBBBBww"
-    assert bar(parts, 16.0, 16, PLAIN).plain == "DFFBBBBw        "
-    coloured = bar(parts, 8.0, 16, Look())
+    assert draw_bar(parts, 8.0, 16, PLAIN).plain == "DDFFFFBBBBBBBBww"
+    assert draw_bar(parts, 16.0, 16, PLAIN).plain == "DFFBBBBw        "
+    coloured = draw_bar(parts, 8.0, 16, Look())
     assert coloured.plain == "D F   B       w "
     assert len({span.style for span in coloured.spans}) == 4
 
@@ -252,7 +252,7 @@ def test_letters_and_colours_tell_the_parts_apart() -> None:
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=10), st.integers(0, 300))
 def test_shares_fill_the_bar(parts: list[float], cells: int) -> None:
-    given = shares(parts, cells)
+    given = divide_cells(parts, cells)
     assert sum(given) == (cells if math.fsum(parts) > 0 else 0)
     for part, each in zip(parts, given, strict=True):
         assert 0 <= each <= part * cells / (math.fsum(parts) or 1) + 1
@@ -260,73 +260,73 @@ def test_shares_fill_the_bar(parts: list[float], cells: int) -> None:
 
 def test_ranks_that_do_not_fit_are_summed_up() -> None:
     snapshot = running(64)
-    choice = chosen(snapshot, 10, 0, PLAIN)
+    choice = select_ranks(snapshot, 10, 0, PLAIN)
     numbers = [each.number for each in choice.shown]
     assert len(numbers) == 9
     assert numbers[0] == 2
     assert choice.said.startswith("the 6 slowest and the 3 fastest of 64; 55 others: 360 ms to 360 ms")
-    assert [each.number for each in chosen(running(4), 4, 0, PLAIN).shown] == [0, 1, 2, 3]
+    assert [each.number for each in select_ranks(running(4), 4, 0, PLAIN).shown] == [0, 1, 2, 3]
 
 
 @given(st.integers(2, 300), st.integers(2, 50))
 def test_leaves_show_each_rank_once(count: int, room: int) -> None:
     snapshot = running(count)
-    last = leaves(snapshot, room)
-    pages = [chosen(snapshot, room, leaf, PLAIN) for leaf in range(1, last + 1)]
+    last = count_leaves(snapshot, room)
+    pages = [select_ranks(snapshot, room, leaf, PLAIN) for leaf in range(1, last + 1)]
     assert all(len(each.shown) < room for each in pages)
     listed = [each.number for choice in pages for each in choice.shown]
     assert listed == (list(range(count)) if count > room else [])
 
 
 def test_the_footer_offers_leaves_where_there_are_some() -> None:
-    assert turns(running(4), 80, 24, PLAIN) == 0
+    assert count_turns(running(4), 80, 24, PLAIN) == 0
     assert "↓" not in shown(running(4), 80, 24)[-1]
-    assert turns(running(64), 80, 24, PLAIN) > 1
+    assert count_turns(running(64), 80, 24, PLAIN) > 1
     assert "↑ ↓ leaf through all ranks" in shown(running(64), 80, 24)[-1]
     assert any(line.startswith("ranks 0 to ") for line in shown(running(64), 80, 24, leaf=1))
 
 
 def test_curves_rise_and_fall() -> None:
     values = [float(n) for n in range(40)]
-    lines = [line.plain for line in curve(values, 30, 4, PLAIN, zero=False)]
+    lines = [line.plain for line in draw_curve(values, 30, 4, PLAIN, zero=False)]
     assert lines[0].startswith("39 ")
     assert lines[-1].startswith(" 0 ")
     assert [line[3:].strip(" ") != "" for line in lines] == [True] * 4
     assert lines[0].rstrip().endswith(lines[0].strip()[-1])
     assert lines[-1][3] != " "
     assert lines[0][3] == " "
-    assert spark(values, 8, PLAIN, zero=True) == "▁▂▃▄▅▆▇█"
-    assert spark(values, 8, ASCII, zero=True).isascii()
+    assert draw_sparkline(values, 8, PLAIN, zero=True) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline(values, 8, ASCII, zero=True).isascii()
 
 
 def test_a_column_of_several_rates_is_samples_over_time() -> None:
     """100 samples in 1 s and 100 in 9 s are 20 a second, not the mean of 100 and 11."""
-    assert resampled([100.0, 100 / 9], 1, [1.0, 9.0]) == pytest.approx([20.0])
-    assert resampled([100.0, 20.0], 1) == [60.0]
+    assert resample([100.0, 100 / 9], 1, [1.0, 9.0]) == pytest.approx([20.0])
+    assert resample([100.0, 20.0], 1) == [60.0]
     tracks = Tracks()
     tracks.add(np.arange(2), np.ones(2), np.full(2, 100), np.array([1.0, 9.0]))
     found = tracks.throughput()
     assert found is not None
-    assert resampled(found.values, 1, found.weights) == pytest.approx([20.0])
+    assert resample(found.values, 1, found.weights) == pytest.approx([20.0])
 
 
 def test_one_step_does_not_set_the_axis_of_the_throughput() -> None:
     steady = [100.0 + n % 7 for n in range(60)]
     odd = [*steady, 90_000.0]
     for width in (20, 200):
-        assert float(curve(odd, width, 4, PLAIN, zero=True)[0].plain.split()[0]) <= 106
-    assert curve(odd, 200, 4, PLAIN, zero=True)[0].plain.rstrip().endswith("█")
-    assert curve([6e3] * 30 + [12e3] * 30, 40, 4, PLAIN, zero=True)[0].plain.startswith("12k ")
+        assert float(draw_curve(odd, width, 4, PLAIN, zero=True)[0].plain.split()[0]) <= 106
+    assert draw_curve(odd, 200, 4, PLAIN, zero=True)[0].plain.rstrip().endswith("█")
+    assert draw_curve([6e3] * 30 + [12e3] * 30, 40, 4, PLAIN, zero=True)[0].plain.startswith("12k ")
 
 
 def test_gaps_stay_gaps_and_nothing_is_drawn_of_nothing() -> None:
-    assert spark([1.0, math.nan, 2.0], 3, PLAIN, zero=False) == "▁ █"
-    assert [line.plain for line in curve([math.nan], 30, 3, PLAIN, zero=False)] == ["", "", ""]
+    assert draw_sparkline([1.0, math.nan, 2.0], 3, PLAIN, zero=False) == "▁ █"
+    assert [line.plain for line in draw_curve([math.nan], 30, 3, PLAIN, zero=False)] == ["", "", ""]
 
 
 def test_losses_of_many_sizes_have_a_logarithmic_scale() -> None:
     values = [10.0**-n for n in range(8)]
-    lines = [line.plain for line in curve(values, 40, 8, ASCII, zero=False)]
+    lines = [line.plain for line in draw_curve(values, 40, 8, ASCII, zero=False)]
     tops = [
         min(row for row, line in enumerate(lines) if line[8:][x : x + 1].strip()) for x in range(32)
     ]
@@ -358,6 +358,6 @@ def test_text_of_others_is_neither_obeyed_nor_wrapped() -> None:
 
 
 def test_keys_are_told_apart_however_they_arrive() -> None:
-    assert pressed(b"\x1b[B\x1bOAxq") == ["down", "up", "leave"]
-    assert pressed(b"\x1b[6~\x1b[1;5C\x1b[5~") == ["down", "up"]
-    assert pressed(b"\x1b") == []
+    assert parse_keys(b"\x1b[B\x1bOAxq") == ["down", "up", "leave"]
+    assert parse_keys(b"\x1b[6~\x1b[1;5C\x1b[5~") == ["down", "up"]
+    assert parse_keys(b"\x1b") == []

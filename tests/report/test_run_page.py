@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 from helpers.synthetic_runs import BEGAN, Plant, lines, simulate, write, write_two_steps
 from shoal.cli.main import app
 from shoal.report import History, attempts, read_history
-from shoal.report.html import Block, Table, Text, csv_of, plots
-from shoal.report.html.page import Page, Section, render
+from shoal.report.html import Block, Table, Text, plots, to_csv
+from shoal.report.html.page import Page, Section, render_page
 from shoal.report.run_page import tables
 from shoal.util.errors import CheckpointError, LaunchError
 
@@ -171,14 +171,14 @@ def test_numbers_without_bounds_are_json_nevertheless(tmp_path: Path) -> None:
 def test_each_of_several_steps_keeps_its_own_curve(tmp_path: Path) -> None:
     write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN, first=0)
     write_two_steps(tmp_path, ticks=100, every=5, began=BEGAN + 60, first=60)
-    found = attempts.curves(read_history(tmp_path), "loss")
+    found = attempts.binned_curves(read_history(tmp_path), "loss")
     assert found["critic"].step.tolist() == list(range(1, 161))
     assert found["generator"].step.tolist() == list(range(1, 33))
     assert json.loads(shoal("report", tmp_path, "--json").output)["attempts"][0]["done_again"] == 40
 
 
 def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
-    steps = attempts.curves(read_history(run), "loss")["step"].step
+    steps = attempts.binned_curves(read_history(run), "loss")["step"].step
     assert list(steps) == sorted(set(steps))
 
 
@@ -201,10 +201,10 @@ def test_how_an_attempt_ended(tmp_path: Path, events: list[dict[str, Any]], word
     write(tmp_path, simulate(2, 20))
     add(tmp_path, 0, *events)
     attempt = read_history(tmp_path).attempts[0]
-    assert attempts.ending(attempt, last=True, now=BEGAN + 1000).startswith(words)
-    now = attempts.ending(attempt, last=True, now=attempt.seen + 3)
+    assert attempts.describe_outcome(attempt, last=True, now=BEGAN + 1000).startswith(words)
+    now = attempts.describe_outcome(attempt, last=True, now=attempt.seen + 3)
     assert now.startswith(words if events else "running, last sign 3 s ago")
-    later = attempts.ending(attempt, last=False, now=BEGAN + 1000)
+    later = attempts.describe_outcome(attempt, last=False, now=BEGAN + 1000)
     assert later == "killed or lost, without a word" or events
 
 
@@ -242,14 +242,14 @@ def test_where_nothing_may_be_written_it_says_what_to_type(run: Path) -> None:
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(LaunchError, match=re.escape("pip install 'shoal[report]'")):
-        plots.lines([plots.Series(label="a", x=[1], y=[1])], x="x", y="y")
+        plots.plot_lines([plots.Series(label="a", x=[1], y=[1])], x="x", y="y")
 
 
 def test_many_ranks_are_shown_by_the_slowest(tmp_path: Path) -> None:
     plant = Plant(part="forward", ranks=[70], seconds=5e-3)
     history = read_history(write(tmp_path, simulate(80, 64, [plant])))
     one = judged(history)
-    table = tables.by_rank(one)
+    table = tables.rank_table(one)
     assert len(table.rows) == tables.MOST
     assert "70" in [row[0] for row in table.rows]
     assert "of 80 that waited least" in table.caption
@@ -263,14 +263,14 @@ def judged(history: History) -> Any:
 
 def test_formulas_are_harmless_in_spreadsheets() -> None:
     table = Table(caption="", head=["a", "b"], rows=[["=1+1", "-2.5"], ["+x", "plain, with comma"]])
-    assert csv_of(table.lines) == "a,b\n'=1+1,-2.5\n'+x,\"plain, with comma\"\n"
+    assert to_csv(table.lines) == "a,b\n'=1+1,-2.5\n'+x,\"plain, with comma\"\n"
 
 
 def test_texts_of_a_page_are_escaped() -> None:
     table = Table(caption=HOSTILE, head=[HOSTILE], rows=[[HOSTILE]])
     blocks: list[Block] = [Text(text=HOSTILE, advice=HOSTILE), table]
     page = Page(title=HOSTILE, verdict=HOSTILE, sections=[Section(heading=HOSTILE, blocks=blocks)])
-    html = render(page)
+    html = render_page(page)
     assert "<img" not in html
     assert "\x1b" not in html
     Checked(html)
@@ -278,11 +278,13 @@ def test_texts_of_a_page_are_escaped() -> None:
 
 def test_of_a_run_with_one_step_the_parts_are_drawn() -> None:
     """An area over one place would have no width, a line through one point no length."""
-    area = plots.areas([3.0], {"a": [1.0]}, x="step", y="ms", fills={"a": (plots.COLOURS[0], "")}).wide
+    area = plots.plot_areas(
+        [3.0], {"a": [1.0]}, x="step", y="ms", fills={"a": (plots.COLOURS[0], "")}
+    ).wide
     found = re.search(rf'<path d="([^"]*)"[^>]*style="[^"]*fill: {plots.COLOURS[0]}', area)
     assert found is not None
     places = [float(x) for x in re.findall(r"[ML] ([\d.]+)", found[1])]
     assert max(places) - min(places) > 100
     line = plots.Series(label="a", x=[3.0], y=[1.0])
-    drawn = plots.lines([line], x="step", y="ms").wide
+    drawn = plots.plot_lines([line], x="step", y="ms").wide
     assert re.search(rf'<use [^>]*style="fill: {plots.COLOURS[0]}', drawn)

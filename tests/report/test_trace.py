@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 import shoal
 from helpers.trace_format import checked_events, steps_of
 from shoal.cli.main import app
-from shoal.report.trace.coarse import coarse
-from shoal.report.trace.merge import merge
-from shoal.report.trace.request import timeline
+from shoal.report.trace.coarse import write_coarse_trace
+from shoal.report.trace.merge import merge_traces
+from shoal.report.trace.request import make_timeline
 from shoal.telemetry import clock_offset
 from shoal.telemetry.clock_offset import Offset, Trip
 from shoal.telemetry.profiler import window
@@ -36,15 +36,15 @@ SECOND = 10**9
 def test_the_quickest_trip_decides_and_bounds_the_offset() -> None:
     # The other clock is 1,000 ahead; the way there takes 30 of the 40 of the quickest trip.
     trips = [Trip(0, 1300, 400), Trip(1000, 2030, 1040), Trip(5000, 6010, 5100)]
-    found = clock_offset.best(trips)
+    found = clock_offset.best_offset(trips)
     assert found == Offset(1000, 1010, 20)
     assert abs(found.offset - 1000) <= found.uncertainty
 
 
 def test_a_clock_that_runs_fast_is_followed() -> None:
     offsets = [Offset(0, 100, 1), Offset(1000, 90, 1)]
-    assert [clock_offset.at(offsets, time) for time in (0, 500, 1000, 2000)] == [100, 95, 90, 80]
-    assert clock_offset.at(offsets[:1], 10**6) == 100
+    assert [clock_offset.offset_at(offsets, time) for time in (0, 500, 1000, 2000)] == [100, 95, 90, 80]
+    assert clock_offset.offset_at(offsets[:1], 10**6) == 100
 
 
 def test_ranks_ask_rank_0_for_the_time() -> None:
@@ -59,7 +59,7 @@ def test_ranks_ask_rank_0_for_the_time() -> None:
 
     def run(rank: int) -> None:
         shift = ahead if rank else 0
-        found[rank] = clock_offset.compare(store, rank, 3, lambda: clock(shift))
+        found[rank] = clock_offset.measure_offset(store, rank, 3, lambda: clock(shift))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -79,11 +79,11 @@ def test_ranks_ask_rank_0_for_the_time() -> None:
 )
 def test_what_is_no_window_is_refused(text: str) -> None:
     with pytest.raises(StepError):
-        window.window(text, f"--trace {text}")
+        window.parse_window(text, f"--trace {text}")
 
 
 def test_a_window_is_read() -> None:
-    assert window.window("100:105", "") == Window(100, 105)
+    assert window.parse_window("100:105", "") == Window(100, 105)
 
 
 def make_requests(folder: Path, size: int) -> list[Requests]:
@@ -98,15 +98,15 @@ def due(ranks: Sequence[Requests], step: int) -> list[Any]:
 
 def test_ranks_that_all_saw_a_request_record_it_together(tmp_path: Path) -> None:
     ranks = make_requests(tmp_path / "traces", 3)
-    window.ask(tmp_path, Window(10, 12))
+    window.write_request(tmp_path, Window(10, 12))
     for rank in ranks:
         rank.look()
         rank.look()
     assert due(ranks, 8) == [None] * 3
     assert due(ranks, 9) == [(Window(10, 12), True)] * 3
     assert due(ranks, 10) == [None] * 3
-    assert window.asked(tmp_path / "traces") is None
-    window.ask(tmp_path, Window(20, 20))
+    assert window.read_request(tmp_path / "traces") is None
+    window.write_request(tmp_path, Window(20, 20))
     for rank in ranks:
         rank.look()
     assert due(ranks, 19) == [(Window(20, 20), True)] * 3
@@ -114,7 +114,7 @@ def test_ranks_that_all_saw_a_request_record_it_together(tmp_path: Path) -> None
 
 def test_if_one_rank_saw_a_request_too_late_none_records(tmp_path: Path) -> None:
     ranks = make_requests(tmp_path / "traces", 2)
-    window.ask(tmp_path, Window(10, 12))
+    window.write_request(tmp_path, Window(10, 12))
     ranks[1].look()  # before rank 0 has: it says nothing yet, and looks again
     ranks[0].look()
     assert due(ranks, 9) == [(Window(10, 12), False), None]
@@ -125,35 +125,35 @@ def test_if_one_rank_saw_a_request_too_late_none_records(tmp_path: Path) -> None
 def test_a_request_for_steps_that_are_over_is_dropped(tmp_path: Path) -> None:
     (rank,) = make_requests(tmp_path / "traces", 1)
     assert rank.due(50) is None
-    window.ask(tmp_path, Window(10, 12))
+    window.write_request(tmp_path, Window(10, 12))
     rank.look()
-    assert window.asked(tmp_path / "traces") is None
+    assert window.read_request(tmp_path / "traces") is None
     assert rank.due(51) is None
 
 
 def test_a_request_in_the_place_of_one_that_was_seen_comes_after_it(tmp_path: Path) -> None:
     ranks = make_requests(tmp_path / "traces", 2)
     for wanted in (Window(10, 12), Window(20, 21)):
-        window.ask(tmp_path, wanted)
+        window.write_request(tmp_path, wanted)
         for rank in ranks:
             rank.look()
     assert due(ranks, 9) == [(Window(10, 12), True)] * 2
     for rank in ranks:
         rank.look()
     assert due(ranks, 19) == [(Window(20, 21), True)] * 2
-    assert window.asked(tmp_path / "traces") is None
+    assert window.read_request(tmp_path / "traces") is None
 
 
 def test_a_request_for_more_than_memory_holds_is_refused(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
     with pytest.raises(StepError, match="1,001 steps, and 1,000 are the most"):
-        timeline(str(tmp_path), "100:1100")
+        make_timeline(str(tmp_path), "100:1100")
     with pytest.raises(StepError):
-        window.recordable(Window(2, 10**15), "profile=(2, 10**15)")
+        window.check_length(Window(2, 10**15), "profile=(2, 10**15)")
     folder = tmp_path / "traces"
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps({"name": "a", "first": 2, "last": 10**9}))
-    assert window.asked(folder) is None
+    assert window.read_request(folder) is None
 
 
 def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_request_that_was_tampered_with_is_none(tmp_path: Path) -> None:
     wish = {"name": "a/../b", "first": 2, "last": 3}
     for content in ("", "[]", "{", json.dumps(wish), json.dumps(wish | {"name": "a", "first": "2"})):
         (folder / "request.json").write_text(content)
-        assert window.asked(folder) is None
+        assert window.read_request(folder) is None
 
 
 def record(
@@ -211,7 +211,7 @@ def test_records_become_one_timeline_by_rank_0s_clock(tmp_path: Path) -> None:
     record(tmp_path / "traces", 0, clock=0, profiler=1e9, offsets=[Offset(0, 0, 0)])
     offsets = [Offset(ahead, -ahead, 40_000), Offset(ahead + SECOND, -ahead, 60_000)]
     record(tmp_path / "traces", 1, clock=ahead, profiler=-3e7, offsets=offsets)
-    events = checked_events(merge(tmp_path, 5, 6))
+    events = checked_events(merge_traces(tmp_path, 5, 6))
     begins = {rank: steps_of(events, rank) for rank in (0, 1)}
     assert begins[0] == pytest.approx({5: 1e5, 6: 1.1e6})
     assert begins[1] == pytest.approx(begins[0])
@@ -232,7 +232,7 @@ def test_steps_that_follow_each_other_do_so_by_another_clock(drift: int, tmp_pat
     record(tmp_path / "traces", 0, clock=0, profiler=0.0004, offsets=[Offset(0, 0, 0)], lasting=1e6)
     offsets = [Offset(SECOND, 333, 0), Offset(2 * SECOND, 333 + drift, 0)]
     record(tmp_path / "traces", 1, clock=0, profiler=0.1257, offsets=offsets, lasting=1e6)
-    events = checked_events(merge(tmp_path, 5, 6))
+    events = checked_events(merge_traces(tmp_path, 5, 6))
     for rank in (0, 1):
         first, second = (
             each for each in events if each["pid"] == rank and each["name"] in ("step 5", "step 6")
@@ -245,7 +245,7 @@ def test_a_rank_that_had_to_wait_while_it_marked_a_step_keeps_both(
     late: tuple[float, float], tmp_path: Path
 ) -> None:
     record(tmp_path / "traces", 0, clock=0, profiler=7, offsets=[Offset(0, 0, 0)], late=late)
-    begins = steps_of(checked_events(merge(tmp_path, 5, 6)), 0)
+    begins = steps_of(checked_events(merge_traces(tmp_path, 5, 6)), 0)
     least = min(late)
     assert begins == pytest.approx({5: 1e5 + late[0] - least, 6: 1.1e6 + late[1] - least})
 
@@ -253,7 +253,7 @@ def test_a_rank_that_had_to_wait_while_it_marked_a_step_keeps_both(
 def test_a_clock_that_nobody_compared_is_set_by_the_steps(tmp_path: Path) -> None:
     record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
     record(tmp_path / "traces", 1, clock=9 * SECOND, profiler=0, offsets=[])
-    events = checked_events(merge(tmp_path, 5, 6))
+    events = checked_events(merge_traces(tmp_path, 5, 6))
     assert steps_of(events, 1) == pytest.approx(steps_of(events, 0))
     (label,) = [e["args"]["labels"] for e in events if e["name"] == "process_labels" and e["pid"] == 1]
     assert label.startswith("clock unknown")
@@ -265,7 +265,7 @@ def test_a_damaged_record_is_told(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "traces" / "rank-0-5-6.json.gz"
     path.write_bytes(content if content == b"no gzip" else gzip.compress(content))
     with pytest.raises(CheckpointError, match=re.escape(str(path))):
-        merge(tmp_path, 5, 6)
+        merge_traces(tmp_path, 5, 6)
 
 
 @pytest.mark.full
@@ -281,7 +281,7 @@ def test_what_a_record_takes_is_not_the_optimizers(world: shoal.World, tmp_path:
         recorder.tick(1)
         recorder.tick(2)
     assert parts == [OTHER, UPDATE, OTHER]
-    assert merge(tmp_path, 2, 2).is_file()
+    assert merge_traces(tmp_path, 2, 2).is_file()
 
 
 def write_events(run: Path, rank: int, *lines: Mapping[str, Any]) -> None:
@@ -308,7 +308,7 @@ def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -
     start = {"event": "start", "t": 0.0, "host": "node1"}
     write_events(tmp_path, 0, block(10.0, wait=[10_000, 0], forward=[30_000, 30_000]))
     write_events(tmp_path, 1, start, block(10.0 + late, wait=[0, 0], forward=[80_000, 80_000]))
-    events = checked_events(coarse(tmp_path, 5, 6))
+    events = checked_events(write_coarse_trace(tmp_path, 5, 6))
     assert steps_of(events, 0) == pytest.approx({5: 0.0, 6: 1e5}, abs=1.0)
     assert steps_of(events, 1) == pytest.approx(steps_of(events, 0), abs=1.0)
     drawn = [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == 1]
@@ -320,37 +320,37 @@ def test_steps_that_nobody_recorded_are_drawn_from_their_parts(tmp_path: Path) -
 def test_steps_that_are_rounded_into_each_other_are_drawn_side_by_side(tmp_path: Path) -> None:
     ends = {"at": [200_000, 100_000, 0], "wall": [100_003] * 3, "forward": [100_004] * 3}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 3) | ends)
-    assert steps_of(checked_events(coarse(tmp_path, 5, 7)), 0).keys() == {5, 6, 7}
+    assert steps_of(checked_events(write_coarse_trace(tmp_path, 5, 7)), 0).keys() == {5, 6, 7}
 
 
 def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
     line = {"event": "step", "t": 10.0, "step": 5, "wait": 0.01, "forward": 0.02, "backward": 0.03}
     write_events(tmp_path, 0, line, {"event": "step", "t": 11.0})
-    events = checked_events(coarse(tmp_path, 5, 9))
+    events = checked_events(write_coarse_trace(tmp_path, 5, 9))
     (step,) = [event for event in events if event["name"] == "step 5"]
     assert step["dur"] == pytest.approx(6e4)
 
 
 def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
-    assert "the run is at step 10; it was asked" in timeline(str(tmp_path), "20:25")
-    assert window.asked(tmp_path / "traces") is not None
-    assert "coarse" in timeline(str(tmp_path), "6:7")
+    assert "the run is at step 10; it was asked" in make_timeline(str(tmp_path), "20:25")
+    assert window.read_request(tmp_path / "traces") is not None
+    assert "coarse" in make_timeline(str(tmp_path), "6:7")
     record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
-    assert "of 1 rank" in timeline(str(tmp_path), "5:6")
+    assert "of 1 rank" in make_timeline(str(tmp_path), "5:6")
     with pytest.raises(CheckpointError, match="no such steps"):
-        coarse(tmp_path, 30, 40)
+        write_coarse_trace(tmp_path, 30, 40)
     with pytest.raises(CheckpointError, match="no run directory"):
-        timeline(str(tmp_path / "events"), "5:6")
+        make_timeline(str(tmp_path / "events"), "5:6")
 
 
 def test_a_run_that_has_ended_is_asked_for_nothing(tmp_path: Path) -> None:
     end = {"event": "end", "t": 11.0, "step": 10, "reason": "closed"}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end)
     with pytest.raises(CheckpointError, match="the run has ended, and its newest step is 10"):
-        timeline(str(tmp_path), "20:25")
-    assert window.asked(tmp_path / "traces") is None
-    assert "the steps 9:25 as far as 10, coarse" in timeline(str(tmp_path), "9:25")
+        make_timeline(str(tmp_path), "20:25")
+    assert window.read_request(tmp_path / "traces") is None
+    assert "the steps 9:25 as far as 10, coarse" in make_timeline(str(tmp_path), "9:25")
 
 
 def test_a_run_that_went_back_is_asked_for_steps_that_it_takes_again(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_a_run_that_went_back_is_asked_for_steps_that_it_takes_again(tmp_path: P
     end = {"event": "end", "t": 11.0, "step": 10, "reason": "closed"}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end, start)
     write_events(tmp_path, 1, block(10.0, wait=[0] * 6), end)  # of a start on more ranks
-    assert "the run is at step 7; it was asked" in timeline(str(tmp_path), "9:10")
+    assert "the run is at step 7; it was asked" in make_timeline(str(tmp_path), "9:10")
 
 
 def test_no_time_in_a_coarse_timeline_is_below_zero_or_none(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_no_time_in_a_coarse_timeline_is_below_zero_or_none(tmp_path: Path) -> N
     broken = {"event": "step", "t": 10.0, "name": "step", "step": 7, "wait": float("nan")}
     write_events(tmp_path, 0, early, broken)
     write_events(tmp_path, 1, earlier, broken | {"wait": -1.0})
-    events = checked_events(coarse(tmp_path, 5, 7))
+    events = checked_events(write_coarse_trace(tmp_path, 5, 7))
     assert steps_of(events, 0).keys() == steps_of(events, 1).keys() == {5, 6}
 
 

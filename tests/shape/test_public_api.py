@@ -120,3 +120,8 @@ def test_no_public_name_is_hidden_by_a_module(repository: Path) -> None:
     # Importing a module binds its name in the package, in place of what __getattr__ would find.
     modules = {path.stem for path in (repository / "src/shoal").iterdir()}
     assert modules & set(shoal.__all__) == set()
+
+
+def test_a_misspelled_name_is_reported() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Loder'"):
+        shoal.Loder  # type: ignore[attr-defined]  # noqa: B018

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import shoal.telemetry.events
-from shoal.telemetry.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read_events, steps
+from shoal.telemetry.events import FLUSH_SECONDS, FLUSH_STEPS, Events, read_events, steps_by_rank
 from shoal.telemetry.step_timer import Spent
 
 NOTHING: Spent = (0,) * 10
@@ -104,7 +104,7 @@ def test_steps_of_format_1_are_read(path: Path) -> None:
     line = {"event": "step", "name": "step", "step": 1, "share": [0, 4], "wait": 1e-5, "forward": 2e-5}
     path.write_text(json.dumps(line) + "\n")
     assert list(read_events(path)) == [line]
-    assert steps(path.parent) == {("step", 1): {0: line}}
+    assert steps_by_rank(path.parent) == {("step", 1): {0: line}}
 
 
 def test_steps_whose_writing_is_interrupted_are_not_written_twice(
@@ -195,9 +195,9 @@ def test_the_steps_of_a_run_are_read_from_its_directory_or_its_events(path: Path
     record(events, 3)
     events.close()
     run = path.parent.parent
-    found = steps(run)
+    found = steps_by_rank(run)
     assert found[("step", 3)][0] == list(read_events(str(path)))[1]
-    assert all(steps(each) == found for each in (str(run), run / "events", str(run / "events")))
+    assert all(steps_by_rank(each) == found for each in (str(run), run / "events", str(run / "events")))
 
 
 @contextmanager

@@ -70,7 +70,9 @@ def assert_nothing_lost(training: Training, undisturbed: Undisturbed) -> list[En
         assert same(ours.model, theirs.model), rank
         assert same(ours.optimizer, theirs.optimizer), rank
         assert same(ours.random, theirs.random), rank
-    taken, expected = (events.steps(d / "events") for d in (training.directory, undisturbed.directory))
+    taken, expected = (
+        events.steps_by_rank(d / "events") for d in (training.directory, undisturbed.directory)
+    )
     for step, of_rank in taken.items():
         assert of_rank[0]["loss"] == expected[step][0]["loss"]
     assert_each_sample_once(training.directory)
@@ -81,7 +83,7 @@ def assert_each_sample_once(directory: Path) -> None:
     """By the events each position, and by the dataset each sample of each epoch."""
     consumed: Counter[int] = Counter()
     given: Counter[tuple[int, int]] = Counter()
-    taken = events.steps(directory / "events")
+    taken = events.steps_by_rank(directory / "events")
     assert sorted(taken) == [("step", step) for step in range(1, STEPS + 1)]
     for (_, step), of_rank in taken.items():
         for rank, event in of_rank.items():
@@ -186,7 +188,7 @@ def test_another_number_of_ranks_in_mid_epoch(last: int, tmp_path: Path) -> None
     assert ended is not None
 
     assert_each_sample_once(exact.directory)
-    taken = events.steps(exact.directory / "events")
+    taken = events.steps_by_rank(exact.directory / "events")
     sizes = [len(of_rank) for _, of_rank in sorted(taken.items())]
     assert sizes == [4] * 3 + [2] * 3 + [last] * (STEPS - 6)
     alone = attempt(replace(exact, directory=tmp_path / "alone"), ranks=1)

@@ -21,7 +21,7 @@ from helpers.commands import wait_for
 from helpers.ranks import Ranks
 from helpers.trace_format import checked_events, steps_of
 from shoal.distributed.world import CHECKED_STEPS
-from shoal.report.trace.merge import merge
+from shoal.report.trace.merge import merge_traces
 from shoal.telemetry import events, flight_recorder
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.profiler import window
@@ -112,7 +112,7 @@ def await_all_ready(world: shoal.World, wish: str) -> None:
 
 def await_all_recorded() -> None:
     """Gloo marks a call as ended a little later than whoever waits for it goes on."""
-    wait_for(lambda: all(call.done for call in flight_recorder.calls({})))
+    wait_for(lambda: all(call.done for call in flight_recorder.recorded_calls({})))
 
 
 def trains(world: shoal.World, directory: Path, steps: int) -> None:
@@ -120,7 +120,7 @@ def trains(world: shoal.World, directory: Path, steps: int) -> None:
     model = shoal.parallelize(nn.Linear(6, 5), world)
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), 0.01), shoal.Task(loss))
     loader = shoal.Loader((torch.ones(50, 6), torch.ones(50, 5)), world, batch_size=10)
-    wish = window.asked(directory / "traces")
+    wish = window.read_request(directory / "traces")
     profile = (4, 5) if wish is None else None
     with shoal.Run(directory, step, loader, trackers=(), profile=profile) as run:
         for batch in loader.epochs(10**6):
@@ -151,7 +151,7 @@ def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: 
         calls = sum(kind["calls"] for kind in kinds if kind["kind"] == "all_reduce")
         # From the first tick on: of parameters and two numbers with each of the 7 steps.
         assert (calls, reduced) == (7, 7 * 4 * (6 * 5 + 5 + 2))
-    timeline = checked_events(merge(tmp_path, 4, 5))
+    timeline = checked_events(merge_traces(tmp_path, 4, 5))
     begins = [steps_of(timeline, rank) for rank in (0, 1)]
     assert [sorted(each) for each in begins] == [[4, 5]] * 2
     assert any(event["name"] == "aten::addmm" for event in timeline)
@@ -159,11 +159,11 @@ def test_a_run_records_flops_usage_traffic_and_a_timeline(two: Ranks, tmp_path: 
 
 @pytest.mark.full
 def test_a_run_that_is_under_way_records_what_it_is_asked_for(two: Ranks, tmp_path: Path) -> None:
-    window.ask(tmp_path, Window(10, 11))
+    window.write_request(tmp_path, Window(10, 11))
     two.call(trains, tmp_path, 12)
-    timeline = checked_events(merge(tmp_path, 10, 11))
+    timeline = checked_events(merge_traces(tmp_path, 10, 11))
     assert [sorted(steps_of(timeline, rank)) for rank in (0, 1)] == [[10, 11]] * 2
-    assert window.asked(tmp_path / "traces") is None
+    assert window.read_request(tmp_path / "traces") is None
 
 
 def records(world: shoal.World, directory: Path) -> None:
@@ -180,7 +180,7 @@ def records(world: shoal.World, directory: Path) -> None:
 
 def test_a_clock_that_is_an_hour_ahead_is_set_right(two: Ranks, tmp_path: Path) -> None:
     two.call(records, tmp_path)
-    timeline = checked_events(merge(tmp_path, 2, 6))
+    timeline = checked_events(merge_traces(tmp_path, 2, 6))
     begins = [steps_of(timeline, rank) for rank in (0, 1)]
     assert [sorted(each) for each in begins] == [[2, 3, 4, 5, 6]] * 2
     # All steps but the first begin when an all-reduce has ended, which it does on both at once.

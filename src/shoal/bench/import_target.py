@@ -27,7 +27,7 @@ def require_alone(command: str) -> None:
         )
 
 
-def named(text: str, what: str) -> Any:
+def import_named(text: str, what: str) -> Any:
     """The object that `text` names; `what` is what it should be, for errors.
 
     Modules are looked for from the current directory on, as `python -m` does. A file is imported under
@@ -53,7 +53,7 @@ def named(text: str, what: str) -> Any:
         ) from None
 
 
-def called(function: Callable[..., Any], text: str, *arguments: Any) -> Any:
+def call_target(function: Callable[..., Any], text: str, *arguments: Any) -> Any:
     """What a function of the user's returns; it gets as many of the arguments as it takes.
 
     Raises LaunchError, with the place, where it raises.
@@ -79,10 +79,10 @@ def called(function: Callable[..., Any], text: str, *arguments: Any) -> Any:
     except ShoalError:
         raise
     except Exception as error:
-        raise raised(text, error) from error
+        raise target_error(text, error) from error
 
 
-def raised(given: str, error: Exception) -> LaunchError:
+def target_error(given: str, error: Exception) -> LaunchError:
     """The user's own exception as an error that names its place, innermost line of the user's last."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -113,7 +113,7 @@ def _imported(place: str, text: str) -> ModuleType:
             fix=f"python -c 'import {place}' in this directory, or path/file.py:name",
         ) from None
     except Exception as error:
-        raise raised(text, error) from error
+        raise target_error(text, error) from error
 
 
 def _loaded(path: Path, text: str) -> ModuleType:
@@ -135,5 +135,5 @@ def _loaded(path: Path, text: str) -> ModuleType:
         sys.modules.pop(path.stem)
         if before is not None:
             sys.modules[path.stem] = before
-        raise raised(text, error) from error
+        raise target_error(text, error) from error
     return module

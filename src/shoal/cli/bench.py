@@ -150,16 +150,16 @@ def scaling(
         tasks=tasks_per_node,
         cpus=cpus_per_task,
         options=tuple(directive or ()),
+        force=force,
     )
-    folder = study or Path("studies") / _folder(options)
     if submit:
-        _submit(folder, options, threads, asked, dry=dry_run, force=force)
+        _submit(study, options, threads, asked, dry=dry_run)
     else:
-        _refuse(model, asked, dry=dry_run, force=force)
-        _run(folder, options, threads, mpirun)
+        _require_local(model, asked, dry=dry_run)
+        _run(study, options, threads, mpirun)
 
 
-def _run(folder: Path, options: StudyOptions, threads: int | None, mpirun: str | None) -> None:
+def _run(given: Path | None, options: StudyOptions, threads: int | None, mpirun: str | None) -> None:
     from shoal.bench.scaling import study as studies
     from shoal.bench.scaling.configurations import threads_for
     from shoal.util.tables import plain_console, print_line
@@ -168,21 +168,21 @@ def _run(folder: Path, options: StudyOptions, threads: int | None, mpirun: str |
         threads = threads_for(options.processes, len(os.sched_getaffinity(0)))
     console = plain_console()
     options = replace(options, threads=threads)
-    done = studies.run(folder, options, mpirun, lambda line: print_line(console, line))
+    folder = _directory(given, options)
+    done = studies.run_study(folder, options, mpirun, lambda line: print_line(console, line))
     console.print()
-    studies.show(done, console)
+    studies.print_study(done, console)
     if not any(repeat.measured for repeat in done.repeats()):
         raise typer.Exit(1)
 
 
 def _submit(
-    folder: Path,
+    given: Path | None,
     options: StudyOptions,
     threads: int | None,
     asked: ClusterRequest,
     *,
     dry: bool,
-    force: bool,
 ) -> None:
     from shoal.bench.scaling import study as studies
     from shoal.bench.scaling.allocations import node_capacity
@@ -192,18 +192,18 @@ def _submit(
     site = choose(asked.site).value
     if threads is None:  # as many as it has cores
         threads = node_capacity(site, asked).cpus or 1
-    options = replace(options, threads=threads)
+    folder, options = _directory(given, options), replace(options, threads=threads)
     if dry:
-        studies.rehearse(folder, options, asked, site, force=force)
-    elif not studies.submit(folder, options, asked, site, plain_console(), force=force):
+        studies.print_planned_jobs(folder, options, asked, site)
+    elif not studies.submit_study(folder, options, asked, site, plain_console()):
         raise typer.Exit(1)
 
 
-def _refuse(model: str, asked: ClusterRequest, *, dry: bool, force: bool) -> None:
-    """Raises LaunchError for options of jobs where none is submitted."""
+def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
+    """Raise LaunchError for options of jobs where none is submitted."""
     from shoal.bench.scaling.allocations import ClusterRequest
 
-    if asked != ClusterRequest() or dry or force:
+    if asked != ClusterRequest() or dry:
         raise LaunchError(
             given=f"shoal bench scaling {model}, with options for a cluster",
             found="no --submit: the study would run here",
@@ -221,10 +221,10 @@ def collect(study: _Directory) -> None:
     Names what still waits, runs or has ended without a result, with the command that tells more.
     """
     from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.directory import load
+    from shoal.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
 
-    raise typer.Exit(int(not studies.collect(load(study), plain_console())))
+    raise typer.Exit(int(not studies.collect_study(load_study(study), plain_console())))
 
 
 _First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
@@ -239,12 +239,12 @@ _Out = Annotated[
 def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
     """Lay two studies of one model beside each other: what B gives of A, and in which part."""
     from shoal.bench.scaling import study as studies
-    from shoal.bench.scaling.directory import load
+    from shoal.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
 
-    one, other = load(first), load(second)
+    one, other = load_study(first), load_study(second)
     folder = out or second / f"beside-{first.resolve().name}"
-    studies.compare(one, other, folder, plain_console())
+    studies.compare_studies(one, other, folder, plain_console())
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -268,10 +268,16 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     return tuple(sorted(int(word) for word in words))
 
 
-def _folder(options: StudyOptions) -> str:
-    """A directory's name for the model: `gpt:layers=8` is `gpt-layers=8`, `a/train.py` is `train`."""
+def _directory(given: Path | None, options: StudyOptions) -> Path:
+    """Return the directory of a study, by default studies/MODEL.
+
+    There `gpt:layers=8` becomes `gpt-layers=8`, and `a/train.py` becomes `train`.
+    """
+    if given is not None:
+        return given
     name = Path(options.model).stem if options.model.endswith(".py") else options.model
-    return "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
+    name = "".join(sign if sign.isalnum() or sign in "=-_." else "-" for sign in name)
+    return Path("studies", name)
 
 
 for command in (bench_machine.comm, bench_machine.data, bench_machine.modes):

@@ -48,7 +48,7 @@ def comm(
     """
     from shoal.bench.collectives import command as measuring
 
-    asked = measuring.request(
+    asked = measuring.parse_options(
         backends=backend,
         operations=operations,
         sizes=sizes,
@@ -59,7 +59,7 @@ def comm(
         csv=csv,
         json=json,
     )
-    raise typer.Exit(measuring.comm(asked, processes))
+    raise typer.Exit(measuring.benchmark_collectives(asked, processes))
 
 
 def data(
@@ -100,7 +100,7 @@ def data(
         csv=csv,
         json=json,
     )
-    raise typer.Exit(measuring.data(asked))
+    raise typer.Exit(measuring.benchmark_data_loading(asked))
 
 
 def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
@@ -140,4 +140,4 @@ def modes(
 
     chosen = None if model == "none" else model
     asked = measuring.CompileOptions(model=chosen, batch=batch, seconds=seconds, csv=csv, json=json)
-    raise typer.Exit(measuring.modes(asked))
+    raise typer.Exit(measuring.benchmark_modes(asked))

@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.doctor import display
 from shoal.doctor.findings import Examination
 from shoal.doctor.runner import DoctorRequest, examine
-from shoal.doctor.support_bundle import collect
+from shoal.doctor.support_bundle import collect_bundle
 from shoal.launcher.function import launch
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.tables import plain_console
@@ -41,7 +41,7 @@ def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
     try:
         found, hangs = examine(order.request)
     except ShoalError as error:
-        display.tell(*str(error).strip().splitlines())
+        display.print_progress(*str(error).strip().splitlines())
         return int(order.strict)
     code = 0 if found is None else _report(order, found, describe)
     if hangs:
@@ -71,10 +71,12 @@ def _report(order: DoctorOptions, found: Examination, describe: Callable[[], str
     if order.as_json:
         sys.stdout.write(json.dumps(found.plain(), ensure_ascii=False) + "\n")
     else:
-        display.show(console, found)
+        display.print_examination(console, found)
     if order.bundle is not None:
-        made = collect(
+        made = collect_bundle(
             found, described=describe(), run=order.request.run, anonymous=order.anonymous
         ).write(order.bundle)
-        display.tell(f"in {order.bundle}, to attach to a request; look through it first:", *made)
+        display.print_progress(
+            f"in {order.bundle}, to attach to a request; look through it first:", *made
+        )
     return int(order.strict and found.failed)

@@ -150,10 +150,10 @@ def info() -> None:
 
     Started by srun, mpirun or torchrun it joins their world and tells of every rank.
     """
-    from shoal.doctor.info import show
+    from shoal.doctor.info import print_info
     from shoal.util.tables import plain_console
 
-    show(plain_console())
+    print_info(plain_console())
 
 
 @app.command()
@@ -211,16 +211,11 @@ def doctor(
 
 
 def _describe() -> str:
-    """What `shoal info` says of this machine, in lines as long as they are."""
-    import io
-
-    from rich.console import Console
-
+    """Return what `shoal info` prints about this machine, in lines as long as they are."""
     from shoal.doctor.info import display, machine
+    from shoal.util.tables import rendered
 
-    console = Console(file=io.StringIO(), width=1000, color_system=None, highlight=False)
-    display.machine(console, machine.describe())
-    return console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+    return rendered(lambda console: display.print_machine(console, machine.describe()), 1000)
 
 
 @app.command()
@@ -238,9 +233,9 @@ def watch(
 
     A live page on a terminal, which q leaves; one plain page elsewhere. Reads only.
     """
-    from shoal.report.dashboard import watch as show
+    from shoal.report.dashboard import watch as watch_run
 
-    raise typer.Exit(show(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
+    raise typer.Exit(watch_run(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
 
 
 app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)

@@ -40,23 +40,25 @@ def report(
     from shoal.util.tables import plain_console, print_line, print_path
 
     if trace is not None:
-        from shoal.report.trace.request import timeline
+        from shoal.report.trace.request import make_timeline
 
-        print_path(plain_console(), timeline(run, trace))
+        print_path(plain_console(), make_timeline(run, trace))
         return
     history = read_history(run)
     verdict = find_bottleneck(history)
     console = plain_console()
     if as_json:
-        from shoal.report.summary import numbers
-        from shoal.telemetry.events import finite
+        from shoal.report.summary import summarize_run
+        from shoal.telemetry.events import without_nonfinite
 
-        plain = finite(numbers(history, verdict))  # sums of what a file says may have no bounds
+        plain = without_nonfinite(
+            summarize_run(history, verdict)
+        )  # sums of what a file says may have no bounds
         typer.echo(json.dumps(plain, indent=2, allow_nan=False))
     elif text:
-        from shoal.report.run_page.text import show
+        from shoal.report.run_page.text import print_report
 
-        show(console, history, verdict)
+        print_report(console, history, verdict)
     else:
         path = _write(history, verdict, out)
         print_line(console, verdict.sentence)
@@ -64,13 +66,13 @@ def report(
 
 
 def _write(history: History, verdict: BottleneckReport, out: str | None) -> Path:
-    from shoal.report.html import save
-    from shoal.report.run_page.page import page
+    from shoal.report.html import save_page
+    from shoal.report.run_page.page import run_page
 
     folder = history.directory / "report" if out is None else Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the figures, which take their time
-        return save(page(history, verdict), folder / PAGE)[0]
+        return save_page(run_page(history, verdict), folder / PAGE)[0]
     except OSError as error:
         raise CheckpointError(
             given=f"a report in {folder}",

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import io
-
 from rich.console import Console
 
 from shoal.doctor.findings import Examination, Severity
-from shoal.util.tables import add_row, make_table, plain_console, print_line, print_table
+from shoal.util.tables import plain_console, print_line, print_rows, rendered
 
 _COLUMNS = 100
 _MARKS = {Severity.OK: "ok", Severity.WARNING: "WARNING", Severity.FAILURE: "FAILURE"}
 
 
-def show(console: Console, found: Examination) -> None:
-    """The verdict, then a line for each check, the gravest first."""
-    table = make_table("", "what", "found, and what to type")
+def print_examination(console: Console, found: Examination) -> None:
+    """Print the verdict, then a line for each check, the gravest first."""
+    rows: list[tuple[str, str, str]] = []
     for one in found.findings:
-        add_row(table, _MARKS[one.state], one.what, one.found)
+        rows.append((_MARKS[one.state], one.what, one.found))
         if one.fix:
-            add_row(table, "", "", f"→ {one.fix}")
-    print_table(console, f"shoal doctor: {found.verdict()}", table)
+            rows.append(("", "", f"→ {one.fix}"))
+    headers = ("", "what", "found, and what to type")
+    print_rows(console, f"shoal doctor: {found.verdict()}", headers, rows)
 
 
-def text(found: Examination) -> str:
-    """The report as a file holds it."""
-    console = Console(file=io.StringIO(), width=_COLUMNS, color_system=None, highlight=False)
-    show(console, found)
-    return console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+def examination_text(found: Examination) -> str:
+    """Return the report as a file holds it."""
+    return rendered(lambda console: print_examination(console, found), _COLUMNS)
 
 
-def tell(*lines: str) -> None:
+def print_progress(*lines: str) -> None:
     """Lines beside the report, on stderr."""
     print_line(plain_console(stderr=True), *lines)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from shoal.util.differences import spans
+from shoal.util.differences import RankDifference, spans
+from shoal.util.grouping import group_by
+from shoal.util.units import counted
 
 T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 
 FORMAT = 1
 """Of the report as JSON; it counts up when a reader would have to know."""
@@ -63,6 +64,10 @@ class RankFacts(Generic[T]):
     facts: T
 
 
+Check: TypeAlias = Callable[[Sequence[RankFacts[T]]], Iterator[CheckResult]]
+"""Judges what all ranks have found out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Examination:
     """All findings, the gravest first, with how many ranks of which hosts were looked at, and when.
@@ -97,8 +102,7 @@ class Examination:
             for state in _GRAVEST[:2]
             if (count := self.count(state))
         ]
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        hosts = f"{len(self.hosts)} host{'s' * (len(self.hosts) > 1)}"
+        ranks, hosts = counted(self.ranks, "rank"), counted(len(self.hosts), "host")
         fine = f"{self.count(Severity.OK)} checks ok, on {ranks} of {hosts}, in {self.seconds:.0f} s"
         return f"{' and '.join(bad)}; {fine}" if bad else fine
 
@@ -107,48 +111,52 @@ class Examination:
         return {"format": FORMAT, "verdict": self.verdict(), **asdict(self)}
 
 
-def where(ranks: Sequence[RankFacts[Any]]) -> str:
+def describe_ranks(ranks: Sequence[RankFacts[Any]]) -> str:
     """Ranks and their hosts in short: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
     hosts = list(dict.fromkeys(one.host for one in ranks))
     named = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if hosts[_NAMED:] else "")
     return f"rank{'s' * (len(ranks) > 1)} {spans([one.rank for one in ranks])} ({named})"
 
 
-def grouped(
-    ranks: Iterable[RankFacts[T]], key: Callable[[RankFacts[T]], K]
-) -> dict[K, list[RankFacts[T]]]:
-    """Ranks that have `key` in common, in the order of their first one."""
-    groups: dict[K, list[RankFacts[T]]] = {}
-    for one in ranks:
-        groups.setdefault(key(one), []).append(one)
-    return groups
+def describe_difference(one: RankDifference, ranks: Sequence[RankFacts[Any]]) -> str:
+    """Return the usual value, on how many ranks it is, and where the others are."""
+    others = (
+        f"{value} on {describe_ranks([ranks[index] for index in indices])}"
+        for value, indices in one.others.items()
+    )
+    return f"{one.usual} on {one.times} of {len(ranks)} ranks, {', '.join(others)}"
 
 
-def by_host(
-    ranks: Sequence[RankFacts[T]], judge: Callable[[Sequence[RankFacts[T]]], Iterable[CheckResult]]
+def same_on_all(ranks: Sequence[object]) -> str:
+    """Return the end of a line about what all ranks have in common; empty for one rank."""
+    return f", the same on all {len(ranks)} ranks" if len(ranks) > 1 else ""
+
+
+def by_host(check: Callable[[Sequence[RankFacts[T]]], Iterable[CheckResult]]) -> Check[T]:
+    """Make a check of all ranks from one of the ranks of a host.
+
+    It yields one line where the check finds the same on several hosts.
+    """
+
+    def check_ranks(ranks: Sequence[RankFacts[T]]) -> Iterator[CheckResult]:
+        hosts = group_by(ranks, lambda one: one.host).values()
+        return _merge(((members, check(members)) for members in hosts), len(ranks))
+
+    return check_ranks
+
+
+def by_rank(check: Callable[[RankFacts[T]], Iterable[CheckResult]]) -> Check[T]:
+    """Make a check of all ranks from one of a rank, as `by_host` does."""
+    return lambda ranks: _merge((([one], check(one)) for one in ranks), len(ranks))
+
+
+def _merge(
+    found: Iterable[tuple[Sequence[RankFacts[T]], Iterable[CheckResult]]], ranks: int
 ) -> Iterator[CheckResult]:
-    """What `judge` says of the ranks of each host: one line where it says the same of several."""
     groups: dict[CheckResult, list[RankFacts[T]]] = {}
-    for members in grouped(ranks, lambda one: one.host).values():
-        for finding in judge(members):
-            groups.setdefault(finding, []).extend(members)
-    yield from _told(groups, len(ranks))
-
-
-def by_rank(
-    ranks: Sequence[RankFacts[T]], judge: Callable[[RankFacts[T]], Iterable[CheckResult]]
-) -> Iterator[CheckResult]:
-    """What `judge` says of each rank: one line where it says the same of several."""
-    groups: dict[CheckResult, list[RankFacts[T]]] = {}
-    for one in ranks:
-        for finding in judge(one):
-            groups.setdefault(finding, []).append(one)
-    yield from _told(groups, len(ranks))
-
-
-def _told(groups: dict[CheckResult, list[RankFacts[T]]], ranks: int) -> Iterator[CheckResult]:
-    for finding, members in groups.items():
-        whose = "" if len(members) == ranks else f"{where(members)}: "
-        yield CheckResult(
-            what=finding.what, state=finding.state, found=whose + finding.found, fix=finding.fix
-        )
+    for members, results in found:
+        for result in results:
+            groups.setdefault(result, []).extend(members)
+    for result, together in groups.items():
+        whose = "" if len(together) == ranks else f"{describe_ranks(together)}: "
+        yield replace(result, found=whose + result.found)

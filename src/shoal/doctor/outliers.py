@@ -19,7 +19,7 @@ _DEVIATIONS = 5.0
 _NORMAL = 1.4826
 
 
-def slow(rates: Mapping[K, float]) -> dict[K, float]:
+def find_slow(rates: Mapping[K, float]) -> dict[K, float]:
     """Those that are slow, and their share of the median of the others.
 
     Slow is below NOTABLE. Of many it must lie far out as well: by more than five standard deviations,

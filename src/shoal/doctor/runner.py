@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shoal.distributed import env_vars
 from shoal.doctor.checks import clocks, dataset, filesystem, gpus, host, shared_directory, software
-from shoal.doctor.findings import CheckResult, Examination, RankFacts, Severity, failure, where
+from shoal.doctor.findings import CheckResult, Examination, RankFacts, Severity, describe_ranks, failure
 from shoal.doctor.rounds import Rounds
 from shoal.doctor.time_limit import TimedOutcome
 from shoal.util.errors import LaunchError, ShoalError
@@ -138,14 +138,14 @@ class Doctor:
             else:
                 seen.append(RankFacts(rank=rank, host=at, facts=outcome["value"]))
         for trouble, ranks in troubles.items():
-            on = f" on {where(ranks)}" if self.rounds.size > 1 else ""
+            on = f" on {describe_ranks(ranks)}" if self.rounds.size > 1 else ""
             hung = any(outcomes[one.rank][topic.name]["hung"] for one in ranks)
-            yield unchecked(topic.name, f"{on}: {trouble}", hung=hung)
+            yield unchecked_result(topic.name, f"{on}: {trouble}", hung=hung)
         if seen:
             try:
                 yield from list(topic.judge(seen))
             except Exception as error:  # whatever it is, the other lines are worth having
-                yield unchecked(topic.name, f": {type(error).__name__}: {error}", hung=False)
+                yield unchecked_result(topic.name, f": {type(error).__name__}: {error}", hung=False)
 
     def result(self, cut_off: Collection[str] = ()) -> Examination:
         """What has been found. Ranks on machines that are `cut_off` need no line of their own."""
@@ -154,7 +154,8 @@ class Doctor:
             self.findings.append(
                 failure(
                     "ranks",
-                    f"{where(ranks)} did not come to the end of a check; what needs all was left out",
+                    f"{describe_ranks(ranks)} did not come to the end of a check; what needs all was "
+                    "left out",
                     "see what they have printed; ps and dmesg on their hosts; then shoal doctor again",
                 )
             )
@@ -169,7 +170,7 @@ class Doctor:
         )
 
 
-def unchecked(what: str, why: str, *, hung: bool) -> CheckResult:
+def unchecked_result(what: str, why: str, *, hung: bool) -> CheckResult:
     """A line on what could not be looked at."""
     fix = "try the same by hand there; what fails here may fail in training"
     if hung:
@@ -188,18 +189,18 @@ def _best(
     }
 
 
-def each_alone(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
+def rank_topics(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
     """What each of so many ranks looks at by itself; nothing of it imports torch."""
     topics: list[Topic[Any]] = [
         Topic(name="software", look=software.describe_software, judge=software.check_software),
-        Topic(name="cores", look=host.look_at_cores, judge=host.judge_cores),
-        Topic(name="memory", look=host.look_at_memory, judge=host.judge_memory),
-        Topic(name="limits", look=partial(host.look_at_limits, ranks), judge=host.judge_limits),
+        Topic(name="cores", look=host.describe_cores, judge=host.check_cores),
+        Topic(name="memory", look=host.describe_memory, judge=host.check_memory),
+        Topic(name="limits", look=partial(host.describe_limits, ranks), judge=host.check_limits),
         Topic(name="GPU health", look=gpus.describe_gpus, judge=gpus.check_gpus),
     ]
     if request.source is not None:
-        look = partial(software.look_at_sources, request.source)
-        topics.append(Topic(name="source", look=look, judge=software.judge_sources))
+        look = partial(software.describe_sources, request.source)
+        topics.append(Topic(name="source", look=look, judge=software.check_sources))
     if request.data is not None:
         topics.append(
             Topic(
@@ -260,8 +261,8 @@ def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
     """Look at this process, after what was found `before`."""
     rounds, hosts = Rounds(None, rank=0, size=1), [socket.gethostname()]
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
-    doctor.go("alone", each_alone(request, 1))
-    if gpus.present() and not request.quick:
+    doctor.go("alone", rank_topics(request, 1))
+    if gpus.has_gpus() and not request.quick:
         doctor.measure(_compute_of_all())
     return doctor.result()
 
@@ -272,9 +273,9 @@ def _compute_of_all() -> Topic[Any]:
 
     return Topic(
         name="compute",
-        look=lambda: compute.measure_compute(compute.visible()),
+        look=lambda: compute.measure_compute(compute.visible_gpus()),
         judge=compute.check_compute,
-        better=compute.better,
+        better=compute.best_rates,
     )
 
 
@@ -305,7 +306,7 @@ def _examine_all(world: World, doctor: Doctor) -> None:
     placed = Topic(
         name="place", look=partial(place.describe_placement, world), judge=place.check_placement
     )
-    doctor.go("each", [*each_alone(request, size), placed])
+    doctor.go("each", [*rank_topics(request, size), placed])
     if rounds.going and len(set(hosts)) > 1:
         asking = [hosts.index(name) for name in dict.fromkeys(hosts)][1:]
         ask = partial(clocks.measure_clock_offsets, store, rank=rank, asking=asking, limit=inner)
@@ -321,10 +322,10 @@ def _examine_all(world: World, doctor: Doctor) -> None:
         crowded = doctor.crowded() if world.device.type == "cpu" else []
         work = partial(compute.measure_compute, [world.device], compared=hosts[rank] not in crowded)
         doctor.measure(
-            Topic(name="compute", look=work, judge=compute.check_compute, better=compute.better)
+            Topic(name="compute", look=work, judge=compute.check_compute, better=compute.best_rates)
         )
-        measured = partial(links.measure_links, world, links.chosen(hosts, crowded))
+        measured = partial(links.measure_links, world, links.choose_ranks(hosts, crowded))
         if rounds.going:
             doctor.measure(
-                Topic(name="links", look=measured, judge=links.check_links, better=links.better)
+                Topic(name="links", look=measured, judge=links.check_links, better=links.best_links)
             )

@@ -21,6 +21,7 @@ from shoal.doctor.redaction import Redactor, stand_ins
 from shoal.telemetry.events import parse_event, paths_in
 from shoal.util.errors import LaunchError
 from shoal.util.packages import packages
+from shoal.util.text import MASK
 from shoal.util.units import size
 
 PREFIXES = (
@@ -34,6 +35,8 @@ PREFIXES = (
 LINES, TAIL = 200, 1 << 16
 _MOST_LOGS, _MOST_STARTS = 20, 64
 _LOGS = ("*.log", "*.out", "*.err", "log*.txt", "hang-*.txt")
+_HOSTS = ("NODELIST", "HOST", "NODENAME")
+"""In the name of a variable: its value names hosts."""
 _FOLDERS = (".", "logs", "jobs/*", "jobs/*/logs")
 
 
@@ -70,7 +73,7 @@ class Bundle:
                 archive.writestr(name, text)
 
 
-def collect(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
+def collect_bundle(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
     """What belongs into a request for support.
 
     `described` is what `shoal info` says. Of a run directory the beginning of each attempt and the
@@ -89,7 +92,7 @@ def collect(found: Examination, *, described: str, run: Path | None, anonymous: 
     variables: dict[str, str] = redactor.tree(env_vars.beginning_with(PREFIXES))
     if anonymous:
         # Lists of hosts in short (node[01-99]) hold names that nobody here knows.
-        variables = {name: _without_hosts(name, value) for name, value in variables.items()}
+        variables |= {name: MASK for name in variables if any(word in name for word in _HOSTS)}
     # What is folded into columns could hide a secret: text is redacted before.
     lines = [
         replace(one, found=redactor.text(one.found), fix=redactor.text(one.fix))
@@ -97,7 +100,7 @@ def collect(found: Examination, *, described: str, run: Path | None, anonymous: 
     ]
     told = replace(found, findings=tuple(lines), hosts=tuple(map(redactor.text, found.hosts)))
     texts = {
-        "report.txt": display.text(told),
+        "report.txt": display.examination_text(told),
         "report.json": json.dumps(told.plain(), indent=1, ensure_ascii=False),
         "info.txt": redactor.text(described),
         "packages.txt": "".join(f"{name}=={version}\n" for name, version in sorted(packages().items())),
@@ -109,10 +112,6 @@ def collect(found: Examination, *, described: str, run: Path | None, anonymous: 
         for name, text in _logs(run):
             texts[redactor.text(f"run/{name}")] = redactor.text(text)
     return Bundle(texts=texts)
-
-
-def _without_hosts(name: str, value: str) -> str:
-    return "***" if any(word in name for word in ("NODELIST", "HOST", "NODENAME")) else value
 
 
 def _addresses() -> list[str]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from shoal.report.breakdown import COMPUTING, LABELS
-from shoal.report.causes import STALLS, UNEVEN, Costs, Finding, Judged, owed, several
+from shoal.report.causes import STALLS, UNEVEN, Costs, Finding, Judged, join_names, straggler_cost
 from shoal.report.history import Attempt, History
-from shoal.report.loader_speed import Loading, loading
+from shoal.report.loader_speed import Loading, loader_speed_of
 from shoal.report.stalls import Stalls
 from shoal.report.stragglers import NOTABLE, Straggler
-from shoal.util.units import bandwidth, duration, percent
+from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1
 """The share of the time from which a loss is worth a finding,"""
@@ -56,17 +56,19 @@ def losses(
 ) -> Iterator[Loss]:
     """Losses in parts for which no single rank is to blame."""
     for part, share in shares.items():
-        left = share if part in (STALLS, UNEVEN) else share - owed(part, named, costs)
+        left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
             continue
         text, advice = _about(part, left, history, judged)
         stalls = next((each for one in judged for each in one.stalls if each.part == part), None)
         if stalls is not None and stalls.cost > 0.5 * left * _step(judged[-1]):
-            text += f" Most of it is lost {often(stalls)}: {duration(stalls.excess)} there."
+            text += (
+                f" Most of it is lost {describe_frequency(stalls)}: {duration(stalls.excess)} there."
+            )
         yield Loss(Finding(text, advice, left), left >= LEAST.get(part, MUCH))
 
 
-def often(each: Stalls) -> str:
+def describe_frequency(each: Stalls) -> str:
     """How often a stall comes: `every 50 steps`."""
     if each.period is not None:
         return f"every {each.period:,} steps"
@@ -105,7 +107,7 @@ def _about_stalls(share: float, history: History, judged: Sequence[Judged]) -> t
     )
     who = "All ranks stall together" if one.attempt.size > 1 else "Training stalls"
     text = (
-        f"{who} {often(each)}, {percent(share)} of the time: {LABELS[each.part]} takes "
+        f"{who} {describe_frequency(each)}, {percent(share)} of the time: {LABELS[each.part]} takes "
         f"{duration(each.excess)} longer there, {duration(each.usual)} elsewhere."
     )
     return text, (
@@ -126,15 +128,14 @@ def _about_uneven(share: float) -> tuple[str, str]:
 
 def _about_data(share: float, one: Judged) -> tuple[str, str]:
     text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
-    found = loading(one.attempt, one.profile)
+    found = loader_speed_of(one.attempt, one.profile)
     if found is None:
         return f"{text}.", "more workers, or less work per sample: shoal.Loader(…, num_workers=N)"
     batch = duration(found.seconds)
     if not found.workers:
         text += f": each rank makes its batches itself, {batch} each"
     else:
-        workers = "1 worker" if found.workers == 1 else f"{found.workers} workers"
-        text += f": a batch takes a worker {batch}, and a rank has {workers}"
+        text += f": a batch takes a worker {batch}, and a rank has {counted(found.workers, 'worker')}"
     return f"{text}.", _more_workers(found)
 
 
@@ -146,11 +147,10 @@ def _more_workers(found: Loading) -> str:
             "the begin of an epoch; shoal bench data"
         )
     if found.cores is not None and found.enough > found.cores:
-        cores = "1 core" if found.cores == 1 else f"{found.cores} cores"
         return (
             f"shoal.Loader(…, num_workers={found.enough}) would keep up if workers mostly wait, for a "
-            f"rank has {cores}; else more cores, or less work per sample, such as data prepared once; "
-            "shoal bench data measures it"
+            f"rank has {counted(found.cores, 'core')}; else more cores, or less work per sample, such "
+            "as data prepared once; shoal bench data measures it"
         )
     return f"shoal.Loader(…, num_workers={found.enough}) would keep up; shoal bench data measures it"
 
@@ -173,7 +173,7 @@ def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
                 f"{bandwidth(moved / spent)} ({bandwidth(bus)} on the bus)"
             )
     if len(hosts) > 1:
-        text += f", over the network between {several(hosts)}"
+        text += f", over the network between {join_names(hosts)}"
     elif hosts:
         text += f", inside of {hosts[0]}"
     strategy = attempt.starts.get(min(attempt.starts, default=0), {}).get("strategy", "DDP")

@@ -111,7 +111,7 @@ def _outcome(
     return RecordedOutcome(kind=kind, rank=rank, step=step, time=time, by=by, error=error)
 
 
-def ending(attempt: Attempt, *, last: bool, now: float) -> str:
+def describe_outcome(attempt: Attempt, *, last: bool, now: float) -> str:
     """Return in words how an attempt ended, or that it runs if it is the last one."""
     found = outcome_of(attempt)
     if found is not None and found.error:
@@ -140,7 +140,7 @@ def _place(attempt: Attempt, rank: int | None) -> str:
     return "a rank" if rank is None else attempt.place(rank)
 
 
-def kept(history: History) -> list[tuple[Attempt, int]]:
+def last_kept_steps(history: History) -> list[tuple[Attempt, int]]:
     """The attempts, each with the last of its steps that no later one has done again."""
     attempts = history.attempts
     return [
@@ -155,7 +155,7 @@ def _until(later: Sequence[Attempt], name: str | None) -> int:
     return min(begins, default=1 << 62) - 1
 
 
-def curves(history: History, column: str) -> dict[str, BinnedCurve]:
+def binned_curves(history: History, column: str) -> dict[str, BinnedCurve]:
     """A column of the first rank's steps by name of the Step, without what was done again."""
     pieces: dict[str, list[tuple[Array, Array]]] = {}
     attempts = history.attempts
@@ -177,7 +177,7 @@ def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
     steps, values = steps[finite], values[finite]
     if not len(values):
         return None
-    bounds = np.unique(np.linspace(0, len(values), min(BINS, len(values)) + 1).astype(int))[:-1]
+    bounds = _bounds(len(values))
     counts = np.diff([*bounds, len(values)])
     return BinnedCurve(
         steps[bounds],
@@ -187,10 +187,15 @@ def _curve(pieces: list[tuple[Array, Array]]) -> BinnedCurve | None:
     )
 
 
-def throughput(history: History) -> BinnedCurve | None:
+def _bounds(count: int) -> Array:
+    """Return where the bins of `count` values begin."""
+    return np.unique(np.linspace(0, count, min(BINS, count) + 1).astype(int))[:-1]
+
+
+def throughput_curve(history: History) -> BinnedCurve | None:
     """Samples per second of the whole world over steps, without what was done again."""
     steps, sizes, walls = [], [], []
-    for attempt, last in kept(history):
+    for attempt, last in last_kept_steps(history):
         rows = attempt.ticks(min(attempt.ranks, default=0))
         chosen = (rows["step"] <= last) & (rows["wall"] > 0)
         steps.append(rows["step"][chosen])
@@ -199,12 +204,12 @@ def throughput(history: History) -> BinnedCurve | None:
     if not sum(map(len, steps)):
         return None
     step, size, wall = (np.concatenate(each) for each in (steps, sizes, walls))
-    bounds = np.unique(np.linspace(0, len(step), min(BINS, len(step)) + 1).astype(int))[:-1]
+    bounds = _bounds(len(step))
     rate = np.add.reduceat(size, bounds) / np.add.reduceat(wall, bounds)
     return BinnedCurve(step[bounds], rate, rate, rate)
 
 
-def saves(attempt: Attempt) -> list[Save]:
+def list_saves(attempt: Attempt) -> list[Save]:
     """The saves of an attempt, in the order of their steps."""
     found: dict[int, dict[int, Event]] = {}
     errors: dict[int, str] = {}

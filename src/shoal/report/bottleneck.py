@@ -8,23 +8,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.report.advice import often
+from shoal.report.advice import describe_frequency
 from shoal.report.breakdown import (
     COMPUTING,
     LABELS,
     OWN,
     SHOWN,
-    Aligned,
-    align,
-    edges,
+    align_ranks,
+    count_warm_up_steps,
     profile_of,
-    warm_up,
+    window_edges,
 )
-from shoal.report.causes import STALLS, UNEVEN, Costs, Culprit, Finding, Judged, culprit, owed, several
-from shoal.report.findings import findings
+from shoal.report.causes import (
+    STALLS,
+    UNEVEN,
+    Costs,
+    Culprit,
+    Finding,
+    Judged,
+    culprit_of,
+    join_names,
+    straggler_cost,
+)
+from shoal.report.findings import list_findings
 from shoal.report.history import Attempt, History
-from shoal.report.stalls import stalls
-from shoal.report.stragglers import Straggler, stragglers
+from shoal.report.stalls import find_stalls
+from shoal.report.stragglers import Straggler, find_stragglers
+from shoal.util.grouping import group_by
 from shoal.util.units import percent
 
 WORTH = 0.01
@@ -75,35 +85,31 @@ def find_bottleneck(history: History, *, last: int | None = None) -> BottleneckR
         return BottleneckReport(text, None, {}, [], [], [])
     shares, costs = _shares(judged)
     named = [each for one in judged for each in one.stragglers]
-    named.sort(key=lambda each: (-costs.get(culprit(each), 0.0), -each.excess))
+    named.sort(key=lambda each: (-costs.get(culprit_of(each), 0.0), -each.excess))
     efficient = shares["computing"]
     sentence = _sentence(efficient, shares, named, costs, judged)
-    found = findings(history, shares, named, costs, judged)
+    found = list_findings(history, shares, named, costs, judged)
     return BottleneckReport(sentence, efficient, shares, named, found, judged)
 
 
 def _judged(attempt: Attempt, last: int | None) -> Judged | None:
-    aligned = align(attempt)
+    aligned = align_ranks(attempt)
     if aligned is None:
         return None
-    warm = warm_up(aligned)
+    warm = count_warm_up_steps(aligned)
     begin = warm if last is None else max(warm, len(aligned.steps) - last)
     if begin >= len(aligned.steps):
         begin = 0
-    found = profile_of(aligned, edges(begin, len(aligned.steps)))
+    found = profile_of(aligned, window_edges(begin, len(aligned.steps)))
     step = float(np.median(found.wall.mean(axis=0)))
     return Judged(
         attempt,
         found,
-        stragglers(attempt, aligned, found),
-        stalls(aligned, begin, len(aligned.steps), step),
+        find_stragglers(attempt, aligned, found),
+        find_stalls(aligned, begin, len(aligned.steps), step),
         warm,
-        _spent(aligned, warm),
+        float(aligned.column("wall", 0, warm).mean(axis=0).sum()),
     )
-
-
-def _spent(aligned: Aligned, count: int) -> float:
-    return float(aligned.column("wall", 0, count).mean(axis=0).sum()) if count else 0.0
 
 
 def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
@@ -122,7 +128,7 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
         surplus = dict(zip(SHOWN, found.average(found.surplus).sum(axis=1) * steps, strict=True))
         for each in one.stragglers:
             cost = each.cost * steps
-            costs[culprit(each)] += cost
+            costs[culprit_of(each)] += cost
             if each.part in COMPUTING:
                 seconds[each.part] += cost
                 surplus[each.part] -= cost
@@ -159,10 +165,10 @@ def _sentence(
         if piece.share >= WORTH
     ]
     pieces.sort(key=lambda piece: -piece.share)
-    said = {culprit(each) for piece in pieces[:4] for each in piece.guilty}
+    said = {culprit_of(each) for piece in pieces[:4] for each in piece.guilty}
     told = [f"{percent(piece.share)} {piece.text}" for piece in pieces[:4]]
     # Ranks that cost little by themselves, because another is slower still.
-    also = [each for each in named if culprit(each) not in said]
+    also = [each for each in named if culprit_of(each) not in said]
     behind = list(dict.fromkeys(f"{each.place} in {LABELS[each.part]}" for each in also))
     text = f"{percent(efficient)} efficient"
     if not any(one.attempt.measured for one in judged):
@@ -170,7 +176,7 @@ def _sentence(
     if told:
         text += ": " + ", ".join(told)
     if behind:
-        text += f"; slower than the others too: {several(behind)}"
+        text += f"; slower than the others too: {join_names(behind)}"
     return text + "."
 
 
@@ -185,18 +191,17 @@ class _Piece:
 
 def _slow(named: list[Straggler], costs: Costs) -> Iterator[_Piece]:
     """What ranks that compute slowly cost, those that are slow in the same parts together."""
-    by_rank: dict[str, list[Straggler]] = {}
-    for each in named:
-        if each.part in COMPUTING:
-            by_rank.setdefault(each.place, []).append(each)
+    by_rank = group_by((each for each in named if each.part in COMPUTING), lambda each: each.place)
     by_parts: dict[tuple[str, ...], list[Straggler]] = {}
     for own in by_rank.values():
         parts = {each.part for each in own}
         by_parts.setdefault(tuple(part for part in COMPUTING if part in parts), []).extend(own)
     for slow_in, guilty in by_parts.items():
-        share = sum(costs[key] for key in {culprit(each) for each in guilty})
-        places = several(list(dict.fromkeys(each.place for each in guilty)))
-        yield _Piece(share, f"a slow {several([LABELS[part] for part in slow_in])} ({places})", guilty)
+        share = sum(costs[key] for key in {culprit_of(each) for each in guilty})
+        places = join_names(list(dict.fromkeys(each.place for each in guilty)))
+        yield _Piece(
+            share, f"a slow {join_names([LABELS[part] for part in slow_in])} ({places})", guilty
+        )
 
 
 def _lost(
@@ -207,9 +212,9 @@ def _lost(
         if part == "computing" or part in COMPUTING:
             continue
         guilty = [each for each in named if each.part == part]
-        if owed(part, named, costs) <= share / 2:
+        if straggler_cost(part, named, costs) <= share / 2:
             guilty = []
-        about = several(list(dict.fromkeys(each.place for each in guilty))) if guilty else ""
+        about = join_names(list(dict.fromkeys(each.place for each in guilty))) if guilty else ""
         if part == STALLS:
             about = _when(judged)
         yield _Piece(share, WORDS[part] + (f" ({about})" if about else ""), guilty)
@@ -220,4 +225,4 @@ def _when(judged: list[Judged]) -> str:
     found = [each for one in judged for each in one.stalls if each.part in COMPUTING]
     each = max(found, key=lambda each: each.cost)
     everywhere = "of all ranks, " if judged[-1].attempt.size > 1 else ""
-    return f"{everywhere}{LABELS[each.part]}, {often(each)}"
+    return f"{everywhere}{LABELS[each.part]}, {describe_frequency(each)}"

@@ -130,7 +130,7 @@ class Profile:
         return {part: float(each) for part, each in zip(SHOWN, means, strict=True)}
 
 
-def align(attempt: Attempt) -> Aligned | None:
+def align_ranks(attempt: Attempt) -> Aligned | None:
     """The steps that the ranks of an attempt have in common; None if there is none."""
     rows = {rank: attempt.ticks(rank) for rank in attempt.ranks}
     most = max((len(each) for each in rows.values()), default=0)
@@ -152,7 +152,7 @@ def align(attempt: Attempt) -> Aligned | None:
     return Aligned(ranks, steps, tuple(rows[rank] for rank in ranks), tuple(where), left_out)
 
 
-def warm_up(aligned: Aligned) -> int:
+def count_warm_up_steps(aligned: Aligned) -> int:
     """How many of the first steps are not like the rest: compilation, checks, caches that fill."""
     count = len(aligned.steps)
     if count < 4:
@@ -166,7 +166,7 @@ def warm_up(aligned: Aligned) -> int:
     return int(slow[-1]) + 1 if len(slow) else 1
 
 
-def edges(first: int, last: int, windows: int | None = None) -> Array:
+def window_edges(first: int, last: int, windows: int | None = None) -> Array:
     """Where windows of about equal length begin, and the end of the last."""
     count = last - first
     if windows is None:
@@ -182,15 +182,15 @@ def profile(
     With `last` only so many of the newest steps; `windows` says into how many they are divided. The
     first steps, which warm up, count only if `warm`.
     """
-    aligned = align(attempt)
+    aligned = align_ranks(attempt)
     if aligned is None:
         return None
-    begin = 0 if warm else warm_up(aligned)
+    begin = 0 if warm else count_warm_up_steps(aligned)
     if last is not None:
         begin = max(begin, len(aligned.steps) - last)
     if begin >= len(aligned.steps):
         return None
-    return profile_of(aligned, edges(begin, len(aligned.steps), windows))
+    return profile_of(aligned, window_edges(begin, len(aligned.steps), windows))
 
 
 def profile_of(aligned: Aligned, bounds: Array) -> Profile:
@@ -207,7 +207,7 @@ def profile_of(aligned: Aligned, bounds: Array) -> Profile:
     )
 
 
-def usual(means: Array) -> Array:
+def usual_rank(means: Array) -> Array:
     """What a usual rank has, of values by rank (the last axis): the lower median of the others.
 
     For a rank that is slower than most, so that it is no part of what it is compared with: of two
@@ -218,7 +218,7 @@ def usual(means: Array) -> Array:
     return np.partition(means, place, axis=-1)[..., place]
 
 
-def others(means: Array) -> Array:
+def usual_of_others(means: Array) -> Array:
     """For each rank (the last axis) what a usual one of the others has; for the faster it is more."""
     count = means.shape[-1]
     place = max(0, (count - 2) // 2)
@@ -234,14 +234,14 @@ def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
     own = (len(OWN), len(aligned.ranks))
     total = {"mean": np.zeros((len(SHOWN), own[1])), "wall": np.zeros(own[1])}
     slowest_sum, slowest_steps = np.zeros(own), np.zeros(own[1])
-    for begin, end in pieces(first, last, own[1]):
+    for begin, end in split_steps(first, last, own[1]):
         shown, wall, slowest, arrived = _divided(aligned, begin, end)
         total["mean"] += shown.sum(axis=2, dtype=np.float64) / size
         total["wall"] += wall.sum(axis=1, dtype=np.float64) / size
         slowest_sum += np.einsum("prs,rs->pr", arrived, slowest, dtype=np.float64)
         slowest_steps += slowest.sum(axis=1, dtype=np.float64)
     index = [SHOWN.index(part) for part in OWN]
-    typical = usual(total["mean"][index])
+    typical = usual_rank(total["mean"][index])
     surplus = np.zeros((len(SHOWN), own[1]))
     surplus[index] = (slowest_sum - typical[:, None] * slowest_steps) / size
     shared = np.zeros(len(SHOWN))
@@ -252,7 +252,7 @@ def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
     return {**total, "usual": shared, "surplus": surplus, "load": load, **progress}
 
 
-def pieces(first: int, last: int, ranks: int) -> Iterator[tuple[int, int]]:
+def split_steps(first: int, last: int, ranks: int) -> Iterator[tuple[int, int]]:
     """A range of steps in pieces that are small enough to be looked at together."""
     length = max(1, HELD // ranks)
     for begin in range(first, last, length):

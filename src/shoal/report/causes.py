@@ -43,22 +43,22 @@ class Judged:
     warm_up_seconds: float
 
 
-def culprit(each: Straggler) -> Culprit:
+def culprit_of(each: Straggler) -> Culprit:
     """The key that identifies the same straggler in several attempts."""
     return each.rank, each.host, each.part
 
 
-def owed(part: str, named: Sequence[Straggler], costs: Costs) -> float:
+def straggler_cost(part: str, named: Sequence[Straggler], costs: Costs) -> float:
     """The share of all time that stragglers cost in one part."""
-    return sum(costs.get(key, 0.0) for key in {culprit(each) for each in named if each.part == part})
+    return sum(costs.get(key, 0.0) for key in {culprit_of(each) for each in named if each.part == part})
 
 
 def rank_names(numbers: Sequence[int]) -> str:
     """Ranks as a sentence names them."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {several(list(map(str, numbers)))}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {join_names(list(map(str, numbers)))}"
 
 
-def several(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """A few names, and how many others there are."""
     if len(names) > 3:
         names = [*names[:2], f"{len(names) - 2} others"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.telemetry.events import steps
+from shoal.telemetry.events import steps_by_rank
 
 
 class Coverage(NamedTuple):
@@ -31,7 +31,7 @@ def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
     `directory` is the run's; `step` names one of several Steps, the first unless given. What a killed
     attempt did after its last checkpoint counts as the attempt after it did it.
     """
-    taken = steps(Path(directory) / "events")
+    taken = steps_by_rank(Path(directory) / "events")
     name = step if step is not None else next((key for key, _ in taken), "step")
     # Ranks that share samples, as tensor-parallel ones do, record the same share.
     shares = sorted(

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from shoal.report.advice import losses
 from shoal.report.breakdown import COMPUTING, LABELS
-from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit, rank_names
+from shoal.report.causes import Costs, Culprit, Finding, Judged, culprit_of, rank_names
 from shoal.report.history import History
 from shoal.report.stragglers import Straggler
+from shoal.util.grouping import group_by
 from shoal.util.units import duration
 
 
-def findings(
+def list_findings(
     history: History,
     shares: Mapping[str, float],
     named: list[Straggler],
@@ -32,10 +33,10 @@ def findings(
     most = max((each.cost for each in found), default=1.0)
     found += [each for each in small if each.cost > most]
     found.sort(key=lambda each: -each.cost)
-    return [*found, *unread(history), *_left_out(history, judged[-1])]
+    return [*found, *unread_findings(history), *_left_out(history, judged[-1])]
 
 
-def unread(history: History) -> Iterator[Finding]:
+def unread_findings(history: History) -> Iterator[Finding]:
     """The files of ranks that could not be read."""
     if history.unread:
         numbers, why = sorted(history.unread), next(iter(history.unread.values()))
@@ -61,13 +62,13 @@ def _left_out(history: History, newest: Judged) -> Iterator[Finding]:
 
 def _slow_ranks(named: list[Straggler], costs: Costs) -> Iterator[Finding]:
     """A finding for each slow rank and what it is slow in; what it computes together."""
-    by_rank: dict[tuple[int, str | None, str], list[Straggler]] = {}
-    for each in _together(named):
-        kind = "computing" if each.part in COMPUTING else each.part
-        by_rank.setdefault((each.rank, each.host, kind), []).append(each)
+    by_rank = group_by(
+        _together(named),
+        lambda each: (each.rank, each.host, "computing" if each.part in COMPUTING else each.part),
+    )
     for own in by_rank.values():
         told = "; ".join([_about(own[0], head=True), *(_about(each) for each in own[1:])])
-        cost = sum(costs.get(culprit(each), 0.0) for each in own)
+        cost = sum(costs.get(culprit_of(each), 0.0) for each in own)
         yield Finding(f"{told}.", _remedy(own[0]), cost)
 
 
@@ -75,10 +76,10 @@ def _together(named: list[Straggler]) -> list[Straggler]:
     """One for each rank and part, though it may have been slower in several attempts."""
     found: dict[Culprit, Straggler] = {}
     for each in named:
-        before = found.setdefault(culprit(each), each)
+        before = found.setdefault(culprit_of(each), each)
         until = each.until if each.attempt > before.attempt else before.until
         first = min(before, each, key=lambda one: one.attempt)
-        found[culprit(each)] = replace(before, since=first.since, until=until)
+        found[culprit_of(each)] = replace(before, since=first.since, until=until)
     return list(found.values())
 
 

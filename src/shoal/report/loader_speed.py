@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.report.breakdown import SHOWN, Profile, others, usual
+from shoal.report.breakdown import SHOWN, Profile, usual_of_others, usual_rank
 from shoal.report.history import Array, Attempt
 
 OTHERS = 0.5
@@ -29,12 +29,12 @@ class Loading:
     cores: int | None
 
 
-def loading(attempt: Attempt, found: Profile) -> Loading | None:
+def loader_speed_of(attempt: Attempt, found: Profile) -> Loading | None:
     """How a usual rank of an attempt loads; None where ranks did not record it."""
     loads = found.average(found.load)
     if not np.isfinite(loads).all():
         return None
-    seconds = float(usual(loads))
+    seconds = float(usual_rank(loads))
     busy = float(_busy(found).max())
     start = attempt.starts.get(found.ranks[0], {})
     cores = start.get("cores")
@@ -46,7 +46,7 @@ def loading(attempt: Attempt, found: Profile) -> Loading | None:
     )
 
 
-def everyones(attempt: Attempt, found: Profile, place: int) -> bool:
+def all_loaders_slow(attempt: Attempt, found: Profile, place: int) -> bool:
     """Whether the wait of one rank for data is due to loaders that are too slow on all ranks.
 
     Ranks with workers wait in turn: while one waits for its batch, the others wait for that rank in a
@@ -59,7 +59,7 @@ def everyones(attempt: Attempt, found: Profile, place: int) -> bool:
         return False
     waited = float(found.average(found.mean[SHOWN.index("wait"), place]))
     busy = float(_busy(found)[place])
-    theirs = float(others(loads / workers)[place])
+    theirs = float(usual_of_others(loads / workers)[place])
     return theirs - busy > OTHERS * waited
 
 

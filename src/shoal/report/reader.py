@@ -96,7 +96,8 @@ class Reader:
 
     def poll(self) -> bool:
         """Read on in all files; whether anything was new."""
-        if any(_shrunk(file) for file in self._files.values()):  # another run in the same place
+        # A file that shrank is one of another run in the same place.
+        if any(0 < _size(each.path) < each.offset for each in self._files.values()):
             self._files.clear()
             self.history = History(self.history.directory)
         new = False
@@ -246,10 +247,6 @@ def _suggestion(directory: Path) -> str:
     if inside:
         return f"a run in it: {', '.join(str(each) for each in inside[:5])}"
     return "the directory that the script gives to shoal.Run, as in `shoal report runs/a`"
-
-
-def _shrunk(file: _File) -> bool:
-    return 0 < _size(file.path) < file.offset
 
 
 def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.report.breakdown import COMPUTING, Aligned, pieces
+from shoal.report.breakdown import COMPUTING, Aligned, split_steps
 from shoal.report.history import PARTS, Array
 
 RARELY = 1 / 8
@@ -46,7 +46,7 @@ class Stalls:
     cost: float
 
 
-def stalls(aligned: Aligned, first: int, last: int, step: float) -> list[Stalls]:
+def find_stalls(aligned: Aligned, first: int, last: int, step: float) -> list[Stalls]:
     """The stalls of all ranks from one place in the steps to another; `step` is a step's median."""
     shared = _shared(aligned, first, last)
     work = aligned.column("counted", first, last)[0]
@@ -93,7 +93,7 @@ def _period(steps: Array) -> int | None:
 
 def _shared(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
     """By part what every rank took at least, step by step."""
-    found = [_least(aligned, begin, end) for begin, end in pieces(first, last, len(aligned.ranks))]
+    found = [_least(aligned, begin, end) for begin, end in split_steps(first, last, len(aligned.ranks))]
     return {part: np.concatenate([each[part] for each in found]) for part in found[0]}
 
 

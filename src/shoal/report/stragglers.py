@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shoal.report.breakdown import OWN, RARE, SHOWN, Aligned, Profile, others
+from shoal.report.breakdown import OWN, RARE, SHOWN, Aligned, Profile, usual_of_others
 from shoal.report.history import Array, Attempt
-from shoal.report.loader_speed import everyones
+from shoal.report.loader_speed import all_loaders_slow
 
 NOTABLE = 0.03
 """The share of a step from which being slower is worth a word."""
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
     level: float
 
 
-def raised(values: Array, least: float) -> Segment | None:
+def find_raised(values: Array, least: float) -> Segment | None:
     """The stretch in which `values` are above `least`, if there is one that is no accident.
 
     The two levels, inside and outside, are those with the smallest squares of what is left (a change
@@ -77,20 +77,20 @@ def raised(values: Array, least: float) -> Segment | None:
     return Segment(start, stop, level) if min(level, middle) > bound else None
 
 
-def raised_at_any_scale(values: Array, least: float) -> Segment | None:
+def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
     """The same, also where values are high so rarely that only means over several of them show it."""
     for size in (1, 4, 16):
         groups = len(values) // size
         if size > 1 and groups < 3:
             break
-        segment = raised(values[: groups * size].reshape(groups, size).mean(axis=1), least)
+        segment = find_raised(values[: groups * size].reshape(groups, size).mean(axis=1), least)
         if segment is not None:
             stop = len(values) if segment.stop == groups else segment.stop * size
             return Segment(segment.start * size, stop, segment.level)
     return None
 
 
-def stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Straggler]:
+def find_stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Straggler]:
     """All ranks that are notably slower in some part, the costliest first."""
     if len(found.ranks) < 2:
         return []
@@ -100,13 +100,13 @@ def stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Strag
         means = found.mean[SHOWN.index(part)]
         if part in RARE:
             continue
-        compared = others(means.T).T
+        compared = usual_of_others(means.T).T
         least = max(NOTABLE * step, CLEAR * float(np.median(compared)))
         for place, (mine, theirs) in enumerate(zip(means, compared, strict=True)):
-            segment = raised_at_any_scale(mine - theirs, least)
+            segment = find_raised_at_any_scale(mine - theirs, least)
             if segment is None or not _lasting(aligned, found, part, place, segment):
                 continue
-            if part != "wait" or not everyones(attempt, found, place):
+            if part != "wait" or not all_loaders_slow(attempt, found, place):
                 named.append(_straggler(attempt, aligned, found, part, place, segment, theirs))
     named += [each for part in RARE for each in _rare(attempt, aligned, found, part, step)]
     return sorted(named, key=lambda each: (-each.cost, -each.excess))
@@ -123,7 +123,7 @@ def _lasting(aligned: Aligned, found: Profile, part: str, place: int, segment: S
         aligned.steps, [found.first[segment.start], found.last[segment.stop - 1] + 1]
     )
     taken = _column(aligned, part, int(begin), int(end))
-    excess = taken[place] - others(taken.T).T[place]
+    excess = taken[place] - usual_of_others(taken.T).T[place]
     theirs = float(np.median(np.delete(taken, place, axis=0).std(axis=1)))
     scatter = min(float(excess.std()), theirs * 2**0.5)
     whole = segment.stop - segment.start == len(found.first)
@@ -163,7 +163,7 @@ def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> in
     """The step between two at which a rank became slower: where the squares left are smallest."""
     begin, end = np.searchsorted(aligned.steps, [first, last + 1])
     taken = _column(aligned, part, int(begin), int(end))
-    values = taken[place] - others(taken.T).T[place]
+    values = taken[place] - usual_of_others(taken.T).T[place]
     values = np.minimum(values, 2 * np.quantile(values, 0.75) + 1e-9)  # one long step is no change
     count = len(values)
     before = np.arange(1, count)
@@ -184,7 +184,7 @@ def _rare(
     if not len(there):
         return []
     taken, steps = taken[:, there], steps[there]
-    compared = others(taken.T).T
+    compared = usual_of_others(taken.T).T
     named = []
     for place, rank in enumerate(found.ranks):
         excess = taken[place] - compared[place]

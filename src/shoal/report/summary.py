@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shoal.report import SHOWN, Attempt, BottleneckReport, History, Profile
-from shoal.report.attempts import ending, kept, saves
+from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
 from shoal.report.event_fields import number_in
 from shoal.telemetry.events import Plain
 
@@ -28,7 +28,7 @@ class Rates:
     peak_reason: str
 
 
-def rates(attempt: Attempt, found: Profile) -> Rates:
+def compute_rates(attempt: Attempt, found: Profile) -> Rates:
     """Seconds per step, samples per second, and of what the device could do, the share."""
     step = float(found.average(found.wall).mean())
     samples = float(found.average(found.samples)) / step if step > 0 else 0.0
@@ -64,7 +64,7 @@ def _per_sample(attempt: Attempt) -> float:
     return sum(each) or np.nan
 
 
-def numbers(history: History, verdict: BottleneckReport) -> dict[str, Plain]:
+def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Plain]:
     """Everything that the report stands on, by name; durations in seconds."""
     found: dict[str, Plain] = {
         "run": str(history.directory),
@@ -86,14 +86,15 @@ def numbers(history: History, verdict: BottleneckReport) -> dict[str, Plain]:
         ],
         "findings": [{"text": each.text, "advice": each.advice} for each in verdict.findings],
         "attempts": [
-            _attempt(attempt, last, attempt is history.latest) for attempt, last in kept(history)
+            _attempt(attempt, last, attempt is history.latest)
+            for attempt, last in last_kept_steps(history)
         ],
         "unreadable_lines": history.skipped,
     }
     if verdict.judged:
         newest = verdict.judged[-1]
         means = newest.profile
-        rate = rates(newest.attempt, means)
+        rate = compute_rates(newest.attempt, means)
         found["step_seconds"] = rate.step
         found["samples_per_second"] = rate.samples
         found["mfu"] = rate.mfu
@@ -111,10 +112,10 @@ def _attempt(attempt: Attempt, last: int, latest: bool) -> Plain:
         "first": attempt.first,
         "last": attempt.last,
         "done_again": attempt.last - last,
-        "end": ending(attempt, last=latest, now=time.time()),
+        "end": describe_outcome(attempt, last=latest, now=time.time()),
         "saves": [
             {"step": each.step, "blocked": each.blocked, "seconds": each.seconds, "error": each.error}
-            for each in saves(attempt)
+            for each in list_saves(attempt)
         ],
         "collectives": [
             {

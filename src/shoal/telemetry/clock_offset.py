@@ -30,14 +30,14 @@ class Offset(NamedTuple):
     uncertainty: int
 
 
-def best(trips: Sequence[Trip]) -> Offset:
+def best_offset(trips: Sequence[Trip]) -> Offset:
     """The offset by the quickest trip. The answer lies within it, so half of it is the uncertainty."""
     trip = min(trips, key=lambda trip: trip.received - trip.sent)
     middle = (trip.sent + trip.received) // 2
     return Offset(trip.sent, trip.answered - middle, (trip.received - trip.sent + 1) // 2)
 
 
-def at(offsets: Sequence[Offset], time: float) -> float:
+def offset_at(offsets: Sequence[Offset], time: float) -> float:
     """The offset at a time, on the line through the first and the last that were measured."""
     first, last = offsets[0], offsets[-1]
     if last.at <= first.at:
@@ -45,7 +45,7 @@ def at(offsets: Sequence[Offset], time: float) -> float:
     return first.offset + (last.offset - first.offset) * (time - first.at) / (last.at - first.at)
 
 
-def compare(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Offset | None:
+def measure_offset(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Offset | None:
     """Return this rank's offset, by several trips through the store; all ranks leave together.
 
     None where another rank did not come.
@@ -54,17 +54,19 @@ def compare(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Off
 
     try:
         if rank:
-            found = ask(store, rank, clock, _PATIENCE)
+            found = ask_offset(store, rank, clock, _PATIENCE)
             store.wait(["done"], _PATIENCE * size)
             return found
-        answer(store, range(1, size), clock, _PATIENCE)
+        answer_trips(store, range(1, size), clock, _PATIENCE)
         store.set("done", "")
     except DistStoreError:
         return None
     return Offset(clock(), 0, 0)
 
 
-def answer(store: Store, ranks: Iterable[int], clock: Callable[[], int], limit: timedelta) -> None:
+def answer_trips(
+    store: Store, ranks: Iterable[int], clock: Callable[[], int], limit: timedelta
+) -> None:
     """Give `ranks`, one after the other, the time of this rank's clock.
 
     Raises DistStoreError where one does not ask within the limit.
@@ -75,12 +77,12 @@ def answer(store: Store, ranks: Iterable[int], clock: Callable[[], int], limit: 
             store.set(f"{rank}/{trip}/answer", str(clock()))
 
 
-def ask(store: Store, rank: int, clock: Callable[[], int], limit: timedelta) -> Offset:
+def ask_offset(store: Store, rank: int, clock: Callable[[], int], limit: timedelta) -> Offset:
     """Return the offset of this rank's clock from the one that answers.
 
     Raises DistStoreError where no answer comes within the limit.
     """
-    return best([_ask(store, f"{rank}/{trip}", clock, limit) for trip in range(TRIPS)])
+    return best_offset([_ask(store, f"{rank}/{trip}", clock, limit) for trip in range(TRIPS)])
 
 
 def _ask(store: Store, key: str, clock: Callable[[], int], limit: timedelta) -> Trip:

@@ -15,10 +15,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from shoal.telemetry import flight_recorder
 from shoal.telemetry.flight_recorder import CollectiveCall, GroupProgress
+from shoal.util.grouping import group_by
 
 _GATHERS = ("all_gather", "gather")
 _SCATTERS = ("reduce_scatter", "scatter")
@@ -88,12 +90,12 @@ class CollectiveStats:
         self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._looked = self._begun = clock()
         # What has been recorded before, by worlds that are over too, is none of this.
-        for call in flight_recorder.calls({}):
+        for call in flight_recorder.recorded_calls({}):
             self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
 
     def look(self) -> None:
         """See what is under way; at times that have nothing to do with those of steps."""
-        self.see(flight_recorder.progress())
+        self.see(flight_recorder.group_progress())
 
     def see(self, progress: Mapping[str, GroupProgress]) -> None:
         """What was under way stands for the time since it was looked at before."""
@@ -109,26 +111,24 @@ class CollectiveStats:
 
         See docs/monitoring/profiling.md.
         """
-        sizes = {name: len(ranks) for name, ranks in flight_recorder.groups().items()}
+        sizes = {name: len(ranks) for name, ranks in flight_recorder.group_ranks().items()}
         oldest = {
             recorder: min([self._after.get(recorder, -1) + 1, *waiting]) - 1
             for recorder, waiting in self._waiting.items()
         }
-        return self.count(flight_recorder.calls(self._after | oldest), sizes)
+        return self.count(flight_recorder.recorded_calls(self._after | oldest), sizes)
 
     def count(self, calls: Iterable[CollectiveCall], sizes: Mapping[str, int]) -> dict[str, Any]:
         """The fields for these calls; `sizes` are how many ranks the groups have."""
         now = self._clock()
         passed, self._begun = now - self._begun, now
-        by_recorder: dict[str, list[CollectiveCall]] = defaultdict(list)
-        for call in calls:
-            by_recorder[call.recorder].append(call)
+        by_recorder = group_by(calls, lambda call: call.recorder)
         sums: dict[CollectiveKind, Sum] = {}
         for recorder, found in by_recorder.items():
-            for kind, part in self._sum(recorder, found, sizes).items():
-                sums[kind] = part
+            sums |= self._sum(recorder, found, sizes)
         living = {(each, n) for each, numbers in self._waiting.items() for n in numbers}
-        kept = {(c.key, c.number) for c in _flat(by_recorder) if (c.recorder, c.record) in living}
+        everything = chain.from_iterable(by_recorder.values())
+        kept = {(c.key, c.number) for c in everything if (c.recorder, c.record) in living}
         self._under_way = defaultdict(float, {k: self._under_way.get(k, 0.0) for k in kept})
         kinds = [_fields(kind, each, sizes.get(kind.group, 1)) for kind, each in sums.items()]
         return {"seconds": passed, "kinds": sorted(kinds, key=lambda kind: -kind["bytes"])}
@@ -159,10 +159,6 @@ class CollectiveStats:
         self._after[recorder] = max(after, newest)
         self._waiting[recorder] = {call.record for call in fresh if not call.done}
         return sums
-
-
-def _flat(by_recorder: Mapping[str, Sequence[CollectiveCall]]) -> Iterable[CollectiveCall]:
-    return (call for calls in by_recorder.values() for call in calls)
 
 
 def _fields(kind: CollectiveKind, total: Sum, ranks: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 """What JSON holds."""
 
 FORMAT = 3
-"""`read_events` and `steps` also take 1, in which each step had a line, and 2, which had no "load"."""
+"""Readers also take 1, in which each step had a line, and 2, which had no "load"."""
 FLUSH_STEPS = 512
 FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
@@ -125,7 +125,7 @@ class Events:
         """Record a rare event at once, after the steps that came before it; secrets are masked."""
         self.flush()
         event = {"event": kind, "t": round(time.time(), 6), **masked(dict(fields))}
-        self._hand_over(f"{json.dumps(finite(event))}\n".encode())
+        self._hand_over(f"{json.dumps(without_nonfinite(event))}\n".encode())
 
     def flush(self) -> None:
         """Hand everything recorded so far to the operating system: a killed process loses none."""
@@ -327,7 +327,7 @@ def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield event | {name: values[place] for name, values in parts.items()}
 
 
-def steps(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
+def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
     """Return the record of each rank of each step, by (name, step): of the last attempt that took it.
 
     What a killed attempt did after its last checkpoint is done again by the next, perhaps on fewer
@@ -360,12 +360,12 @@ def _is_step(event: Mapping[str, Any]) -> bool:
     )
 
 
-def finite(value: Plain) -> Plain:
+def without_nonfinite(value: Plain) -> Plain:
     """The value as JSON holds it, which has no word for NaN and infinity: None in their place."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [without_nonfinite(item) for item in value]
     return value

@@ -72,7 +72,7 @@ class CollectiveCall(NamedTuple):
     """One operation, sends and receives included where they are recorded, as traffic counts it.
 
     `record` numbers what one `recorder` has recorded, without gaps; `number` is the count of the group,
-    which `progress` knows as `key`.
+    which `group_progress` knows as `key`.
     `sent` and `received` are the bytes of the tensors that go in and come out on this rank, as far as
     they are recorded. `seconds` are None where the recorder knows no times.
     """
@@ -107,32 +107,28 @@ class RecordingGroup(Protocol):
 
     def recorded(self) -> list[CollectiveEntry]:
         """What the recorder would know of it, oldest first."""
-        ...
 
     def calls(self) -> list[CollectiveCall]:
         """The same as traffic counts it, oldest first."""
-        ...
 
     def compare(self, check: Check) -> None:
         """Call `check` before each collective from now on."""
-        ...
 
     def allow(self, seconds: float) -> None:
         """Give each operation that begins from now on so much time."""
-        ...
 
 
-def newest() -> int:
+def newest_record() -> int:
     """The number of the newest record; those of worlds that are over are not newer."""
     return max((entry["record_id"] for entry in _dumped()), default=-1)
 
 
-def collectives(after: int) -> list[Collective]:
+def recorded_collectives(after: int) -> list[Collective]:
     """All recorded collectives, oldest first; of torch's records those with numbers above `after`."""
     return [entry.collective for entry in _entries(after)]
 
 
-def outstanding(after: int, threads: Collection[str]) -> Collective | None:
+def oldest_outstanding(after: int, threads: Collection[str]) -> Collective | None:
     """The oldest collective that has not ended; those that `threads` began do not count."""
     for entry in _entries(after):
         if not entry.collective.done and entry.thread not in threads:
@@ -140,24 +136,24 @@ def outstanding(after: int, threads: Collection[str]) -> Collective | None:
     return None
 
 
-def groups() -> dict[str, list[int]]:
+def group_ranks() -> dict[str, list[int]]:
     """The process groups of this process by name, with their ranks in the world."""
     return {name: dist.get_process_group_ranks(group) for group, name in process_groups().items()}
 
 
-def calls(after: Mapping[str, int]) -> list[CollectiveCall]:
+def recorded_calls(after: Mapping[str, int]) -> list[CollectiveCall]:
     """What each recorder has, oldest first; of one that `after` names, what it recorded later."""
     found = [
         _call(name, entry)
         for name, dump in recorder_dumps().items()
         for entry in _above(dump(), after.get(name, -1))
     ]
-    for group in recording():
+    for group in recording_groups():
         found += [call for call in group.calls() if call.record > after.get(call.recorder, -1)]
     return found
 
 
-def progress() -> dict[str, GroupProgress]:
+def group_progress() -> dict[str, GroupProgress]:
     """How far the groups over Gloo have come, by their keys.
 
     Of NCCL's groups the recorder learns that with a delay longer than most collectives.
@@ -174,12 +170,12 @@ def progress() -> dict[str, GroupProgress]:
     }
 
 
-def counts() -> list[int]:
+def operation_counts() -> list[int]:
     """How many operations each process group has begun, sending and receiving included."""
     return [operations_begun(group) for group in process_groups()]
 
 
-def describe(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
+def describe_tensors(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
     """Tensors as people write them: "float32[4]", "float32[4] and 2 more"."""
     if not sizes:
         return ""
@@ -193,11 +189,11 @@ def _entries(after: int) -> list[CollectiveEntry]:
         for entry in _dumped()
         if entry["record_id"] > after
     ]
-    own = [entry for group in recording() for entry in group.recorded()]
+    own = [entry for group in recording_groups() for entry in group.recorded()]
     return sorted([*entries, *own], key=lambda entry: entry.begun) if own else entries
 
 
-def recording() -> Iterator[RecordingGroup]:
+def recording_groups() -> Iterator[RecordingGroup]:
     """The process groups of this process that keep their own records."""
     known: list[object] = list(process_groups())
     return (group for group in known if isinstance(group, RecordingGroup))
@@ -248,6 +244,6 @@ def _read(entry: Mapping[str, Any]) -> Collective:
         group=entry["process_group"][0],
         number=entry["collective_seq_id"],
         operation=entry["profiling_name"].partition(":")[2],
-        tensors=describe(entry["input_sizes"], entry["input_dtypes"]),
+        tensors=describe_tensors(entry["input_sizes"], entry["input_dtypes"]),
         done=entry["retired"] or entry["state"] == "completed",
     )

@@ -129,15 +129,12 @@ class Event(Protocol):
 
     def record(self) -> object:
         """Note the time when all is done that has been queued."""
-        ...
 
     def query(self) -> bool:
         """Whether that has come."""
-        ...
 
     def elapsed_time(self, end: Self, /) -> float:
         """Milliseconds from this event to a later one."""
-        ...
 
 
 class DeviceTimeline(Timeline):

@@ -36,7 +36,6 @@ class Tracker(Protocol):
 
     def open(self, directory: Path, step: int) -> Writer:
         """The writer of a run that goes on at `step`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from shoal.checkpoint import (
 from shoal.data import Loader
 from shoal.distributed.world import World
 from shoal.telemetry.events import Events, path_of
-from shoal.telemetry.profiler.window import Window, checked, recordable
+from shoal.telemetry.profiler.window import Window, check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.preemption import Reason, Stopped, Stopping
@@ -444,7 +444,7 @@ class Run:
 
 def _window(profile: tuple[int, int]) -> Window:
     call = f"shoal.Run(…, profile={profile})"
-    return recordable(checked(profile, call), call)
+    return check_length(check_window(profile, call), call)
 
 
 def _progress_bar(world: World) -> ProgressBar | None:

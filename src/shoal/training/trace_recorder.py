@@ -15,9 +15,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.distributed.world import World
-from shoal.telemetry.clock_offset import Offset, compare
+from shoal.telemetry.clock_offset import Offset, measure_offset
 from shoal.telemetry.profiler.requests import Requests
-from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, file_of
+from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.telemetry.step_timer import OTHER
 
 
@@ -132,7 +132,7 @@ class Recorder:
             recording.offsets.append(Offset(self._clock(), 0, 0))
             return
         store = self._world.store(f"shoal/traces/{recording.name}/{when}")
-        found = compare(store, self._world.rank, self._world.size, self._clock)
+        found = measure_offset(store, self._world.rank, self._world.size, self._clock)
         if found is not None:
             recording.offsets.append(found)
 
@@ -143,7 +143,7 @@ class Recorder:
             # Before it stops; what comes later torch leaves out.
             recording.profiler.add_metadata_json("shoal", json.dumps(self._described(recording)))
             recording.profiler.stop()
-            path = file_of(self._folder, self._world.rank, recording.window)
+            path = trace_path(self._folder, self._world.rank, recording.window)
             part = path.with_name(f"part-{path.name}")
             try:
                 self._folder.mkdir(exist_ok=True)
@@ -156,8 +156,8 @@ class Recorder:
     def _forget_others(self, window: Window) -> None:
         """Remove what an earlier start has recorded of these steps on ranks that there are no more."""
         if self._world.is_rank_zero:
-            here = {file_of(self._folder, rank, window) for rank in range(self._world.size)}
-            for path in {*self._folder.glob(file_of(self._folder, "*", window).name)} - here:
+            here = {trace_path(self._folder, rank, window) for rank in range(self._world.size)}
+            for path in {*self._folder.glob(trace_path(self._folder, "*", window).name)} - here:
                 path.unlink(missing_ok=True)
 
     def _described(self, recording: _Recording) -> dict[str, Any]:

@@ -6,7 +6,8 @@ else wrote.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import io
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -45,6 +46,21 @@ def print_table(console: Console, title: str, table: Table) -> None:
     console.print()
 
 
+def print_rows(
+    console: Console,
+    title: str,
+    headers: Sequence[str],
+    rows: Iterable[Iterable[str]],
+    *,
+    right: Collection[str] = (),
+) -> None:
+    """Print a title, a table with these rows of texts, and an empty line."""
+    table = make_table(*headers, right=right)
+    for row in rows:
+        add_row(table, *row)
+    print_table(console, title, table)
+
+
 def print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) -> None:
     """Print what is what, in two columns."""
     table = make_table("", "")
@@ -54,6 +70,13 @@ def print_pairs(console: Console, title: str, pairs: Iterable[tuple[str, str]]) 
     for pair in pairs:
         add_row(table, *pair)
     print_table(console, title, table)
+
+
+def rendered(print_to: Callable[[Console], None], width: int) -> str:
+    """Return what a function prints to a console of this width."""
+    file = io.StringIO()
+    print_to(Console(file=file, width=width, color_system=None, highlight=False))
+    return file.getvalue()
 
 
 def print_line(console: Console, *texts: str) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 
 
+def counted(count: int, noun: str, ending: str = "s") -> str:
+    """Return a number and its noun: `1 worker`, `2 workers`; `4 processes` with the ending `es`."""
+    return f"1 {noun}" if count == 1 else f"{count} {noun}{ending}"
+
+
 def percent(share: float, *, tenths: bool = False) -> str:
     """Return a share of one in per cent: `19 %`; with `tenths` a small one has a decimal: `1.9 %`."""
     return f"{100 * share:.{1 if tenths and share < 0.0995 else 0}f} %"

@@ -20,11 +20,12 @@ from shoal.bench.collectives.machine_file import (
     CollectiveSeries,
     LinkTable,
     MachineFile,
-    to_json,
+    machine_json,
     write_machine_file,
 )
-from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure
+from shoal.bench.collectives.measure import OPERATIONS, Bounds, measure_collectives
 from shoal.bench.collectives.message_sizes import parse_sizes
+from shoal.bench.processor import processor_name
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.distributed import env_vars, link_speed
 from shoal.distributed.world import World, init
@@ -57,7 +58,7 @@ class CollectivesOptions:
     json: bool
 
 
-def request(
+def parse_options(
     *,
     backends: str,
     operations: str,
@@ -88,7 +89,7 @@ def request(
     )
 
 
-def comm(asked: CollectivesOptions, processes: int | None) -> int:
+def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> int:
     """Measure in this job, or in so many processes on this machine; the exit code.
 
     Raises LaunchError where there is nobody to talk to, or a backend can't work here.
@@ -102,7 +103,7 @@ def comm(asked: CollectivesOptions, processes: int | None) -> int:
         )
     if here.size > 1:
         _check_backends(asked.backends)
-        return measure_here(asked)
+        return measure_on_ranks(asked)
     if processes is None or processes < 2:
         raise LaunchError(
             given="shoal bench comm" + (f" -n {processes}" if processes is not None else ""),
@@ -130,10 +131,10 @@ class Measuring:
 
     def run(self) -> None:
         """Measure, with the other ranks. A signal has reached the launcher too, which exits with it."""
-        measure_here(self.request)
+        measure_on_ranks(self.request)
 
 
-def measure_here(asked: CollectivesOptions) -> int:
+def measure_on_ranks(asked: CollectivesOptions) -> int:
     """Join the ranks that a launcher started, and measure. Rank 0 tells; the exit code."""
     first = asked.backends[0] if asked.backends else None
     device = "cpu" if first in ("mpi", "gloo") else None
@@ -144,7 +145,7 @@ def measure_here(asked: CollectivesOptions) -> int:
         began, begun = datetime.now(UTC), perf_counter()
         backends = asked.backends or (str(dist.get_backend(world.group)),)
         screen = plain_console(stderr=True)
-        outcome = measure(
+        outcome = measure_collectives(
             world,
             backends=backends,
             operations=asked.operations,
@@ -212,15 +213,15 @@ def _report(
         return
     path = asked.out or Path(_file_name(machine))
     write_machine_file(machine, path)
-    display.show(console, machine, left_out)
+    display.print_measurements(console, machine, left_out)
     if pairs is not None:
-        display.show_pairs(console, pairs)
+        display.print_links(console, pairs)
     print_path(console, f"machine file: {path}")
     if asked.csv is not None:
-        write_csv(asked.csv, display.rows(machine))
+        write_csv(asked.csv, display.point_csv_rows(machine))
         print_path(console, f"points: {asked.csv}")
     if asked.json:
-        print_path(console, to_json(machine))
+        print_path(console, machine_json(machine))
 
 
 def _file_name(machine: MachineFile) -> str:
@@ -235,12 +236,7 @@ def _spoken(backend: str) -> str:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else device.type
+    return processor_name() or device.type
 
 
 def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 
 from shoal.bench.collectives.machine_file import CollectiveSeries, MachineFile, Point
 from shoal.distributed.link_speed import Pairs, slow
-from shoal.util.tables import add_row, make_table, print_line, print_table
+from shoal.util.tables import print_line, print_rows
 from shoal.util.units import bandwidth, binary_size, duration, percent, two_digits
 
 MOST_RANKS = 8
 """Of more ranks than that a matrix is no table any more."""
 
 
-def show(console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> None:
+def print_measurements(
+    console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]
+) -> None:
     """Print what was measured."""
-    print_line(console, verdict(machine))
-    for sentence in _remarks(machine, left_out):
-        print_line(console, sentence)
-    print_line(console, "")
+    print_line(console, describe_backends(machine))
+    print_line(console, *_remarks(machine, left_out), "")
     _show_fits(console, machine)
     for backend in dict.fromkeys(series.backend for series in machine.series):
         own = [
@@ -42,7 +43,7 @@ def show(console: Console, machine: MachineFile, left_out: Sequence[tuple[str, s
             )
 
 
-def verdict(machine: MachineFile) -> str:
+def describe_backends(machine: MachineFile) -> str:
     """The first sentence: what each backend gives, and how they compare."""
     backends = list(dict.fromkeys(series.backend for series in machine.series))
     sentences = [_sentence(_main(machine, backend)) for backend in backends]
@@ -51,7 +52,7 @@ def verdict(machine: MachineFile) -> str:
     text = f"{where}: {'; '.join(sentences)}."
     mains = [_main(machine, backend) for backend in backends]
     if len({main.operation for main in mains}) == 1 and len(mains) > 1:
-        text += " " + " ".join(comparison(mains[0], other) for other in mains[1:])
+        text += " " + " ".join(compare_backends(mains[0], other) for other in mains[1:])
     return text
 
 
@@ -65,20 +66,17 @@ def _sentence(series: CollectiveSeries) -> str:
     first, last = series.points[0], series.points[-1]
     if series.operation == "barrier":
         return f"{series.backend} takes {duration(first.seconds)} for a barrier"
+    article = "an" if series.operation.startswith("all") else "a"
     text = (
         f"{series.backend} moves {bandwidth(series.bus_bandwidth(last))} (bus) "
-        f"in {_article(series)} of {binary_size(last.bytes)}"
+        f"in {article} {series.operation} of {binary_size(last.bytes)}"
     )
     if len(series.points) > 1:
         text += f", and takes {duration(first.seconds)} for {binary_size(first.bytes)}"
     return text
 
 
-def _article(series: CollectiveSeries) -> str:
-    return f"{'an' if series.operation.startswith('all') else 'a'} {series.operation}"
-
-
-def comparison(one: CollectiveSeries, other: CollectiveSeries) -> str:
+def compare_backends(one: CollectiveSeries, other: CollectiveSeries) -> str:
     """How another backend compares with one at the smallest and the largest size of both."""
     known = {point.bytes: point.seconds for point in one.points}
     common = [point for point in other.points if point.bytes in known]
@@ -109,20 +107,21 @@ def _remarks(machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> 
 
 def _show_fits(console: Console, machine: MachineFile) -> None:
     headers = ("backend", "operation", "latency", "bandwidth", "error", "points", "spread")
-    table = make_table(*headers, right=headers[2:])
-    for series in machine.series:
-        fit = series.fit
-        spread = percent(statistics.median(point.spread for point in series.points), tenths=True)
-        cells = ("", "", "")
-        if fit is not None:
-            speed = "no limit seen" if fit.bandwidth is None else bandwidth(fit.bandwidth)
-            cells = (duration(fit.latency, fixed=True), speed, percent(fit.error, tenths=True))
-        elif series.operation == "barrier":
-            cells = (duration(series.points[0].seconds, fixed=True), "", "")
-        add_row(table, series.backend, series.operation, *cells, str(len(series.points)), spread)
-    print_table(
-        console, "The line time = latency + bytes / bandwidth, and how far points are off", table
-    )
+    title = "The line time = latency + bytes / bandwidth, and how far points are off"
+    print_rows(console, title, headers, map(_fit_cells, machine.series), right=headers[2:])
+
+
+def _fit_cells(series: CollectiveSeries) -> tuple[str, ...]:
+    fit = series.fit
+    latency = speed = error = ""
+    if fit is not None:
+        latency, error = duration(fit.latency, fixed=True), percent(fit.error, tenths=True)
+        speed = "no limit seen" if fit.bandwidth is None else bandwidth(fit.bandwidth)
+    elif series.operation == "barrier":
+        latency = duration(series.points[0].seconds, fixed=True)
+    spread = percent(statistics.median(point.spread for point in series.points), tenths=True)
+    count = str(len(series.points))
+    return series.backend, series.operation, latency, speed, error, count, spread
 
 
 def _show_matrix(
@@ -131,18 +130,21 @@ def _show_matrix(
     own: Sequence[CollectiveSeries],
     cell: Callable[[CollectiveSeries, Point], str],
 ) -> None:
-    """Sizes in rows and operations in columns."""
+    """Print sizes in rows and operations in columns."""
     headers = ["size", *(series.operation.replace("_", " ") for series in own)]
-    table = make_table(*headers, right=headers)
-    sizes = sorted({point.bytes for series in own for point in series.points})
-    for size in sizes:
-        found = [next((it for it in series.points if it.bytes == size), None) for series in own]
-        texts = ["" if it is None else cell(series, it) for series, it in zip(own, found, strict=True)]
-        add_row(table, binary_size(size), *texts)
-    print_table(console, title, table)
+    cells = {
+        (series.operation, point.bytes): cell(series, point)
+        for series in own
+        for point in reversed(series.points)  # the first of several of one size counts
+    }
+    rows = (
+        (binary_size(size), *(cells.get((series.operation, size), "") for series in own))
+        for size in sorted({size for _, size in cells})
+    )
+    print_rows(console, title, headers, rows, right=headers)
 
 
-def show_pairs(console: Console, measured: Pairs) -> None:
+def print_links(console: Console, measured: Pairs) -> None:
     """What pairs of ranks give each other: what is slow, and all of it where they are few."""
     odd = slow(measured)
     if not odd and len(measured.hosts) > 2:
@@ -157,39 +159,26 @@ def show_pairs(console: Console, measured: Pairs) -> None:
     if len(measured.hosts) > MOST_RANKS:
         return
     headers = ["from", *(f"to {rank}" for rank in range(len(measured.hosts)))]
-    table = make_table(*headers, right=headers)
-    for sender, row in enumerate(measured.bandwidth):
-        add_row(table, str(sender), *("" if it is None else bandwidth(it) for it in row))
-    print_table(console, f"From rank to rank, {binary_size(measured.bytes)} and an answer", table)
-
-
-def rows(machine: MachineFile) -> Iterator[Sequence[object]]:
-    """All points, as lines of a CSV file; the first has the names."""
-    yield (
-        "backend",
-        "operation",
-        "memory",
-        "ranks",
-        "bytes",
-        "seconds",
-        "low",
-        "high",
-        "samples",
-        "algorithm_bandwidth",
-        "bus_bandwidth",
+    rows = (
+        (str(sender), *("" if it is None else bandwidth(it) for it in row))
+        for sender, row in enumerate(measured.bandwidth)
     )
-    for series in machine.series:
-        for point in series.points:
-            yield (
-                series.backend,
-                series.operation,
-                series.memory,
-                series.ranks,
-                point.bytes,
-                point.seconds,
-                point.low,
-                point.high,
-                point.samples,
-                series.algorithm_bandwidth(point),
-                series.bus_bandwidth(point),
-            )
+    title = f"From rank to rank, {binary_size(measured.bytes)} and an answer"
+    print_rows(console, title, headers, rows, right=headers)
+
+
+def point_csv_rows(machine: MachineFile) -> list[dict[str, object]]:
+    """Return all points as rows of a CSV file."""
+    return [
+        {
+            "backend": series.backend,
+            "operation": series.operation,
+            "memory": series.memory,
+            "ranks": series.ranks,
+            **asdict(point),
+            "algorithm_bandwidth": series.algorithm_bandwidth(point),
+            "bus_bandwidth": series.bus_bandwidth(point),
+        }
+        for series in machine.series
+        for point in series.points
+    ]

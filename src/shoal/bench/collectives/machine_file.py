@@ -118,7 +118,7 @@ class MachineFile:
     links: LinkTable | None = None
 
 
-def fit(points: Sequence[Point]) -> Fit | None:
+def fit_line(points: Sequence[Point]) -> Fit | None:
     """The line through points whose relative errors are least; None of fewer than LEAST_POINTS.
 
     Sizes and times span orders of magnitude: absolute errors would leave the small ones to chance.
@@ -144,7 +144,7 @@ def fit(points: Sequence[Point]) -> Fit | None:
     return Fit(latency=latency, bandwidth=1 / slope if slope else None, error=error)
 
 
-def to_json(machine: MachineFile) -> str:
+def machine_json(machine: MachineFile) -> str:
     """The machine as one line of JSON."""
     return json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)})
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit
+from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit_line
 from shoal.distributed.world import CHECKED_STEPS, World
 
 OPERATIONS = (
@@ -129,7 +129,7 @@ class Probe:
         self.samples.append(self.place.timed(self._call, self.times))
 
 
-def measure(
+def measure_collectives(
     world: World,
     *,
     backends: Sequence[str],
@@ -249,7 +249,7 @@ def _series(world: World, probes: Sequence[Probe]) -> Iterable[CollectiveSeries]
             max(ranks) for ranks in zip(*(samples[number] for samples in everyones), strict=True)
         ]
         key = probe.place.backend, probe.operation, probe.place.device.type
-        points.setdefault(key, []).append(summary(probe.bytes, slowest))
+        points.setdefault(key, []).append(summarize_samples(probe.bytes, slowest))
     backends = list(dict.fromkeys(probe.place.backend for probe in probes))
     order = sorted(points, key=lambda key: (backends.index(key[0]), OPERATIONS.index(key[1])))
     for backend, operation, memory in order:
@@ -260,11 +260,11 @@ def _series(world: World, probes: Sequence[Probe]) -> Iterable[CollectiveSeries]
             memory=memory,
             ranks=world.size,
             points=tuple(found),
-            fit=fit(found),
+            fit=fit_line(found),
         )
 
 
-def summary(bytes: int, samples: Sequence[float]) -> Point:
+def summarize_samples(bytes: int, samples: Sequence[float]) -> Point:
     """The median and the quartiles of samples."""
     median = statistics.median(samples)
     low, high = median, median

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from shoal.util.units import duration, two_digits
 
@@ -34,7 +34,7 @@ class Mode:
     reason: str = ""
 
 
-def advise(found: Sequence[Mode]) -> list[str]:
+def mode_advice(found: Sequence[Mode]) -> list[str]:
     """A sentence for each subject, and one for each way that gave other results."""
     said = [_sentence(subject, found) for subject in dict.fromkeys(mode.subject for mode in found)]
     said += [
@@ -71,28 +71,7 @@ def _compared(way: str, seconds: float, first: float, usual: float) -> str:
     return f"{way} is {two_digits(ratio)} times as fast{paid}"
 
 
-def rows(found: Sequence[Mode]) -> Iterator[Sequence[object]]:
-    """All of it as lines of a CSV file; the first has the names."""
-    yield (
-        "subject",
-        "way",
-        "seconds",
-        "low",
-        "high",
-        "first_call_seconds",
-        "samples",
-        "difference",
-        "reason",
-    )
-    for mode in found:
-        yield (
-            mode.subject,
-            mode.way,
-            mode.seconds,
-            mode.low,
-            mode.high,
-            mode.first,
-            mode.samples,
-            mode.difference,
-            mode.reason,
-        )
+def mode_csv_rows(found: Sequence[Mode]) -> list[dict[str, object]]:
+    """Return all modes as rows of a CSV file."""
+    names = {"first": "first_call_seconds"}
+    return [{names.get(name, name): value for name, value in asdict(mode).items()} for mode in found]

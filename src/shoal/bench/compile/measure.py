@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.bench.compile.display import PYTHON, Mode, advise, rows
-from shoal.bench.import_target import raised, require_alone
+from shoal.bench.compile.display import PYTHON, Mode, mode_advice, mode_csv_rows
+from shoal.bench.import_target import require_alone, target_error
 from shoal.bench.scaling.interrupt import InterruptFlag
-from shoal.bench.scaling.models import make
+from shoal.bench.scaling.models import make_model
 from shoal.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.data import Loader
 from shoal.distributed.world import World, init
 from shoal.report.html import write_csv
 from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
+from shoal.util.grouping import group_by
+from shoal.util.tables import plain_console, print_line, print_path, print_rows
 from shoal.util.units import duration, percent
 
 SQUARINGS = 10
@@ -53,7 +54,7 @@ class CompileOptions:
     json: bool
 
 
-def modes(asked: CompileOptions) -> int:
+def benchmark_modes(asked: CompileOptions) -> int:
     """Measure and tell; the exit code. Raises LaunchError for what can't be measured."""
     if asked.batch < 1 or not 0 < asked.seconds <= 86400:
         raise LaunchError(
@@ -133,14 +134,14 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
             "(model, task, dataset)",
         )
     try:
-        made = make(subject, batch)
+        made = make_model(subject, batch)
         model = made.model if isinstance(made.model, nn.Module) else made.model()
         loader = Loader(made.dataset, world, batch_size=batch, shuffle=False)
         micro = next(loader.epochs(1)).micros[0]
     except ShoalError:
         raise
     except Exception as error:
-        raise raised(text, error) from error
+        raise target_error(text, error) from error
 
     def loss(running: nn.Module) -> Tensor:
         total, count = made.task.reduce(made.task.forward(running, micro, 0), micro, 0)
@@ -276,38 +277,26 @@ def _reason(error: BaseException) -> str:
 
 def _report(asked: CompileOptions, found: Sequence[Mode]) -> None:
     console = plain_console()
-    sentences = advise(found)
-    for sentence in sentences:
-        print_line(console, sentence)
-    print_line(console, "")
-    for subject in dict.fromkeys(mode.subject for mode in found):
-        table = make_table(
-            "", "a call", "spread", "first call", "differs by", right=("a call", "spread", "first call")
-        )
-        for mode in found:
-            if mode.subject == subject:
-                add_row(table, mode.way, *_cells(mode))
+    sentences = mode_advice(found)
+    print_line(console, *sentences, "")
+    headers = ("", "a call", "spread", "first call", "differs by")
+    for subject, own in group_by(found, lambda mode: mode.subject).items():
         what = f", forward and backward, batches of {asked.batch}" if subject == asked.model else ""
-        print_table(console, f"{subject}{what}", table)
+        print_rows(console, f"{subject}{what}", headers, map(_cells, own), right=headers[1:4])
     if asked.csv is not None:
-        write_csv(asked.csv, rows(found))
+        write_csv(asked.csv, mode_csv_rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain = {"advice": sentences, "modes": [asdict(mode) for mode in found]}
         print_path(console, json.dumps(plain))
 
 
-def _cells(mode: Mode) -> Iterator[str]:
+def _cells(mode: Mode) -> tuple[str, ...]:
     if mode.seconds is None:
-        yield from ("", "", "", mode.reason)
-        return
-    yield duration(mode.seconds, fixed=True)
-    yield percent((mode.high - mode.low) / mode.seconds, tenths=True)
-    yield duration(mode.first, fixed=True)
-    yield (
-        ""
-        if mode.difference is None
-        else "nothing"
-        if not mode.difference
-        else f"{mode.difference:.0e}"
-    )
+        return mode.way, "", "", "", mode.reason
+    differs = ""
+    if mode.difference is not None:
+        differs = f"{mode.difference:.0e}" if mode.difference else "nothing"
+    spread = percent((mode.high - mode.low) / mode.seconds, tenths=True)
+    seconds, first = (duration(each, fixed=True) for each in (mode.seconds, mode.first))
+    return mode.way, seconds, spread, first, differs

@@ -70,7 +70,7 @@ class Need:
         return self.samples / self.seconds
 
 
-def advise(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
+def worker_advice(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
     """Sentences: of each batch size the best number of workers and why not more; what is needed."""
     by_size: dict[int, dict[int, LoaderTrials]] = {}
     for each in measured:
@@ -86,7 +86,7 @@ def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: i
     fastest = max(each.rate for each in found.values())
     chosen = min(workers for workers, each in found.items() if each.rate >= ENOUGH * fastest)
     best, more = found[chosen], [workers for workers in sorted(found) if workers > chosen]
-    text = f"{where}num_workers={chosen} gives {_rate(best)}"
+    text = f"{where}num_workers={chosen} gives {two_digits(best.rate)} samples/s"
     if chosen and 0 in found:
         text += f", {two_digits(best.rate / found[0].rate)} times as many as 0"
     if not more:
@@ -126,7 +126,3 @@ def _enough(found: Mapping[int, LoaderTrials], need: Need) -> str:
         f"{asked}: none is enough. With num_workers={workers} training would wait {percent(waiting)} "
         "of its time for data."
     )
-
-
-def _rate(each: LoaderTrials) -> str:
-    return f"{two_digits(each.rate)} samples/s"

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shoal.bench.data_loading.advice import LoaderTrials, Need, advise
-from shoal.bench.data_loading.measure import Stages, Trial, stages, trial
-from shoal.bench.import_target import called, named, raised, require_alone
+from shoal.bench.data_loading.advice import LoaderTrials, Need, worker_advice
+from shoal.bench.data_loading.measure import Stages, Trial, measure_stages, run_trial
+from shoal.bench.import_target import call_target, import_named, require_alone, target_error
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.data import Loader
 from shoal.data.iterable_dataset import Flow
@@ -20,14 +20,7 @@ from shoal.distributed.world import World, init
 from shoal.report import Reader
 from shoal.report.html import write_csv
 from shoal.util.errors import DataError, LaunchError, ShoalError
-from shoal.util.tables import (
-    add_row,
-    make_table,
-    plain_console,
-    print_line,
-    print_path,
-    print_table,
-)
+from shoal.util.tables import plain_console, print_line, print_path, print_rows
 from shoal.util.units import duration, percent, size, two_digits
 
 BATCH_SIZE = 32
@@ -51,7 +44,7 @@ class DataLoadingOptions:
     json: bool
 
 
-def data(asked: DataLoadingOptions) -> int:
+def benchmark_data_loading(asked: DataLoadingOptions) -> int:
     """Measure and tell; the exit code. Raises ShoalError for what can't be measured."""
     _check(asked)
     need = _need(asked)
@@ -75,12 +68,12 @@ def _measure_and_tell(asked: DataLoadingOptions, world: World, need: Need | None
             "is there",
         )
         try:
-            parts = stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
+            parts = measure_stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
             found = _measure(asked, loaders, workers, lambda: bool(interrupts.asked))
         except ShoalError:
             raise
         except Exception as error:
-            raise raised(asked.target, error) from error
+            raise target_error(asked.target, error) from error
     if found:
         _report(asked, found, parts, world.placement.cores, need)
     else:
@@ -103,7 +96,7 @@ def _measure(
             if asked_to_stop():
                 break
             key = loader.batch_size, count
-            trials.setdefault(key, []).append(trial(loader, count, max(_SHORTEST, length)))
+            trials.setdefault(key, []).append(run_trial(loader, count, max(_SHORTEST, length)))
     return [
         LoaderTrials(batch_size=batch_size, workers=count, trials=tuple(each))
         for (batch_size, count), each in sorted(trials.items())
@@ -112,9 +105,9 @@ def _measure(
 
 def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
     """A Loader for each batch size, of what the user's function returns."""
-    found = named(asked.target, "dataset")
+    found = import_named(asked.target, "dataset")
     if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
-        found = called(found, asked.target, world)
+        found = call_target(found, asked.target, world)
     if isinstance(found, Loader):
         if asked.batch_sizes and asked.batch_sizes != (found.batch_size,):
             raise DataError(
@@ -132,7 +125,7 @@ def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
         error.given = f"{asked.target}, which gives a {type(found).__name__}"
         raise
     except Exception as error:
-        raise raised(asked.target, error) from error
+        raise target_error(asked.target, error) from error
 
 
 def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
@@ -203,38 +196,20 @@ def _report(
     need: Need | None,
 ) -> None:
     console = plain_console()
-    sentences = advise(found, cores, need)
-    for sentence in sentences:
-        print_line(console, sentence)
-    print_line(console, "")
+    sentences = worker_advice(found, cores, need)
+    print_line(console, *sentences, "")
+    title = "Batches taken as fast as they come (cores: here + in workers)"
     headers = ("batch", "workers", "samples/s", "spread", "first batch", "cores busy", "each worker")
-    table = make_table(*headers, right=headers)
-    for each in found:
-        busy = "{:.1f} + {:.1f}".format(*each.busy) if each.workers else f"{each.busy[0]:.1f}"
-        memory = "" if each.memory is None else size(each.memory)
-        cells = (
-            two_digits(each.rate),
-            percent(each.spread, tenths=True),
-            duration(each.first, fixed=True),
-            busy,
-            memory,
-        )
-        add_row(table, str(each.batch_size), str(each.workers), *cells)
-    print_table(console, "Batches taken as fast as they come (cores: here + in workers)", table)
+    print_rows(console, title, headers, map(_cells, found), right=headers)
     if parts is not None:
-        stage = make_table(
-            "stage", "for a sample", "for a batch", right=("for a sample", "for a batch")
+        times = ("for a sample", "for a batch")
+        rows = (
+            (name, *(duration(seconds * count, fixed=True) for count in (1, found[0].batch_size)))
+            for name, seconds in _named_stages(parts)
         )
-        for name, seconds in _named_stages(parts):
-            add_row(
-                stage,
-                name,
-                duration(seconds, fixed=True),
-                duration(seconds * found[0].batch_size, fixed=True),
-            )
-        print_table(console, "Each stage alone", stage)
+        print_rows(console, "Each stage alone", ("stage", *times), rows, right=times)
     if asked.csv is not None:
-        write_csv(asked.csv, _rows(found))
+        write_csv(asked.csv, _csv_rows(found))
         print_path(console, f"figures: {asked.csv}")
     if asked.json:
         plain: dict[str, Any] = {
@@ -248,6 +223,18 @@ def _report(
         print_path(console, json.dumps(plain))
 
 
+def _cells(each: LoaderTrials) -> tuple[str, ...]:
+    return (
+        str(each.batch_size),
+        str(each.workers),
+        two_digits(each.rate),
+        percent(each.spread, tenths=True),
+        duration(each.first, fixed=True),
+        "{:.1f} + {:.1f}".format(*each.busy) if each.workers else f"{each.busy[0]:.1f}",
+        "" if each.memory is None else size(each.memory),
+    )
+
+
 def _named_stages(parts: Stages) -> Iterator[tuple[str, float]]:
     whole = parts.collate is None
     yield ("samples, cut from tensors" if whole else "dataset, __getitem__"), parts.sample
@@ -259,26 +246,18 @@ def _named_stages(parts: Stages) -> Iterator[tuple[str, float]]:
         yield "to the GPU", parts.copied
 
 
-def _rows(found: Sequence[LoaderTrials]) -> Iterator[Sequence[object]]:
-    yield (
-        "batch_size",
-        "workers",
-        "samples_per_second",
-        "first_batch_seconds",
-        "samples",
-        "busy",
-        "workers_busy",
-        "worker_bytes",
-    )
-    for each in found:
-        for one in each.trials:
-            yield (
-                each.batch_size,
-                each.workers,
-                one.rate,
-                one.first,
-                one.samples,
-                one.busy,
-                one.workers_busy,
-                one.memory,
-            )
+def _csv_rows(found: Sequence[LoaderTrials]) -> list[dict[str, object]]:
+    return [
+        {
+            "batch_size": each.batch_size,
+            "workers": each.workers,
+            "samples_per_second": one.rate,
+            "first_batch_seconds": one.first,
+            "samples": one.samples,
+            "busy": one.busy,
+            "workers_busy": one.workers_busy,
+            "worker_bytes": one.memory,
+        }
+        for each in found
+        for one in each.trials
+    ]

@@ -60,7 +60,7 @@ class Stages:
     copied: float | None
 
 
-def trial(loader: Loader, workers: int, seconds: float) -> Trial:
+def run_trial(loader: Loader, workers: int, seconds: float) -> Trial:
     """Take batches for so many seconds."""
     known = _children()
     begun = time.perf_counter()
@@ -95,7 +95,7 @@ def trial(loader: Loader, workers: int, seconds: float) -> Trial:
         )
 
 
-def stages(loader: Loader, seconds: float) -> Stages | None:
+def measure_stages(loader: Loader, seconds: float) -> Stages | None:
     """What a sample costs, as far as that can be told apart; None for what can only be iterated.
 
     Blocks are read in turn by the dataset alone and with the collate function, so that neither finds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,10 +12,12 @@ from shoal.bench.scaling.configurations import (
     Configuration,
     ScalingCurve,
     StudyOptions,
-    configuration,
-    curves,
+    list_curves,
+    make_configuration,
 )
 from shoal.bench.scaling.measure import PARTS, Blame, StepTimes, measured_from
+from shoal.util.grouping import group_by
+from shoal.util.units import counted
 
 BUSY = 0.5
 """Cores that other programs may use before it is told."""
@@ -36,33 +38,17 @@ class Repeat:
     round: int
     began: float
     seconds: float
-    measured: StepTimes | None
     reason: str | None = None
     hosts: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
     cores: int = 0
     parameters: int | None = None
     others: float = 0.0
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "key": self.key,
-            "round": self.round,
-            "began": self.began,
-            "seconds": self.seconds,
-            "reason": self.reason,
-            "hosts": list(self.hosts),
-            "devices": list(self.devices),
-            "cores": self.cores,
-            "parameters": self.parameters,
-            "others": self.others,
-            "measured": None if self.measured is None else self.measured.plain(),
-        }
+    measured: StepTimes | None
 
 
 def repeat_from(plain: Mapping[str, Any]) -> Repeat:
-    """What `Repeat.plain` was made of."""
+    """Return the repeat that `asdict` turned into these values."""
     lists = {name: tuple(plain[name]) for name in ("hosts", "devices")}
     measured = plain["measured"]
     rest = {"measured": None if measured is None else measured_from(measured), **lists}
@@ -78,7 +64,7 @@ class Spread:
     high: float
 
 
-def spread(values: Sequence[float]) -> Spread:
+def spread_of(values: Sequence[float]) -> Spread:
     """From the lowest to the highest."""
     return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
@@ -125,16 +111,14 @@ class ScalingPoint:
         return parts.get("communication", 0.0) + parts.get("waiting", 0.0)
 
 
-def rows(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
+def scaling_points(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
     """The rows of all curves, each from few processes to many; what has not run yet is not there."""
-    by_key: dict[str, list[Repeat]] = {}
-    for repeat in repeats:
-        by_key.setdefault(repeat.key, []).append(repeat)
+    by_key = group_by(repeats, lambda repeat: repeat.key)
     found = []
-    for curve in curves(options):
+    for curve in list_curves(options):
         base: tuple[Configuration, list[Repeat]] | None = None
         for processes in sorted(set(options.processes)):
-            chosen = configuration(options, curve, processes)
+            chosen = make_configuration(options, curve, processes)
             own = by_key.get(chosen.key, [])
             if not own:
                 continue
@@ -159,7 +143,7 @@ def _row(
         repeats=len(good),
         failed=len(reasons),
         reason=reasons[-1] if reasons and not good else None,
-        notes=tuple(notes(repeats)),
+        notes=tuple(machine_notes(repeats)),
     )
     if not good or base is None:
         return row
@@ -174,24 +158,18 @@ def _row(
     walls = [wall for each in good.values() for wall in each.walls]
     low, middle, high = statistics.quantiles(walls, n=4, method="inclusive")
     blames = [each.blame for each in good.values() if each.blame is not None]
-    return ScalingPoint(
-        curve=curve,
-        configuration=chosen,
-        base=start,
-        repeats=len(good),
-        failed=len(reasons),
-        reason=None,
-        rate=spread([each.rate for each in good.values()]),
+    return replace(
+        row,
+        rate=spread_of([each.rate for each in good.values()]),
         iteration=Spread(median=middle, low=low, high=high),
-        speedup=spread(gains),
-        efficiency=spread([gain / more for gain in gains]),
+        speedup=spread_of(gains),
+        efficiency=spread_of([gain / more for gain in gains]),
         parts={
             part: statistics.fmean(each.parts.get(part, 0.0) for each in good.values())
             for part in PARTS
         },
         rounds={number: each.parts for number, each in good.items()},
         blame=_agreed(blames, len(good)),
-        notes=row.notes,
     )
 
 
@@ -203,7 +181,7 @@ def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
     return None
 
 
-def notes(repeats: Sequence[Repeat]) -> list[str]:
+def machine_notes(repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of the machines that these jobs had."""
     found: dict[str, None] = {}
     for repeat in repeats:
@@ -212,11 +190,11 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
             devices = {repeat.devices[number] for number in here}
             if any(device.startswith("cuda") for device in devices):
                 if len(devices) < len(here):
-                    gpus = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
+                    gpus = counted(len(devices), "GPU")
                     found[f"more processes than GPUs: {len(here)} on {gpus} of {host}"] = None
             elif 0 < repeat.cores < len(here):
-                many = "1 core" if repeat.cores == 1 else f"{repeat.cores} cores"
-                found[f"more processes than cores: {len(here)} on {many} of {host}"] = None
+                cores = counted(repeat.cores, "core")
+                found[f"more processes than cores: {len(here)} on {cores} of {host}"] = None
         if repeat.reason is not None and any(other.measured for other in repeats):
             found[f"round {repeat.round + 1} failed: {repeat.reason}"] = None
     return list(found)
@@ -225,10 +203,10 @@ def notes(repeats: Sequence[Repeat]) -> list[str]:
 def all_notes(rows: Sequence[ScalingPoint], repeats: Sequence[Repeat]) -> list[str]:
     """What has to be said of a study, each once."""
     found = dict.fromkeys(note for row in rows for note in row.notes)
-    return [*found, *filter(None, (apart(repeats), disturbed(repeats)))]
+    return [*found, *filter(None, (different_nodes_note(repeats), disturbance_note(repeats)))]
 
 
-def apart(repeats: Sequence[Repeat]) -> str | None:
+def different_nodes_note(repeats: Sequence[Repeat]) -> str | None:
     """What has to be said where more processes did not have the nodes that fewer had."""
     used: dict[int, set[str]] = {}
     for repeat in repeats:
@@ -246,7 +224,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SOME]) + (f" and {more} more" if more > 0 else "")
 
 
-def disturbed(repeats: Sequence[Repeat]) -> str | None:
+def disturbance_note(repeats: Sequence[Repeat]) -> str | None:
     """What has to be said where the machine had other work."""
     most = max(repeats, key=lambda repeat: repeat.others, default=None)
     if most is None or most.others < BUSY:

@@ -16,7 +16,7 @@ class ClusterRequest:
     """What the user requests of a cluster; what is None is left to the site.
 
     `gpus` and `tasks` are those of a node, one process for each; `cpus` are cores of each process.
-    `time`, in seconds, is that of each job.
+    `time`, in seconds, is that of each job. With `force`, jobs are submitted although checks fail.
     """
 
     site: str | None = None
@@ -28,6 +28,7 @@ class ClusterRequest:
     tasks: int | None = None
     cpus: int | None = None
     options: tuple[str, ...] = ()
+    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.bench.scaling.aggregate import ScalingPoint, Spread, rows
+from shoal.bench.scaling.aggregate import ScalingPoint, Spread, scaling_points
 from shoal.bench.scaling.configurations import Configuration, ScalingCurve
 from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.measure import SHOWN
 from shoal.util.errors import LaunchError
-from shoal.util.units import three_digits
+from shoal.util.grouping import group_by
+from shoal.util.units import counted, three_digits
 
 MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
 """What has to be the same."""
@@ -40,7 +41,7 @@ class Pair:
         return not self.ratio.low <= 1 <= self.ratio.high
 
 
-def check_same(first: Study, second: Study) -> None:
+def require_same_work(first: Study, second: Study) -> None:
     """Raises LaunchError where they are not of the same work, saying what differs."""
     before, after = first.options.plain(), second.options.plain()
     differ = [
@@ -56,7 +57,7 @@ def check_same(first: Study, second: Study) -> None:
         )
 
 
-def differences(first: Study, second: Study) -> list[str]:
+def study_differences(first: Study, second: Study) -> list[str]:
     """In what the studies differ that are compared: machines, versions, threads, steps."""
     found = [
         f"{name}: {first.machine.get(name, '?')} and {second.machine.get(name, '?')}"
@@ -71,11 +72,14 @@ def differences(first: Study, second: Study) -> list[str]:
     return found
 
 
-def pairs(first: Study, second: Study) -> list[Pair]:
+def match_studies(first: Study, second: Study) -> list[Pair]:
     """What both have measured. Raises LaunchError where that is nothing."""
-    check_same(first, second)
-    before, after = rows(first.options, first.repeats()), rows(second.options, second.repeats())
-    found = pair_rows(before, after)
+    require_same_work(first, second)
+    before, after = (
+        scaling_points(first.options, first.repeats()),
+        scaling_points(second.options, second.repeats()),
+    )
+    found = match_points(before, after)
     if not found:
         raise LaunchError(
             given=f"shoal bench compare {first.path} {second.path}",
@@ -85,7 +89,7 @@ def pairs(first: Study, second: Study) -> list[Pair]:
     return found
 
 
-def pair_rows(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
+def match_points(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
     """Rows of one curve and one number of processes, where both ran."""
     known = {(row.curve, row.processes): row for row in before if row.rate is not None}
     found = []
@@ -113,23 +117,15 @@ def pair_rows(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> 
     return found
 
 
-def largest(pairs: Sequence[Pair]) -> list[Pair]:
-    """Of each curve the pair with most processes."""
-    found: dict[ScalingCurve, Pair] = {}
-    for pair in pairs:
-        known = found.get(pair.curve)
-        if known is None or pair.configuration.processes > known.configuration.processes:
-            found[pair.curve] = pair
-    return list(found.values())
+def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return the pair of each curve with the most processes."""
+    by_curve = group_by(pairs, lambda pair: pair.curve).values()
+    return [max(own, key=lambda pair: pair.configuration.processes) for own in by_curve]
 
 
-def sentence(pair: Pair, first: str, second: str) -> str:
+def describe_pair(pair: Pair, first: str, second: str) -> str:
     """Such as `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
-    many = (
-        "1 process"
-        if pair.configuration.processes == 1
-        else f"{pair.configuration.processes} processes"
-    )
+    many = counted(pair.configuration.processes, "process", "es")
     what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
     if not pair.clear:
         what += f" ({pair.ratio.low:.2f} to {pair.ratio.high:.2f}, so no clear difference)"

@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.bench.scaling.subject import SIZES, ScriptSubject, Subject, parse_subject
 from shoal.util.errors import LaunchError
+from shoal.util.units import counted
 
 SCALINGS = ("strong", "weak")
 BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -51,10 +52,9 @@ class Configuration:
         return "-".join((*parts, self.precision, self.way))
 
     def __str__(self) -> str:
-        many = "process" if self.processes == 1 else "processes"
         rest = (self.backend, self.strategy, self.precision, self.way)
         chosen = ", ".join(part for part in rest if part != NONE)
-        return f"{self.processes} {many}, batch {self.batch}, {chosen}"
+        return f"{counted(self.processes, 'process', 'es')}, batch {self.batch}, {chosen}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def options_from(plain: dict[str, Any]) -> StudyOptions:
     return StudyOptions(**read)
 
 
-def check_options(options: StudyOptions) -> None:
+def check_study_options(options: StudyOptions) -> None:
     """Raises LaunchError for what can't be studied."""
     _check_script(options)
     for option, given, known in (
@@ -174,7 +174,7 @@ def _check_script(options: StudyOptions) -> None:
             )
 
 
-def arguments(options: StudyOptions, configuration: Configuration, run: str) -> list[str]:
+def fill_arguments(options: StudyOptions, configuration: Configuration, run: str) -> list[str]:
     """The arguments of a script in this configuration: `{batch}` and others in their places."""
     values = {
         **{name: str(value) for name, value in asdict(configuration).items()},
@@ -189,7 +189,7 @@ def arguments(options: StudyOptions, configuration: Configuration, run: str) -> 
     return found
 
 
-def curves(options: StudyOptions) -> list[ScalingCurve]:
+def list_curves(options: StudyOptions) -> list[ScalingCurve]:
     """All that a study compares, in the order of the options."""
     return [
         ScalingCurve(scaling=scaling, backend=backend, strategy=strategy, precision=precision, way=way)
@@ -201,7 +201,7 @@ def curves(options: StudyOptions) -> list[ScalingCurve]:
     ]
 
 
-def configuration(options: StudyOptions, curve: ScalingCurve, processes: int) -> Configuration:
+def make_configuration(options: StudyOptions, curve: ScalingCurve, processes: int) -> Configuration:
     """The job of a curve at so many processes. One process of ours is the same for all backends."""
     alone = processes == 1 and not isinstance(options.subject, ScriptSubject)
     return Configuration(
@@ -214,17 +214,17 @@ def configuration(options: StudyOptions, curve: ScalingCurve, processes: int) ->
     )
 
 
-def configurations(options: StudyOptions) -> list[Configuration]:
+def list_configurations(options: StudyOptions) -> list[Configuration]:
     """The jobs of a round, each once."""
     found = {
-        configuration(options, curve, processes): None
+        make_configuration(options, curve, processes): None
         for processes in sorted(set(options.processes))
-        for curve in curves(options)
+        for curve in list_curves(options)
     }
     return list(found)
 
 
-def order(count: int, number: int) -> list[int]:
+def round_order(count: int, number: int) -> list[int]:
     """In which order round `number` takes `count` configurations, so that drift cancels.
 
     Each second round is the one before it backwards: over the two every configuration stands at the

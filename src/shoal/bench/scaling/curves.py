@@ -8,8 +8,9 @@ from shoal.bench.scaling import format
 from shoal.bench.scaling.aggregate import ScalingPoint, Spread
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.report.html import Block, Figure, Table
-from shoal.report.html.plots import Series, lines
-from shoal.util.units import three_digits
+from shoal.report.html.plots import Series, plot_lines
+from shoal.util.grouping import group_by
+from shoal.util.units import counted, three_digits
 
 WIDE = 8
 """More processes than these are drawn on logarithmic axes."""
@@ -17,13 +18,13 @@ WIDE = 8
 Names = Mapping[ScalingCurve, str]
 
 
-def scaled(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
+def scaling_blocks(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
     """For each kind of scaling: what each curve gives for each number of processes, then its plots."""
     blocks: list[Block] = []
     for scaling in dict.fromkeys(row.curve.scaling for row in rows):
         own = [row for row in rows if row.curve.scaling == scaling and row.rate is not None]
         if own:
-            blocks += format.across(own, names, word, each)
+            blocks += format.comparison_tables(own, names, word, each)
             blocks += [
                 _throughput(scaling, own, names, word, each),
                 _iteration(scaling, own, names),
@@ -32,7 +33,7 @@ def scaled(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> 
     return blocks
 
 
-def series(label: str, rows: Sequence[ScalingPoint], each: int) -> Series:
+def throughput_series(label: str, rows: Sequence[ScalingPoint], each: int) -> Series:
     """The throughput of a curve, with the slowest and the fastest round."""
     return _line(label, [(row.processes, row.rate) for row in rows if row.rate is not None], each)
 
@@ -48,9 +49,8 @@ def _line(label: str, known: Sequence[tuple[int, Spread]], scale: float) -> Seri
     )
 
 
-def _of_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, list[ScalingPoint]]]:
-    curves = dict.fromkeys(row.curve for row in rows)
-    return [(curve, [row for row in rows if row.curve == curve]) for curve in curves]
+def _by_curve(rows: Sequence[ScalingPoint]) -> dict[ScalingCurve, list[ScalingPoint]]:
+    return group_by(rows, lambda row: row.curve)
 
 
 def _throughput(
@@ -60,13 +60,13 @@ def _throughput(
     start = max((row for row in rows if row.processes == sizes[0]), key=_rate)
     ideal = [_rate(start) * each * size / start.processes for size in sizes]
     drawn = [Series(label="ideal", x=sizes, y=ideal, faint=True)]
-    drawn += [series(names[curve], own, each) for curve, own in _of_curves(rows)]
+    drawn += [throughput_series(names[curve], own, each) for curve, own in _by_curve(rows).items()]
     wide = sizes[-1] > WIDE
     return Figure(
         name=f"throughput-{scaling}",
         caption=f"{word.capitalize()} per second against processes, {scaling} scaling: the median of "
         "the rounds, the band from the slowest to the fastest.",
-        drawing=lines(
+        drawing=plot_lines(
             drawn, x="processes", y=f"{word}/s", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),
         table=_numbers(rows, names, f"{word}/s", "rate", each),
@@ -76,7 +76,7 @@ def _throughput(
 def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure:
     sizes = sorted({row.processes for row in rows})
     drawn = []
-    for curve, own in _of_curves(rows):
+    for curve, own in _by_curve(rows).items():
         whole = [row.mean * 1e3 for row in own]
         inside = [row.synchronisation * 1e3 for row in own]
         drawn.append(
@@ -105,7 +105,7 @@ def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figu
         name=f"iteration-{scaling}",
         caption=f"Milliseconds of a step against processes, {scaling} scaling: the mean of a typical "
         "process. The band below a line is the time inside of collectives, waiting included.",
-        drawing=lines(
+        drawing=plot_lines(
             drawn,
             x="processes",
             y="milliseconds of a step",
@@ -121,16 +121,15 @@ def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure
     sizes = sorted({row.processes for row in rows})
     least = min(row.base.processes for row in rows if row.base is not None)
     drawn = [Series(label="ideal", x=sizes, y=[size / least for size in sizes], faint=True)]
-    for curve, own in _of_curves(rows):
+    for curve, own in _by_curve(rows).items():
         known = [(row.processes, row.speedup) for row in own if row.speedup is not None]
         drawn.append(_line(names[curve], known, 1))
-    many = "1 process" if least == 1 else f"{least} processes"
     wide = sizes[-1] > WIDE
     return Figure(
         name=f"speedup-{scaling}",
-        caption=f"Speed-up over {many} of the same curve, {scaling} scaling: the median of the rounds, "
-        "the band from the lowest to the highest.",
-        drawing=lines(
+        caption=f"Speed-up over {counted(least, 'process', 'es')} of the same curve, {scaling} "
+        "scaling: the median of the rounds, the band from the lowest to the highest.",
+        drawing=plot_lines(
             drawn, x="processes", y="speed-up", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),
         table=_numbers(rows, names, "speed-up", "speedup", 1),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from shoal.bench.scaling.aggregate import ScalingPoint
 from shoal.bench.scaling.configurations import ScalingCurve
 from shoal.bench.scaling.measure import SHOWN
+from shoal.util.grouping import group_by
+from shoal.util.units import counted
 
 LEAST = 0.01
 """The share of a step from which on a cause is told."""
@@ -33,7 +35,7 @@ class Cause:
         return abs(self.share) >= max(LEAST, self.spread)
 
 
-def causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
+def find_causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
     """Where the time of a step went beyond that of perfect scaling, greatest first.
 
     With perfect scaling each part would take what it took at the base, times how much of the batch a
@@ -66,16 +68,16 @@ def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) 
     return excess
 
 
-def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
+def describe_scaling(row: ScalingPoint, base: ScalingPoint) -> str:
     """Such as `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
-    many = "1 process" if row.processes == 1 else f"{row.processes} processes"
+    many = counted(row.processes, "process", "es")
     if row.speedup is None or row.efficiency is None:
         return f"{many} failed: {row.reason}"
     what = f"{many} give {row.speedup.median:.2f}x"
     if base.processes > 1:
         what += f" of {base.processes}"
     what += f" ({row.efficiency.median:.0%})".replace("%", " %")
-    clear = [cause for cause in causes(row, base) if cause.clear]
+    clear = [cause for cause in find_causes(row, base) if cause.clear]
     told = [cause for cause in clear if cause.share > 0][:TOLD]
     won = [cause for cause in clear if cause.share < 0]
     parts = [f"{cause.share * 100:.0f} % {cause.text}" for cause in told]
@@ -84,26 +86,23 @@ def sentence(row: ScalingPoint, base: ScalingPoint) -> str:
     return f"{what}: " + (", ".join(parts) or f"nothing {above} is lost")
 
 
-def diagnoses(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
+def diagnose_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
     """A sentence for each curve, of its largest number of processes that ran, or that failed."""
-    by_curve: dict[ScalingCurve, list[ScalingPoint]] = {}
-    for row in rows:
-        by_curve.setdefault(row.curve, []).append(row)
     found = []
-    for curve, own in by_curve.items():
+    for curve, own in group_by(rows, lambda row: row.curve).items():
         base = next((row for row in own if row.rate is not None), None)
         if base is None:
             found.append((curve, f"nothing ran: {own[-1].reason}"))
             continue
         last = [row for row in own if row.rate is not None][-1]
-        text = sentence(last, base) if last is not base else _alone(base)
+        text = describe_scaling(last, base) if last is not base else _alone(base)
         failed = [row for row in own if row.rate is None]
-        text += "".join(f"; {sentence(row, base)}" for row in failed)
+        text += "".join(f"; {describe_scaling(row, base)}" for row in failed)
         found.append((curve, text))
     return found
 
 
-def labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
+def curve_labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
     """What tells these curves apart: `strong, gloo`; what they have in common is left out."""
     fields = ("scaling", "backend", "strategy", "precision", "way")
     differ = [name for name in fields if len({getattr(curve, name) for curve in curves}) > 1]
@@ -118,8 +117,7 @@ def _alone(base: ScalingPoint) -> str:
     total = sum(parts.values())
     shares = sorted(((value / total, part) for part, value in parts.items() if total), reverse=True)
     told = ", ".join(f"{share * 100:.0f} % {SHOWN[part]}" for share, part in shares if share >= LEAST)
-    many = "1 process" if base.processes == 1 else f"{base.processes} processes"
-    return f"{many}, and nothing to compare with: {told}"
+    return f"{counted(base.processes, 'process', 'es')}, and nothing to compare with: {told}"
 
 
 def _text(part: str, share: float, row: ScalingPoint, work: float) -> str:

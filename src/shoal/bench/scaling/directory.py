@@ -16,17 +16,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.bench.processor import processor_name
 from shoal.bench.scaling.aggregate import Repeat, repeat_from
 from shoal.bench.scaling.configurations import (
     Configuration,
     StudyOptions,
-    configurations,
+    list_configurations,
     options_from,
-    order,
+    round_order,
 )
 from shoal.util.errors import CheckpointError, ShoalError
 from shoal.util.packages import versions
@@ -60,11 +61,11 @@ class Study:
 
         What made one fail may have been mended. Raises CheckpointError for a file that is no result.
         """
-        jobs = configurations(self.options)
+        jobs = list_configurations(self.options)
         return [
             (number, jobs[place])
             for number in range(self.options.rounds)
-            for place in order(len(jobs), number)
+            for place in round_order(len(jobs), number)
             if _is_missing(self.job(jobs[place], number) / RESULT, failed=failed)
         ]
 
@@ -72,7 +73,7 @@ class Study:
         """The results so far. Raises CheckpointError for a file that is none."""
         found = []
         for number in range(self.options.rounds):
-            for each in configurations(self.options):
+            for each in list_configurations(self.options):
                 path = self.job(each, number) / RESULT
                 if path.is_file():
                     found.append(_repeat(path))
@@ -80,16 +81,16 @@ class Study:
 
     def keep(self, configuration: Configuration, repeat: Repeat) -> None:
         """Write a result; it is there whole, or not at all."""
-        write_json(self.job(configuration, repeat.round) / RESULT, repeat.plain())
+        write_json(self.job(configuration, repeat.round) / RESULT, asdict(repeat))
 
 
-def begin(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
+def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
     """A new study, or the one there if it is of the same options, to go on with.
 
     `machine` is what it runs on, by default this one. Raises CheckpointError where it is another study
     or was made with other versions, saying what differs, and where the directory can't be written.
     """
-    study = plan(path, options, machine)
+    study = plan_study(path, options, machine)
     if (path / FILE).exists():
         return study
     try:
@@ -108,7 +109,7 @@ def begin(path: Path, options: StudyOptions, machine: Mapping[str, str] | None =
     return study
 
 
-def forget(study: Study) -> None:
+def forget_study(study: Study) -> None:
     """Take a study away again of which nothing has begun."""
     shutil.rmtree(study.path / JOBS, ignore_errors=True)
     (study.path / FILE).unlink()
@@ -116,17 +117,17 @@ def forget(study: Study) -> None:
         study.path.rmdir()
 
 
-def plan(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
-    """The study that `begin` would begin or go on with; nothing is written."""
+def plan_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
+    """The study that `begin_study` would begin or go on with; nothing is written."""
     machine = this_machine() if machine is None else {**machine, **versions()}
     if not (path / FILE).exists():
         return Study(path=path, options=options, machine=machine, began=time.time())
-    study = load(path)
+    study = load_study(path)
     _check_same(study, options, machine)
     return study
 
 
-def load(path: Path) -> Study:
+def load_study(path: Path) -> Study:
     """The study in a directory. Raises CheckpointError where there is none."""
     try:
         plain = json.loads((path / FILE).read_text())
@@ -147,7 +148,7 @@ def load(path: Path) -> Study:
 
 
 @contextmanager
-def alone(study: Study) -> Iterator[None]:
+def lock_study(study: Study) -> Iterator[None]:
     """Raises CheckpointError where somebody else runs this study already."""
     with (study.path / FILE).open() as held:
         try:
@@ -169,7 +170,7 @@ def this_machine() -> dict[str, str]:
         "host": platform.node(),
         "cores": str(len(os.sched_getaffinity(0))),
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor_name() or platform.processor() or sys.platform,
         **versions(),
     }
 
@@ -178,16 +179,6 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
     """Write a file that is never seen half."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or sys.platform
 
 
 def _is_missing(path: Path, *, failed: bool) -> bool:

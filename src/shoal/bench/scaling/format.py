@@ -13,12 +13,12 @@ from shoal.util.units import three_digits
 Way = Callable[[Spread, float], str]
 
 
-def head(unit: str) -> tuple[str, ...]:
+def curve_headers(unit: str) -> tuple[str, ...]:
     """The columns of a curve's table."""
     return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
 
 
-def cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
+def curve_cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
     """A row of a curve's table; `each` is how many units a sample is, `way` how spread is shown."""
     begin = (str(row.processes), f"{row.configuration.batch:,}")
     if not (row.rate and row.iteration and row.speedup and row.efficiency):
@@ -35,13 +35,13 @@ def cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
     )
 
 
-def ranged(value: Spread, scale: float) -> str:
+def format_range(value: Spread, scale: float) -> str:
     """The median, and between which two the others lie."""
     low, middle, high = (three_digits(each * scale) for each in (value.low, value.median, value.high))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def short(value: Spread, scale: float) -> str:
+def format_spread(value: Spread, scale: float) -> str:
     """The median, and half of what lies between the ends, in percent of it."""
     middle = three_digits(value.median * scale)
     if value.low == value.high or not value.median:
@@ -49,7 +49,7 @@ def short(value: Spread, scale: float) -> str:
     return f"{middle} ±{(value.high - value.low) / 2 / value.median * 100:.0f}%"
 
 
-def across(
+def comparison_tables(
     rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str], unit: str, each: int
 ) -> list[Table]:
     """Numbers of processes by curves, such as backends: throughput, then the time of a step.
@@ -89,7 +89,7 @@ FIELDS = ("scaling", "backend", "strategy", "precision", "way")
 SPREADS = ("rate", "iteration", "speedup", "efficiency")
 
 
-def table(rows: Sequence[ScalingPoint], unit: str, each: int) -> Table:
+def csv_table(rows: Sequence[ScalingPoint], unit: str, each: int) -> Table:
     """All rows: medians with low and high, rates in `unit` per second, times in seconds."""
     spreads = [name if name != "rate" else f"{unit}_per_second" for name in SPREADS]
     ranges = [f"{name}{end}" for name in spreads for end in ("", "_low", "_high")]

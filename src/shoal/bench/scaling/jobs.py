@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from shoal.bench.scaling.aggregate import Repeat
-from shoal.bench.scaling.configurations import Configuration, StudyOptions, arguments
+from shoal.bench.scaling.configurations import Configuration, StudyOptions, fill_arguments
 from shoal.bench.scaling.directory import Study, write_json
 from shoal.bench.scaling.measure import FEWEST, StepTimes, summarize
 from shoal.bench.scaling.subject import ScriptSubject
@@ -55,12 +55,12 @@ class Done(NamedTuple):
     others: float = 0.0
 
 
-def run(study: Study, configuration: Configuration, number: int, mpirun: str) -> Repeat:
+def run_job(study: Study, configuration: Configuration, number: int, mpirun: str) -> Repeat:
     """Run a job and read what it left. A failure is a result like another.
 
     Raises LaunchError where there is no mpirun for a configuration that needs it.
     """
-    folder = prepare(study, configuration, number)
+    folder = prepare_job(study, configuration, number)
     command = command_of(study, configuration, folder, mpirun)
     threads = str(study.options.threads) if study.options.threads else None
     with set_variables({THREADS: threads} if threads else {}):
@@ -68,7 +68,7 @@ def run(study: Study, configuration: Configuration, number: int, mpirun: str) ->
     return read_job_result(study, configuration, number, done)
 
 
-def prepare(study: Study, configuration: Configuration, number: int) -> Path:
+def prepare_job(study: Study, configuration: Configuration, number: int) -> Path:
     """Make the directory of a job, with what it reads and without what one that was killed left."""
     folder, options = study.job(configuration, number), study.options
     shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +91,7 @@ def script_of(options: StudyOptions) -> str:
 def arguments_of(options: StudyOptions, configuration: Configuration, folder: Path) -> list[str]:
     """The arguments of that script, for a job whose files are in `folder`."""
     if isinstance(options.subject, ScriptSubject):
-        return arguments(options, configuration, str((folder / RUN).absolute()))
+        return fill_arguments(options, configuration, str((folder / RUN).absolute()))
     return [str((folder / ORDER).absolute())]
 
 
@@ -107,7 +107,7 @@ def command_of(study: Study, configuration: Configuration, folder: Path, mpirun:
 
 
 @contextmanager
-def orderly() -> Iterator[None]:
+def end_job_on_signals() -> Iterator[None]:
     """A signal that ends this process ends its job too, which has a session of its own."""
 
     def leave(number: int, frame: object) -> None:
@@ -204,7 +204,7 @@ def read_job_result(study: Study, configuration: Configuration, number: int, don
         return Repeat(**common, measured=None, reason=reason_of(done.code, log))
     try:
         attempt = _attempt(folder / RUN)
-        measured = measure(attempt, study.options.warmup, study.options.steps)
+        measured = measure_attempt(attempt, study.options.warmup, study.options.steps)
         return Repeat(**common, measured=measured, **_circumstances(attempt))
     except ShoalError as error:
         return Repeat(**common, measured=None, reason=printable(error.found))
@@ -220,7 +220,7 @@ def _attempt(directory: Path) -> Attempt:
     return reader.history.latest
 
 
-def measure(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
+def measure_attempt(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
     """The steps after the first `warmup`, at most so many.
 
     Raises LaunchError where there are fewer than two, or not of all ranks.

@@ -6,7 +6,7 @@ Pure functions of arrays: one row for each rank, one column for each step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -79,13 +79,12 @@ class StepTimes:
         """Samples per second, over all processes."""
         return self.samples / self.seconds
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**asdict(self), "walls": list(self.walls), "ranks": [dict(each) for each in self.ranks]}
-
 
 def measured_from(plain: Mapping[str, Any]) -> StepTimes:
-    """What `StepTimes.plain` was made of. Raises ValueError where it took no time, or few steps."""
+    """Return the steps that `asdict` turned into these values.
+
+    Raises ValueError where they took no time, or are too few.
+    """
     if not plain["seconds"] > 0 or len(plain["walls"]) < FEWEST:
         raise ValueError(f"{len(plain['walls'])} steps in {plain['seconds']} s")
     blame = plain["blame"]

@@ -28,7 +28,7 @@ class Made(NamedTuple):
     dataset: Any
 
 
-def make(subject: BuiltIn | Factory, batch: int) -> Made:
+def make_model(subject: BuiltIn | Factory, batch: int) -> Made:
     """The model, its task and data for batches of so many samples.
 
     Raises LaunchError where a package is missing, or a factory returns something else.
@@ -38,19 +38,19 @@ def make(subject: BuiltIn | Factory, batch: int) -> Made:
     sizes = subject.sizes
     samples = BATCHES * batch
     if subject.name == "gpt":
-        rows = windows(samples, (sizes["context"] + 1,), words=sizes["words"])
+        rows = noise_windows(samples, (sizes["context"] + 1,), words=sizes["words"])
         return Made(lambda: GPT(sizes), Task(_next_words, _words), rows)
     labels = torch.randint(0, sizes["classes"], (samples,), generator=_generator())
     if subject.name == "dense":
-        data = windows(samples, (sizes["inputs"],)), labels
-        return Made(lambda: dense(sizes), Task(_classes), data)
-    data = windows(samples, (3, sizes["size"], sizes["size"])), labels
+        data = noise_windows(samples, (sizes["inputs"],)), labels
+        return Made(lambda: dense_network(sizes), Task(_classes), data)
+    data = noise_windows(samples, (3, sizes["size"], sizes["size"])), labels
     if subject.name == "resnet-small":
-        return Made(lambda: small_residual(sizes), Task(_classes), data)
-    return Made(lambda: residual(subject.name, sizes["classes"]), Task(_classes), data)
+        return Made(lambda: small_resnet(sizes), Task(_classes), data)
+    return Made(lambda: load_resnet(subject.name, sizes["classes"]), Task(_classes), data)
 
 
-def windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Tensor:
+def noise_windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Tensor:
     """Samples of noise, or of `words` different numbers, that take hardly more memory than one.
 
     Each is a window of one long row, a place further than the one before.
@@ -64,7 +64,7 @@ def windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Tensor:
     return row.as_strided((samples, *shape), (1, *strides))
 
 
-def dense(sizes: Mapping[str, int]) -> nn.Module:
+def dense_network(sizes: Mapping[str, int]) -> nn.Module:
     """Layers of one width, and one that tells classes."""
     width, parts = sizes["inputs"], []
     for _ in range(sizes["layers"]):
@@ -93,7 +93,7 @@ class Residual(nn.Module):
         return F.relu(through + self.around(x))
 
 
-def small_residual(sizes: Mapping[str, int]) -> nn.Module:
+def small_resnet(sizes: Mapping[str, int]) -> nn.Module:
     """Three stages of residual blocks, each of half the size and twice the width."""
     width = 8 * max(1, sizes["width"] // 8)
     parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)]
@@ -107,7 +107,7 @@ def small_residual(sizes: Mapping[str, int]) -> nn.Module:
     return nn.Sequential(*parts, *end)
 
 
-def residual(name: str, classes: int) -> nn.Module:
+def load_resnet(name: str, classes: int) -> nn.Module:
     """resnet18, resnet50 or resnet101, of torchvision or of transformers, whichever can be imported."""
     try:
         from torchvision import models

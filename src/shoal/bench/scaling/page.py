@@ -9,14 +9,14 @@ from shoal.bench.scaling import compare, format
 from shoal.bench.scaling.aggregate import ScalingPoint
 from shoal.bench.scaling.compare import Pair
 from shoal.bench.scaling.configurations import ScalingCurve
-from shoal.bench.scaling.curves import WIDE, scaled, series
-from shoal.bench.scaling.diagnosis import causes, diagnoses, labels
+from shoal.bench.scaling.curves import WIDE, scaling_blocks, throughput_series
+from shoal.bench.scaling.diagnosis import curve_labels, diagnose_curves, find_causes
 from shoal.bench.scaling.directory import Study
 from shoal.bench.scaling.measure import PARTS, SHOWN
-from shoal.bench.scaling.subject import unit
+from shoal.bench.scaling.subject import throughput_unit
 from shoal.report import PALETTE
 from shoal.report.html import Block, Facts, Figure, Page, Section, Table, Text
-from shoal.report.html.plots import bars, lines
+from shoal.report.html.plots import plot_bars, plot_lines
 from shoal.util.units import three_digits
 
 LEAST = 0.001
@@ -30,21 +30,24 @@ COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
 def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str]) -> Page:
     """The page of a study: of the rows that have been measured, and what has to be said of them."""
-    word, each = unit(study.options.subject)
-    told = diagnoses(rows)
-    names = labels([curve for curve, _ in told])
+    word, each = throughput_unit(study.options.subject)
+    told = diagnose_curves(rows)
+    names = curve_labels([curve for curve, _ in told])
     first = names[told[0][0]] + ": " if len(told) > 1 else ""
     sections = [
         Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names, notes)),
-        Section(heading="Throughput and time of a step", blocks=scaled(rows, names, word, each)),
+        Section(
+            heading="Throughput and time of a step", blocks=scaling_blocks(rows, names, word, each)
+        ),
         Section(heading="Where a step's time goes", blocks=_time(rows, names)),
         Section(heading="All figures", blocks=_tables(rows, word, each)),
         Section(heading="Circumstances", blocks=_circumstances(study)),
     ]
+    began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(study.began))
     return Page(
         title=f"How {study.options.model} scales",
         verdict=first + told[0][1],
-        about=f"shoal bench scaling, begun {_when(study.began)} on {study.where}",
+        about=f"shoal bench scaling, begun {began} on {study.where}",
         sections=sections,
     )
 
@@ -62,7 +65,7 @@ def _diagnosis(
         base = _base(rows, row)
         if base is None or base is row or row.parts is None:
             continue
-        for cause in causes(row, base):
+        for cause in find_causes(row, base):
             if abs(cause.share) >= TOLD:
                 share = f"{cause.share * 100:.1f}"
                 lost.append((names[row.curve], str(row.processes), share, cause.text))
@@ -114,18 +117,20 @@ def parts_figure(name: str, labelled: Mapping[str, ScalingPoint], caption: str) 
     return Figure(
         name=name,
         caption=caption,
-        drawing=bars(list(labelled), values, x="milliseconds of a step", fills=FILLS),
+        drawing=plot_bars(list(labelled), values, x="milliseconds of a step", fills=FILLS),
         table=Table(caption="Milliseconds, as drawn.", head=head, rows=table, right=head[1:]),
     )
 
 
 def _tables(rows: Sequence[ScalingPoint], word: str, each: int) -> list[Block]:
-    head = format.head(word)
+    head = format.curve_headers(word)
     blocks: list[Block] = [
         Table(
             caption=str(curve),
             head=head,
-            rows=[format.cells(row, each, format.ranged) for row in rows if row.curve == curve],
+            rows=[
+                format.curve_cells(row, each, format.format_range) for row in rows if row.curve == curve
+            ],
             right=head,
         )
         for curve in dict.fromkeys(row.curve for row in rows)
@@ -156,22 +161,14 @@ def _circumstances(study: Study) -> list[Block]:
 
 def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tuple[str, str]) -> Page:
     """The page of two studies, of which these pairs have been measured; how they are called."""
-    word, each = unit(first.options.subject)
-    names = labels(list(dict.fromkeys(pair.curve for pair in pairs)))
-    last = compare.largest(pairs)
-    told = [f"{names[pair.curve]}: {compare.sentence(pair, *called)}" for pair in last]
-    differ = compare.differences(first, second)
+    word, each = throughput_unit(first.options.subject)
+    names = curve_labels(list(dict.fromkeys(pair.curve for pair in pairs)))
+    last = compare.largest_pairs(pairs)
+    told = [f"{names[pair.curve]}: {compare.describe_pair(pair, *called)}" for pair in last]
+    differ = compare.study_differences(first, second)
     ways = [Text(text=f"{text}.") for text in told]
     head = ("curve", "processes", *(f"{name}, {word}/s" for name in called), "ratio")
-    cells = [
-        (
-            names[pair.curve],
-            str(pair.configuration.processes),
-            *(format.short(row.rate, each) for row in (pair.first, pair.second) if row.rate),
-            format.ranged(pair.ratio, 1),
-        )
-        for pair in pairs
-    ]
+    cells = ratio_cells(pairs, names, each)
     caption = "Throughput, and that of the second by that of the first (lowest to highest)."
     ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
     return Page(
@@ -190,6 +187,21 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
     )
 
 
+def ratio_cells(
+    pairs: Sequence[Pair], names: Mapping[ScalingCurve, str], each: int
+) -> list[tuple[str, ...]]:
+    """Return a row for each pair: its curve, processes, both throughputs and their ratio."""
+    return [
+        (
+            names[pair.curve],
+            str(pair.configuration.processes),
+            *(format.format_spread(row.rate, each) for row in (pair.first, pair.second) if row.rate),
+            format.format_range(pair.ratio, 1),
+        )
+        for pair in pairs
+    ]
+
+
 def _overlaid(
     pairs: Sequence[Pair],
     names: Mapping[ScalingCurve, str],
@@ -202,9 +214,9 @@ def _overlaid(
         own = [pair for pair in pairs if pair.curve.scaling == scaling]
         drawn = []
         for curve in dict.fromkeys(pair.curve for pair in own):
-            for place, name in enumerate(called):
-                mine = [(p.first, p.second)[place] for p in own if p.curve == curve]
-                drawn.append(series(f"{name}: {names[curve]}", mine, each))
+            both = zip(*((p.first, p.second) for p in own if p.curve == curve), strict=True)
+            for name, rows in zip(called, both, strict=True):
+                drawn.append(throughput_series(f"{name}: {names[curve]}", rows, each))
         sizes = sorted({pair.configuration.processes for pair in own})
         head = ("processes", "study and curve", f"{word}/s")
         cells = [
@@ -217,7 +229,7 @@ def _overlaid(
             Figure(
                 name=f"compared-{scaling}",
                 caption=f"{word.capitalize()} per second against processes, {scaling} scaling.",
-                drawing=lines(
+                drawing=plot_lines(
                     drawn,
                     x="processes",
                     y=f"{word}/s",
@@ -243,7 +255,3 @@ def _beside(
         for name, row in zip(called, (pair.first, pair.second), strict=True)
     }
     return parts_figure("compared-parts", labelled, "Milliseconds of a step by part, side by side.")
-
-
-def _when(began: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(began)) + " UTC"

@@ -10,39 +10,41 @@ from rich.console import Console
 
 from shoal.bench.scaling import compare as comparing
 from shoal.bench.scaling import format, jobs, submission
-from shoal.bench.scaling.aggregate import Repeat, all_notes, rows
+from shoal.bench.scaling.aggregate import Repeat, all_notes, scaling_points
 from shoal.bench.scaling.allocations import Allocation, ClusterRequest
-from shoal.bench.scaling.configurations import StudyOptions, check_options, configurations
-from shoal.bench.scaling.diagnosis import diagnoses, labels
-from shoal.bench.scaling.directory import Study, alone, begin
-from shoal.bench.scaling.page import compare_page, study_page
-from shoal.bench.scaling.subject import unit
+from shoal.bench.scaling.configurations import StudyOptions, check_study_options, list_configurations
+from shoal.bench.scaling.diagnosis import curve_labels, diagnose_curves
+from shoal.bench.scaling.directory import Study, begin_study, load_study, lock_study
+from shoal.bench.scaling.page import compare_page, ratio_cells, study_page
+from shoal.bench.scaling.subject import throughput_unit
 from shoal.launcher.submit.display import print_script
 from shoal.launcher.submit.site import Site
 from shoal.launcher.submit.submit import Submission
 from shoal.launcher.submit.times import spell_time
-from shoal.report.html import csv_of, save
+from shoal.report.html import save_page, to_csv
 from shoal.util.errors import LaunchError
-from shoal.util.tables import add_row, make_table, plain_console, print_line, print_path, print_table
-from shoal.util.units import three_digits
+from shoal.util.tables import plain_console, print_line, print_path, print_rows
+from shoal.util.units import counted, three_digits
 
 CSV, PAGE = "results.csv", "index.html"
 
 
-def run(path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[str], None]) -> Study:
+def run_study(
+    path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[str], None]
+) -> Study:
     """Run what is missing of a study; each job that ends is told."""
-    check_options(options)
-    study = begin(path, options)
-    with alone(study), jobs.orderly():
+    check_study_options(options)
+    study = begin_study(path, options)
+    with lock_study(study), jobs.end_job_on_signals():
         missing = study.missing(failed=True)
-        total = len(configurations(options)) * options.rounds
+        total = len(list_configurations(options)) * options.rounds
         if len(missing) < total:
             tell(f"{total - len(missing)} of {total} jobs have been done before")
         needs = any(configuration.backend == "mpi" for _, configuration in missing)
         command = (mpirun or jobs.find_mpirun()) if needs else ""
-        word, each = unit(options.subject)
+        word, each = throughput_unit(options.subject)
         for done, (number, configuration) in enumerate(missing, total - len(missing) + 1):
-            repeat = jobs.run(study, configuration, number, command)
+            repeat = jobs.run_job(study, configuration, number, command)
             study.keep(configuration, repeat)
             outcome = _outcome(repeat, word, each)
             tell(f"{done} of {total}, round {number + 1}: {configuration}: {outcome}")
@@ -55,90 +57,74 @@ def _outcome(repeat: Repeat, word: str, each: int) -> str:
     return f"{three_digits(repeat.measured.rate * each)} {word}/s"
 
 
-def show(study: Study, console: Console) -> None:
+def print_study(study: Study, console: Console) -> None:
     """Print what a study came to, the diagnosis first, and write its page, plots and CSV.
 
     Raises LaunchError where nothing has run.
     """
     repeats = study.repeats()
-    found = rows(study.options, repeats)
+    found = scaling_points(study.options, repeats)
     if not found:
         raise LaunchError(
             given=str(study.path),
             found="no job of it has a result yet",
             fix=f"shoal bench scaling {study.options.model} … --study {study.path}",
         )
-    word, each = unit(study.options.subject)
-    told = diagnoses(found)
-    names = labels([curve for curve, _ in told])
+    word, each = throughput_unit(study.options.subject)
+    told = diagnose_curves(found)
+    names = curve_labels([curve for curve, _ in told])
     print_line(console, *(f"{names[curve]}: {text}" for curve, text in told))
     notes = all_notes(found, repeats)
     print_line(console, *notes)
     console.print()
-    head = format.head(word)
+    head = format.curve_headers(word)
     for curve, _ in told:
-        table = make_table(*head, right=head)
-        for row in found:
-            if row.curve == curve:
-                add_row(table, *format.cells(row, each, format.short))
-        print_table(console, f"{study.options.model}: {curve}", table)
+        lines = [
+            format.curve_cells(row, each, format.format_spread) for row in found if row.curve == curve
+        ]
+        print_rows(console, f"{study.options.model}: {curve}", head, lines, right=head)
     for scaling in dict.fromkeys(curve.scaling for curve, _ in told):
         own = [row for row in found if row.curve.scaling == scaling]
-        for each_table in format.across(own, names, word, each):
-            compact = make_table(*each_table.head, right=each_table.right)
-            for cells in each_table.rows:
-                add_row(compact, *cells)
-            print_table(console, each_table.caption, compact)
+        for table in format.comparison_tables(own, names, word, each):
+            print_rows(console, table.caption, table.head, table.rows, right=table.right)
     path = study.path / CSV
-    path.write_text(csv_of(format.table(found, word, each).lines))
-    written = save(study_page(study, found, notes), study.path / PAGE)
+    path.write_text(to_csv(format.csv_table(found, word, each).lines))
+    written = save_page(study_page(study, found, notes), study.path / PAGE)
     print_line(console, f"{written[0]}, with plots and {path.name} beside it")
 
 
-def rehearse(
-    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, *, force: bool
-) -> None:
+def print_planned_jobs(path: Path, options: StudyOptions, asked: ClusterRequest, site: Site) -> None:
     """Print the batch scripts that `submit` would submit, and on stderr what they are."""
     console, notes = plain_console(stderr=True), dict[str, None]()
-
-    def tell(allocation: Allocation, done: Submission) -> None:
+    for allocation, done in submission.plan_jobs(path, options, asked, site):
         print_script(plain_console(), done)
         print_line(console, f"job: {_size(allocation, done)}")
-        notes.update(dict.fromkeys(done.notes))
-
-    submission.rehearse(path, options, asked, site, tell, force=force)
+        notes |= dict.fromkeys(done.notes)
     print_line(console, *(f"note: {note}" for note in notes))
 
 
-def submit(
-    path: Path,
-    options: StudyOptions,
-    asked: ClusterRequest,
-    site: Site,
-    console: Console,
-    *,
-    force: bool,
+def submit_study(
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, console: Console
 ) -> bool:
-    """Submit what is missing of a study and show the rest; whether anything was, or nothing missing."""
-    notes = dict[str, None]()
-    told = []
+    """Submit what is missing of a study, or else show it.
 
-    def tell(allocation: Allocation, done: Submission) -> None:
+    Return whether anything was submitted, or nothing is missing.
+    """
+    notes, submitted = dict[str, None](), False
+    for allocation, done in submission.submit_jobs(path, options, asked, site):
         print_line(console, f"job {', '.join(done.jobs)}: {_size(allocation, done)}")
-        notes.update(dict.fromkeys(done.notes))
-        told.append(allocation)
-
-    study = submission.submit(path, options, asked, site, tell, force=force)
+        notes |= dict.fromkeys(done.notes)
+        submitted = True
     print_line(console, *(f"note: {note}" for note in notes))
-    if told:
-        console.print()
-        print_path(console, f"what has ended: shoal bench collect {shlex.quote(str(path))}")
-        return True
-    return collect(study, console)
+    if not submitted:
+        return collect_study(load_study(path), console)
+    console.print()
+    print_path(console, f"what has ended: shoal bench collect {shlex.quote(str(path))}")
+    return True
 
 
 def _size(allocation: Allocation, done: Submission) -> str:
-    nodes = "1 node" if allocation.nodes == 1 else f"{allocation.nodes} nodes"
+    nodes = counted(allocation.nodes, "node")
     gpus = f" with {done.job.gpus} GPU(s)" if done.job.gpus else ""
     sizes = ", ".join(map(str, allocation.sizes))
     count = len(allocation.trainings)
@@ -146,15 +132,15 @@ def _size(allocation: Allocation, done: Submission) -> str:
     return f"{nodes}{gpus}, {count} training(s) on {sizes} process(es), {time} at most"
 
 
-def collect(study: Study, console: Console) -> bool:
+def collect_study(study: Study, console: Console) -> bool:
     """Show what a study came to so far, and name what has no result yet; whether that is nothing."""
-    submission.gather(study)
+    submission.gather_results(study)
     if study.repeats():
-        show(study, console)
+        print_study(study, console)
         console.print()
-    left = submission.waiting(study)
+    left = submission.list_waiting(study)
     if left:
-        total = len(configurations(study.options)) * study.options.rounds
+        total = len(list_configurations(study.options)) * study.options.rounds
         count = sum(each.trainings for each in left)
         print_line(console, f"{count} of {total} trainings have no result yet:")
         for each in left:
@@ -163,28 +149,26 @@ def collect(study: Study, console: Console) -> bool:
     return not left
 
 
-def compare(first: Study, second: Study, out: Path, console: Console) -> None:
+def compare_studies(first: Study, second: Study, out: Path, console: Console) -> None:
     """Print what the second study gives of the first, and write a page into the directory `out`.
 
     Raises LaunchError where they did other work, or nothing that both have measured.
     """
-    found = comparing.pairs(first, second)
+    found = comparing.match_studies(first, second)
     called = first.path.resolve().name, second.path.resolve().name
     if called[0] == called[1]:
         called = str(first.path), str(second.path)
-    word, each = unit(first.options.subject)
-    names = labels(list(dict.fromkeys(pair.curve for pair in found)))
-    for pair in comparing.largest(found):
-        print_line(console, f"{names[pair.curve]}: {comparing.sentence(pair, *called)}")
+    word, each = throughput_unit(first.options.subject)
+    names = curve_labels(list(dict.fromkeys(pair.curve for pair in found)))
+    for pair in comparing.largest_pairs(found):
+        print_line(console, f"{names[pair.curve]}: {comparing.describe_pair(pair, *called)}")
     console.print()
     head = ("curve", "n", *(f"{name} {word}/s" for name in called), "ratio")
-    table = make_table(*head, right=head[1:])
-    for pair in found:
-        rates = [format.short(row.rate, each) for row in (pair.first, pair.second) if row.rate]
-        size = str(pair.configuration.processes)
-        add_row(table, names[pair.curve], size, *rates, format.ranged(pair.ratio, 1))
-    print_table(console, f"{first.options.model}: {called[1]} by {called[0]}", table)
-    for line in comparing.differences(first, second):
-        print_line(console, f"they differ in {line}")
-    written = save(compare_page(first, second, found, called), out / PAGE)
+    lines = ratio_cells(found, names, each)
+    title = f"{first.options.model}: {called[1]} by {called[0]}"
+    print_rows(console, title, head, lines, right=head[1:])
+    print_line(
+        console, *(f"they differ in {line}" for line in comparing.study_differences(first, second))
+    )
+    written = save_page(compare_page(first, second, found, called), out / PAGE)
     print_line(console, str(written[0]))

@@ -78,7 +78,7 @@ def parse_subject(text: str) -> Subject:
     )
 
 
-def unit(subject: Subject) -> tuple[str, int]:
+def throughput_unit(subject: Subject) -> tuple[str, int]:
     """In what throughput is counted, and how many of these a sample is."""
     if isinstance(subject, BuiltIn):
         if subject.name == "gpt":

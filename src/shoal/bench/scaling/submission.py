@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from shoal.bench.scaling.allocations import (
     allocations,
     node_capacity,
 )
-from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_options
-from shoal.bench.scaling.directory import FILE, Study, alone, begin, forget, plan
+from shoal.bench.scaling.configurations import Configuration, StudyOptions, check_study_options
+from shoal.bench.scaling.directory import FILE, Study, begin_study, forget_study, lock_study, plan_study
 from shoal.bench.scaling.subject import ScriptSubject
 from shoal.distributed.env_vars import THREADS
 from shoal.launcher.submit import status
@@ -25,9 +26,7 @@ from shoal.launcher.submit.job import JobRequest, Turn
 from shoal.launcher.submit.scheduler import JobPhase
 from shoal.launcher.submit.schedulers import site_scheduler
 from shoal.launcher.submit.site import Site
-from shoal.launcher.submit.submit import Submission
-from shoal.launcher.submit.submit import SubmitOptions as How
-from shoal.launcher.submit.submit import submit as hand_in
+from shoal.launcher.submit.submit import Submission, SubmitOptions, submit
 from shoal.util.errors import LaunchError, ShoalError
 
 SUBMITTED = "submitted"
@@ -61,57 +60,51 @@ class Waiting:
         return f"shoal {command} {shlex.quote(str(self.folder))}"
 
 
-Tell = Callable[[Allocation, Submission], None]
-
-
-def rehearse(
-    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, tell: Tell, *, force: bool
-) -> None:
-    """Tell what `submit` would submit; nothing is made.
+def plan_jobs(
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site
+) -> Iterator[tuple[Allocation, Submission]]:
+    """Yield the jobs that `submit_jobs` would submit, without a change on the disk.
 
     Raises LaunchError for what can't be studied or does not fit the site.
     """
-    check_options(options)
+    check_study_options(options)
     fits = node_capacity(site, asked)
     fits.check(options.processes)
-    study = plan(path, options, fits.description())
+    study = plan_study(path, options, fits.description())
     for each in allocations(study.missing(), fits):
-        how = _how(study, each, dry=True, force=force)
-        tell(each, hand_in(_request(study, each, fits, asked), site, how))
+        yield each, _hand_in(study, each, fits, asked, site, dry=True)
 
 
-def submit(
-    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, tell: Tell, *, force: bool
-) -> Study:
-    """Submit the trainings without a result that are in no waiting or running job.
+def submit_jobs(
+    path: Path, options: StudyOptions, asked: ClusterRequest, site: Site
+) -> Iterator[tuple[Allocation, Submission]]:
+    """Submit the trainings without a result that are in no waiting or running job; yield each job.
 
-    `tell` is called for each job. Raises LaunchError as `rehearse` does, before anything is submitted,
-    and if the scheduler rejects a job. The jobs before it stay, and the same call continues from
-    there; if there are none, no files are left behind.
+    Raises LaunchError as `plan_jobs` does, before anything is submitted, and if the scheduler rejects
+    a job. The jobs before it stay, and the same call continues from there; if there are none, no
+    files are left behind.
     """
-    rehearse(path, options, asked, site, lambda allocation, done: None, force=force)
+    list(plan_jobs(path, options, asked, site))
     site_scheduler(site).check_available()
     fits, fresh = node_capacity(site, asked), not (path / FILE).exists()
-    study = begin(path, options, fits.description())
-    with alone(study):
-        gather(study)
+    study = begin_study(path, options, fits.description())
+    with lock_study(study):
+        gather_results(study)
         for each in allocations(study.missing(), fits):
             if status.active_jobs(_folder(study, each.name)):
                 continue
             _prepare(study, each)
-            how = _how(study, each, dry=False, force=force)
             try:
-                done = hand_in(_request(study, each, fits, asked), site, how)
+                done = _hand_in(study, each, fits, asked, site, dry=False)
             except ShoalError:
                 if fresh:
-                    forget(study)
+                    forget_study(study)
                 raise
-            tell(each, done)
             fresh = False
-    return study
+            yield each, done
 
 
-def gather(study: Study) -> None:
+def gather_results(study: Study) -> None:
     """Keep the results of submitted trainings that have ended."""
     for number, configuration in study.missing():
         done = _end(study.job(configuration, number))
@@ -119,12 +112,11 @@ def gather(study: Study) -> None:
             study.keep(configuration, jobs.read_job_result(study, configuration, number, done))
 
 
-def waiting(study: Study) -> list[Waiting]:
+def list_waiting(study: Study) -> list[Waiting]:
     """Return the trainings without a result, by the submitted job that they are in."""
-    counts: dict[str, int] = {}
-    for number, configuration in study.missing():
-        name = _allocation(study.job(configuration, number))
-        counts[name] = counts.get(name, 0) + 1
+    counts = Counter(
+        _allocation(study.job(configuration, number)) for number, configuration in study.missing()
+    )
     return [_state(study, name, count) for name, count in sorted(counts.items())]
 
 
@@ -174,15 +166,25 @@ def _turn(study: Study, number: int, configuration: Configuration) -> Turn:
     )
 
 
-def _how(study: Study, allocation: Allocation, *, dry: bool, force: bool) -> How:
+def _hand_in(
+    study: Study,
+    allocation: Allocation,
+    fits: Capacity,
+    asked: ClusterRequest,
+    site: Site,
+    *,
+    dry: bool,
+) -> Submission:
     # Of Shoal's own worker there is nothing to copy; a function is found in the working directory.
     copy = isinstance(study.options.subject, ScriptSubject)
-    return How(run=_folder(study, allocation.name), dry=dry, copy=copy, force=force)
+    run = _folder(study, allocation.name)
+    options = SubmitOptions(run=run, dry=dry, copy=copy, force=asked.force)
+    return submit(_request(study, allocation, fits, asked), site, options)
 
 
 def _prepare(study: Study, allocation: Allocation) -> None:
     for number, configuration in allocation.trainings:
-        folder = jobs.prepare(study, configuration, number)
+        folder = jobs.prepare_job(study, configuration, number)
         (folder / MARK).write_text(f"{allocation.name}\n")
 
 

@@ -13,7 +13,13 @@ from torch import Tensor
 
 from shoal.distributed.mpi import buffers
 from shoal.distributed.mpi.work import Mover, Operation, OperationRecord
-from shoal.telemetry.flight_recorder import Check, Collective, CollectiveCall, CollectiveEntry, describe
+from shoal.telemetry.flight_recorder import (
+    Check,
+    Collective,
+    CollectiveCall,
+    CollectiveEntry,
+    describe_tensors,
+)
 
 _REMEMBERED = 2000
 """As many as torch's flight recorder keeps."""
@@ -120,7 +126,7 @@ class GroupMembers(_ProcessGroup):  # type: ignore[misc]
             group=self.group_name if record.number else "",
             number=record.number,
             operation=record.operation,
-            tensors=describe(record.shapes, record.dtypes),
+            tensors=describe_tensors(record.shapes, record.dtypes),
             done=record.done,
         )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal._torch.dispatch import intercept, without_modes
 from shoal.distributed.watchdog import stacks
-from shoal.telemetry.flight_recorder import Collective, describe
+from shoal.telemetry.flight_recorder import Collective, describe_tensors
 from shoal.util.errors import AgreementError
 
 
@@ -113,7 +113,7 @@ class Matching:
         if group.size() == 1:
             return
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-        shown = describe([tensor.shape for tensor in tensors], dtypes)
+        shown = describe_tensors([tensor.shape for tensor in tensors], dtypes)
         sizes = [tensor.numel() for tensor in tensors] if sized else []
         place = str(stacks.own_line(stacks.stack(sys._getframe())))
         mine = (

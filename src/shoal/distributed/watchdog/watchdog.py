@@ -93,7 +93,7 @@ class Watch:
         everyone = objects.gather((mine, secrets.token_hex(16)), group)
         self._peers: list[Peer] = [peer for peer, _ in everyone]
         self._token: str = everyone[0][1]
-        self._before = flight_recorder.newest()
+        self._before = flight_recorder.newest_record()
         self._answers = 0
         self._left = -math.inf
         self._decided = False
@@ -159,7 +159,7 @@ class Watch:
             asyncio.run_coroutine_threadsafe(told, self._loop).result()
         absent = [self._understand(rank, ConnectionError()) for rank in self._first_gone]
         place = stacks.own_line(stacks.traced(error))
-        calls = flight_recorder.collectives(self._before)
+        calls = flight_recorder.recorded_collectives(self._before)
         waited = f"{calls[-1]} at {place}" if calls else str(place)
         left = [one for one in absent if isinstance(one, Absent)]
         return diagnosis.told_to_have_left(left, self._size, self._rank, waited)
@@ -205,7 +205,7 @@ class Watch:
         Each member asks one, so that a group of thousands finds those that left without a flood.
         """
         waits = self._waits(stacks.main_stack())
-        members = [] if waits is None else flight_recorder.groups().get(waits.group, [])
+        members = [] if waits is None else flight_recorder.group_ranks().get(waits.group, [])
         if self._rank not in members or len(members) == 1:
             return False
         following = members[(members.index(self._rank) + 1) % len(members)]
@@ -213,7 +213,7 @@ class Watch:
         return isinstance(answer, ConnectionError)
 
     def _counts(self) -> tuple[int, ...]:
-        return (self._answers, *flight_recorder.counts())
+        return (self._answers, *flight_recorder.operation_counts())
 
     async def _judge(self, seconds: float) -> None:
         """Ask all ranks, decide, and end all if that is to be believed; the lowest judge goes on."""
@@ -296,8 +296,8 @@ class Watch:
             waits=self._waits(lines),
             busy=stacks.busy(lines),
             limit=self.limit,
-            recent=tuple(flight_recorder.collectives(self._before)[-_RECENT:]),
-            groups=flight_recorder.groups(),
+            recent=tuple(flight_recorder.recorded_collectives(self._before)[-_RECENT:]),
+            groups=flight_recorder.group_ranks(),
             stacks=stacks.all_stacks()[:_LONGEST_STACKS],
         )
 
@@ -305,7 +305,7 @@ class Watch:
         """What this rank waits in. Threads beside the main one wait for themselves."""
         main = threading.main_thread()
         aside = {str(thread.ident) for thread in threading.enumerate() if thread is not main}
-        recorded = self._checked() or flight_recorder.outstanding(self._before, aside)
+        recorded = self._checked() or flight_recorder.oldest_outstanding(self._before, aside)
         called = stacks.communication(lines)
         if recorded is not None or not called:
             return recorded

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypedDict
 
-from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
 from shoal.telemetry import clock_offset
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ class Clock(TypedDict):
 def measure_clock_offsets(store: Store, *, rank: int, asking: Sequence[int], limit: float) -> Clock:
     """Return how far this rank's clock is ahead; rank 0 answers the ranks `asking`, in their order."""
     if rank == 0:
-        clock_offset.answer(store, asking, time.time_ns, timedelta(seconds=limit))
+        clock_offset.answer_trips(store, asking, time.time_ns, timedelta(seconds=limit))
     elif rank in asking:
-        found = clock_offset.ask(store, rank, time.time_ns, timedelta(seconds=limit))
+        found = clock_offset.ask_offset(store, rank, time.time_ns, timedelta(seconds=limit))
         return Clock(offset=-found.offset / 1e9, error=found.uncertainty / 1e9)
     return Clock(offset=0.0, error=0.0)
 
@@ -39,7 +39,9 @@ def check_clocks(ranks: Sequence[RankFacts[Clock]]) -> Iterator[CheckResult]:
     apart = [one for one in ranks if _certain(one.facts) > _APART]
     for one in apart:
         offset = one.facts["offset"]
-        text = f"{where([one])} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} "
+        text = (
+            f"{describe_ranks([one])} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} "
+        )
         text += f"rank 0 ({ranks[0].host})"
         fix = f"chronyc tracking (or ntpq -p, timedatectl) on {one.host}; tell the administrators"
         far = _certain(one.facts) > _FAR_APART

@@ -8,8 +8,9 @@ from typing import TypedDict
 
 import torch
 
-from shoal.doctor.findings import CheckResult, RankFacts, failure, grouped, ok, warning, where
-from shoal.doctor.outliers import HALF, slow
+from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
+from shoal.doctor.outliers import HALF, find_slow
+from shoal.util.grouping import group_by
 
 WINDOW = 0.3
 WINDOWS = 3
@@ -40,13 +41,13 @@ def measure_compute(devices: Sequence[torch.device], *, compared: bool = True) -
     return Compute(kind=kind, compared=compared, rates=rates)
 
 
-def better(one: Compute, other: Compute) -> Compute:
+def best_rates(one: Compute, other: Compute) -> Compute:
     """The best that each device has given."""
     rates = {name: max(rate, other["rates"][name]) for name, rate in one["rates"].items()}
     return Compute(kind=one["kind"], compared=one["compared"], rates=rates)
 
 
-def visible() -> list[torch.device]:
+def visible_gpus() -> list[torch.device]:
     """All GPUs that torch sees. Raises RuntimeError where it sees none."""
     count = torch.cuda.device_count()
     if not count:
@@ -82,10 +83,10 @@ def check_compute(ranks: Sequence[RankFacts[Compute]]) -> Iterator[CheckResult]:
     """Devices that are slower than others of their kind."""
     crowded = [one for one in ranks if not one.facts["compared"]]
     if crowded:
-        text = f"{where(crowded)} take turns on too few cores, and are not compared"
+        text = f"{describe_ranks(crowded)} take turns on too few cores, and are not compared"
         yield ok("compute", text)
     rest = [one for one in ranks if one.facts["compared"]]
-    for kind, members in grouped(rest, lambda one: one.facts["kind"]).items():
+    for kind, members in group_by(rest, lambda one: one.facts["kind"]).items():
         rates = {
             (one.rank, one.host, device): rate
             for one in members
@@ -95,7 +96,7 @@ def check_compute(ranks: Sequence[RankFacts[Compute]]) -> Iterator[CheckResult]:
 
 
 def _judge_kind(kind: str, rates: Mapping[tuple[int, str, str], float]) -> Iterator[CheckResult]:
-    found = slow(rates)
+    found = find_slow(rates)
     for (rank, host, device), share in found.items():
         text = f"rank {rank} ({host}), {device}: {_flops(rates[rank, host, device])}, "
         text += f"{share:.0%} of what the others reach"

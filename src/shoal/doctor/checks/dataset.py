@@ -8,7 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypedDict
 
-from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, where
+from shoal.doctor.findings import (
+    CheckResult,
+    RankFacts,
+    describe_difference,
+    failure,
+    ok,
+    same_on_all,
+)
 from shoal.util.differences import differences
 from shoal.util.units import size
 
@@ -72,15 +79,8 @@ def check_dataset(ranks: Sequence[RankFacts[Dataset]]) -> Iterator[CheckResult]:
     others = {one.name: one for one in differences(facts)}
     for name, text in told.items():
         if name in others:
-            one = others[name]
-            odd = ", ".join(
-                f"{value} on {where([ranks[index] for index in indices])}"
-                for value, indices in one.others.items()
-            )
-            yield failure(
-                "dataset", f"{text}: {one.usual} on {one.times} of {len(ranks)} ranks, {odd}", fix
-            )
+            yield failure("dataset", f"{text}: {describe_difference(others[name], ranks)}", fix)
             return
-    same = f", the same on all {len(ranks)} ranks" if len(ranks) > 1 else ""
     looked = "looked into" if found["files"] <= SAMPLES else f"{SAMPLES} looked into"
-    yield ok("dataset", f"{found['files']:,} files, {size(found['bytes'])}, {looked}{same}")
+    text = f"{found['files']:,} files, {size(found['bytes'])}, {looked}"
+    yield ok("dataset", text + same_on_all(ranks))

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 import psutil
 
-from shoal.doctor.findings import CheckResult, RankFacts, by_rank, failure, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, by_rank, describe_ranks, failure, ok, warning
 from shoal.util.units import size
 
 GIB = 2**30
@@ -44,7 +44,7 @@ class Directory(TypedDict):
     quota: str
 
 
-def existing(directory: Path) -> Path:
+def nearest_existing(directory: Path) -> Path:
     """The directory, or the nearest one above it that exists: there it would be made.
 
     Raises NotADirectoryError where a file is in the way.
@@ -58,7 +58,7 @@ def existing(directory: Path) -> Path:
 
 def try_directory(directory: Path) -> Directory:
     """Try in a folder of its own, which is removed, what a Run does."""
-    folder = existing(directory)
+    folder = nearest_existing(directory)
     found = os.statvfs(folder)
     troubles: dict[str, str] = {}
     syncs: list[float] = []
@@ -140,24 +140,25 @@ def _over_quota() -> str:
 
 def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckResult]:
     """What each rank may do there, how fast, and how much."""
-    yield from by_rank(ranks, _judge_rights)
+    yield from _check_rights(ranks)
     able = [one for one in ranks if one.facts["sync"] >= 0]
     slow = [one for one in able if one.facts["sync"] > _SLOW_SYNC]
     if slow:
         worst = max(slow, key=lambda one: one.facts["sync"])
         yield warning(
             "sync",
-            f"{worst.facts['sync']:.1f} s until 4 kB are on the disk, on {where([worst])}",
+            f"{worst.facts['sync']:.1f} s until 4 kB are on the disk, on {describe_ranks([worst])}",
             "another file system for runs, such as the scratch or work one of the site",
         )
     elif able:
         yield ok("sync", f"{1000 * max(one.facts['sync'] for one in able):.1f} ms at most for 4 kB")
     sized = [one for one in able if one.facts["total"]]
     if sized:
-        yield from by_rank([min(sized, key=lambda one: one.facts["free"])], _judge_room)
+        yield from _check_room([min(sized, key=lambda one: one.facts["free"])])
 
 
-def _judge_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
+@by_rank
+def _check_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     troubles, folder = found["troubles"], f"{found['folder']} ({found['kind']})"
     if "write" in troubles:
@@ -183,7 +184,8 @@ def _judge_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
         yield ok("run directory", f"{folder}: written, renamed and locked")
 
 
-def _judge_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
+@by_rank
+def _check_room(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     found = one.facts
     text = f"{size(found['free'])} free of {size(found['total'])} for {found['folder']}"
     fix = f"df -h {found['folder']}; quota -s; remove old runs, or another --run"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
 from shoal.distributed import env_vars
-from shoal.doctor.findings import CheckResult, RankFacts, by_host, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, by_host, describe_ranks, failure, ok, warning
+from shoal.util.grouping import group_by
 from shoal.util.units import size
 
 DEVICE, AMD = Path("/dev/nvidiactl"), Path("/dev/kfd")
@@ -50,7 +52,7 @@ class Gpus(TypedDict):
     visible: dict[str, str]
 
 
-def present() -> bool:
+def has_gpus() -> bool:
     """Whether this machine has GPUs of NVIDIA or AMD, and they are not hidden from this process."""
     return (DEVICE.exists() or AMD.exists()) and "" not in env_vars.visible_devices().values()
 
@@ -118,26 +120,26 @@ def check_gpus(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
     if lacking:
         why = lacking[0].facts["lacking"]
         fix = _INSTALL if "not installed" in why else "nvidia-smi; ask the administrators"
-        yield warning("GPU health", f"unknown on {where(lacking)}: {why}", fix)
-    drivers = grouped((one for one in ranks if one.facts["driver"]), lambda one: one.facts["driver"])
+        yield warning("GPU health", f"unknown on {describe_ranks(lacking)}: {why}", fix)
+    drivers = group_by((one for one in ranks if one.facts["driver"]), lambda one: one.facts["driver"])
     if len(drivers) > 1:
-        text = "; ".join(f"{driver} on {where(members)}" for driver, members in drivers.items())
+        text = "; ".join(
+            f"{driver} on {describe_ranks(members)}" for driver, members in drivers.items()
+        )
         yield warning("GPU driver", text, "ask the administrators for the same driver on all hosts")
     elif drivers:
         yield ok("GPU driver", next(iter(drivers)))
-    yield from by_host([one for one in ranks if one.facts["gpus"]], _judge_host)
+    yield from _check_health([one for one in ranks if one.facts["gpus"]])
 
 
-def _judge_host(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
+@by_host
+def _check_health(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
     gpus = ranks[0].facts["gpus"]
     problems = [problem for gpu in gpus for problem in _problems(gpu)]
     yield from problems
     if not problems:
-        names = (
-            ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-            if (names := [gpu["name"] for gpu in gpus])
-            else ""
-        )
+        counts = Counter(gpu["name"] for gpu in gpus)
+        names = ", ".join(f"{count} x {name}" for name, count in counts.items())
         yield ok("GPU health", f"{names}: no ECC error, no slowdown, free")
 
 

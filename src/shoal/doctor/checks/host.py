@@ -14,7 +14,7 @@ from shoal.distributed import env_vars
 from shoal.doctor.cgroups import own_limits
 from shoal.doctor.findings import CheckResult, RankFacts, by_host, by_rank, failure, ok, warning
 from shoal.util.differences import spans
-from shoal.util.units import size
+from shoal.util.units import counted, size
 
 SHARED = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
@@ -53,7 +53,7 @@ class ProcessLimits(TypedDict):
     size: int
 
 
-def look_at_cores() -> Cores:
+def describe_cores() -> Cores:
     """The cores that this process may use."""
     quota, _ = own_limits()
     return Cores(
@@ -64,14 +64,14 @@ def look_at_cores() -> Cores:
     )
 
 
-def look_at_memory() -> HostMemory:
+def describe_memory() -> HostMemory:
     """The memory of this host."""
     found = psutil.virtual_memory()
     _, ceiling = own_limits()
     return HostMemory(total=found.total, available=found.available, ceiling=ceiling)
 
 
-def look_at_limits(ranks: int) -> ProcessLimits:
+def describe_limits(ranks: int) -> ProcessLimits:
     """The limits of this process, which is one of `ranks`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -87,16 +87,12 @@ def look_at_limits(ranks: int) -> ProcessLimits:
     )
 
 
-def judge_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
-    """Ranks that share cores, more threads than cores, limits of CPU time."""
-    return by_host(ranks, _judge_cores)
-
-
-def _judge_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
+@by_host
+def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
+    """Find ranks that share cores, more threads than cores, limits of CPU time."""
     usable = sorted({cpu for one in ranks for cpu in one.facts["affinity"]})
     total, count = ranks[0].facts["total"], len(ranks)
-    cores = f"{len(usable)} core{'s' * (len(usable) > 1)}"
-    together = f"{count} ranks" if count > 1 else "1 rank"
+    cores, together = counted(len(usable), "core"), counted(count, "rank")
     crowded = [one for one in ranks if _own(one, ranks) < 1]
     fewer = "start fewer ranks there, or ask for more cores (srun --cpus-per-task=N)"
     if count > len(usable) and len(usable) < total:
@@ -145,12 +141,9 @@ def _judge_time(ranks: Sequence[RankFacts[Cores]], usable: Sequence[int]) -> Ite
         )
 
 
-def judge_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
-    """Memory that is short before training has begun."""
-    return by_host(ranks, _judge_memory)
-
-
-def _judge_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
+@by_host
+def check_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
+    """Find memory that is short before training has begun."""
     found = ranks[0].facts
     free = min(one.facts["available"] for one in ranks)
     text = f"{_rounded(free)} free of {_rounded(found['total'])}"
@@ -173,19 +166,20 @@ def _rounded(count: int) -> str:
     return f"{count / GIB:.0f} GiB" if count >= 4 * GIB else f"{count / GIB:.1f} GiB"
 
 
-def judge_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
-    """Open files, locked memory and shared memory."""
-    yield from by_rank(ranks, _judge_files)
-    yield from by_rank(ranks, _judge_locked)
-    yield from by_rank(ranks, _judge_shared)
+def check_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckResult]:
+    """Check the limits of open files, locked memory and shared memory."""
+    for check in (_check_files, _check_locked, _check_shared):
+        yield from check(ranks)
 
 
-def _judge_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+@by_rank
+def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     files, most = one.facts["files"], one.facts["most_files"]
     # The first rank has connections with all others, for its store and in each group.
     wanted = max(_FILES, _FILES_OF_A_RANK * one.facts["size"])
     if files not in range(wanted):
-        yield ok("open files", f"{_spelled(files)} allowed")
+        number = "any number" if files == UNLIMITED else f"{files:,}"
+        yield ok("open files", f"{number} allowed")
     else:
         able = most == UNLIMITED or most >= wanted
         yield warning(
@@ -197,7 +191,8 @@ def _judge_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         )
 
 
-def _judge_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+@by_rank
+def _check_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     locked = one.facts["locked"]
     if one.facts["infiniband"] and locked != UNLIMITED:
         yield warning(
@@ -209,7 +204,8 @@ def _judge_locked(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         yield ok("locked memory", f"{size(locked)} allowed" if locked != UNLIMITED else "unlimited")
 
 
-def _judge_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
+@by_rank
+def _check_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     shared, free = one.facts["shared"], one.facts["shared_free"]
     if shared is None or shared < GIB or free < GIB // 4:
         text = "there is none" if shared is None else f"{size(free)} free of {size(shared)}"
@@ -220,7 +216,3 @@ def _judge_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         )
     else:
         yield ok(str(SHARED), f"{size(shared)}")
-
-
-def _spelled(count: int) -> str:
-    return "any number" if count == UNLIMITED else f"{count:,}"

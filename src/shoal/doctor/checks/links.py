@@ -23,7 +23,7 @@ WARNED, FAILED = 2.0, 3.0
 """So many times slower than usual. Less is noise where ranks outnumber cores."""
 
 
-def chosen(hosts: Sequence[str], crowded: Sequence[str]) -> list[int]:
+def choose_ranks(hosts: Sequence[str], crowded: Sequence[str]) -> list[int]:
     """The ranks that are measured: of hosts where ranks take turns on cores, the first alone."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     alone = firsts if len(hosts) > MOST_RANKS and len(firsts) > 1 else []
@@ -39,7 +39,7 @@ def measure_links(world: World, among: Sequence[int]) -> dict[str, Any] | None:
     return asdict(measured) if world.is_rank_zero else None
 
 
-def better(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
+def best_links(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
     """The best that each link has given."""
     if one is None or other is None:
         return None

@@ -40,7 +40,7 @@ class LinkProbes:
         self._stack.enter_context(answering(server, b"\n"))
         # Rank 0 may leave a world that hangs: the others' calls end with their processes.
         everyone = self._world.gather((address, server.getsockname()[1]))
-        calls = called(self._hosts, everyone, self._world.rank)
+        calls = machines_to_call(self._hosts, everyone, self._world.rank)
         self._calls = self._stack.enter_context(Probes(calls))
         return self
 
@@ -53,7 +53,7 @@ class LinkProbes:
         return [asdict(one) for one in found if one.answered]
 
 
-def called(
+def machines_to_call(
     hosts: Sequence[str], everyone: Sequence[tuple[str, int]], rank: int
 ) -> Mapping[str, tuple[str, int]]:
     """The machines that a rank calls: each by the address and the port of its first rank."""

@@ -10,7 +10,8 @@ import torch
 from shoal.distributed.interfaces import Interface, interfaces
 from shoal.distributed.world import World
 from shoal.doctor.checks import gpus
-from shoal.doctor.findings import CheckResult, RankFacts, failure, grouped, ok, warning, where
+from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
+from shoal.util.grouping import group_by
 
 
 class RankPlacement(TypedDict):
@@ -47,7 +48,7 @@ def describe_placement(world: World) -> RankPlacement:
     if world.device.type == "cuda":
         found = torch.cuda.get_device_properties(world.device)
         place["gpu"], place["model"] = str(found.uuid), found.name
-    elif gpus.present():
+    elif gpus.has_gpus():
         place["unused"] = chosen["device"].rejected.get("cuda", "")
     if "interface" in chosen:
         way = chosen["interface"]
@@ -79,24 +80,24 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
     without = [one for one in ranks if not one.facts["gpu"]]
     shared = [
         members
-        for members in grouped(on_gpus, lambda one: (one.host, one.facts["gpu"])).values()
+        for members in group_by(on_gpus, lambda one: (one.host, one.facts["gpu"])).values()
         if len(members) > 1
     ]
     for members in shared:
         yield failure(
             "GPU",
-            f"{where(members)} share one GPU, {members[0].facts['model']}",
+            f"{describe_ranks(members)} share one GPU, {members[0].facts['model']}",
             "one rank for each GPU (srun --gpus-per-task=1, shoal run -n GPUS)",
         )
     if on_gpus and without:
         yield failure(
             "GPU",
-            f"{where(without)} compute on the CPU, the others on GPUs",
+            f"{describe_ranks(without)} compute on the CPU, the others on GPUs",
             "ask the scheduler for as many GPUs as ranks; nvidia-smi on these hosts",
         )
-    models = grouped(on_gpus, lambda one: one.facts["model"])
+    models = group_by(on_gpus, lambda one: one.facts["model"])
     if len(models) > 1:
-        text = "; ".join(f"{model} on {where(members)}" for model, members in models.items())
+        text = "; ".join(f"{model} on {describe_ranks(members)}" for model, members in models.items())
         yield warning(
             "GPU", f"{text}: the slowest sets the pace", "ask for one kind (sbatch --constraint=…)"
         )
@@ -106,7 +107,7 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
     if unused and not on_gpus:
         yield failure(
             "GPU",
-            f"{where(unused)} compute on the CPU, beside GPUs: {unused[0].facts['unused']}",
+            f"{describe_ranks(unused)} compute on the CPU, beside GPUs: {unused[0].facts['unused']}",
             "install torch for these GPUs; to use none, export CUDA_VISIBLE_DEVICES=",
         )
     elif not on_gpus:
@@ -117,11 +118,11 @@ def _judge_interfaces(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[Che
     first = ranks[0].facts
     fastest = max(one.facts["speed"] for one in ranks)
     slower = [one for one in ranks if 0 < one.facts["speed"] < fastest]
-    kinds = grouped(slower, lambda one: (one.facts["interface"], one.facts["speed"]))
+    kinds = group_by(slower, lambda one: (one.facts["interface"], one.facts["speed"]))
     for (name, rate), members in kinds.items():
         yield failure(
             "link",
-            f"{name} of {where(members)} has {rate:,} Mbit/s, others {fastest:,}",
+            f"{name} of {describe_ranks(members)} has {rate:,} Mbit/s, others {fastest:,}",
             f"ethtool {name} there; see to its cable and the port of the switch",
         )
     for text in dict.fromkeys(text for one in ranks for text in one.facts["passed_over"]):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypedDict
 
-from shoal.doctor.checks.filesystem import existing
-from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, warning, where
+from shoal.doctor.checks.filesystem import nearest_existing
+from shoal.doctor.findings import CheckResult, RankFacts, describe_ranks, failure, ok, warning
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -38,7 +36,7 @@ def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int,
     """
     if rank == 0:
         try:
-            _show(existing(directory), store, size, limit)
+            _show(nearest_existing(directory), store, size, limit)
         except OSError:
             store.set("folder", "")
             raise
@@ -58,23 +56,15 @@ def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int,
 
 def _show(directory: Path, store: Store, size: int, limit: float) -> None:
     others = range(1, size)
-    with _folder(directory) as folder, (folder / "lock").open("w") as lock:
+    trial = TemporaryDirectory(prefix=".shoal-doctor-", dir=directory, ignore_cleanup_errors=True)
+    with trial as name, Path(name, "lock").open("w") as lock:
+        folder = Path(name)
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         store.set("folder", str(folder))
         store.wait([f"looked/{rank}" for rank in others], timedelta(seconds=limit))
         (folder / _TEXT).write_text(_TEXT)
         store.set("written", "")
         store.wait([f"done/{rank}" for rank in others], timedelta(seconds=limit))
-
-
-@contextmanager
-def _folder(directory: Path) -> Iterator[Path]:
-    folder = directory / f".shoal-doctor-{secrets.token_hex(8)}"
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _await(path: Path, limit: float) -> float:
@@ -106,14 +96,14 @@ def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckRe
     if blind:
         yield failure(
             "shared",
-            f"{where(blind)} did not see what rank 0 ({ranks[0].host}) wrote",
+            f"{describe_ranks(blind)} did not see what rank 0 ({ranks[0].host}) wrote",
             "give --run a directory of a file system that all hosts share (df DIR on each)",
         )
     elif late:
         worst = max(late, key=lambda one: one.facts["seconds"])
         yield warning(
             "shared",
-            f"{where(late)} saw what rank 0 wrote after up to {worst.facts['seconds']:.1f} s",
+            f"{describe_ranks(late)} saw what rank 0 wrote after up to {worst.facts['seconds']:.1f} s",
             "another file system for runs; NFS: mount with lookupcache=positive or actimeo=1",
         )
     else:
@@ -123,7 +113,7 @@ def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckRe
     if unlocked:
         yield warning(
             "lock",
-            f"{where(unlocked)} could take a lock that rank 0 ({ranks[0].host}) held: "
+            f"{describe_ranks(unlocked)} could take a lock that rank 0 ({ranks[0].host}) held: "
             "two runs in one directory don't notice each other",
             "mount it with locks (Lustre: -o flock), or take care of it yourself",
         )

@@ -7,9 +7,16 @@ import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from shoal.doctor.findings import CheckResult, RankFacts, failure, ok, where
+from shoal.doctor.findings import (
+    CheckResult,
+    RankFacts,
+    describe_difference,
+    failure,
+    ok,
+    same_on_all,
+)
 from shoal.util.differences import RankDifference, differences
 from shoal.util.packages import packages
 
@@ -39,7 +46,7 @@ def describe_software() -> Software:
     return Software(python=platform.python_version(), packages=packages())
 
 
-def look_at_sources(folder: Path) -> Sources:
+def describe_sources(folder: Path) -> Sources:
     """Digests of the Python files in `folder` and below, without environments and hidden folders."""
     if not folder.is_dir():
         raise NotADirectoryError(folder)
@@ -74,48 +81,36 @@ def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult
     fix = "start all ranks in the same environment (which python; pip list)"
     for name in by_name[0] | {"torch": ""}:
         if name in differing:
-            yield failure(name, _odd(differing[name], ranks), fix)
+            yield failure(name, describe_difference(differing[name], ranks), fix)
         elif name in by_name[0]:
-            yield ok(name, by_name[0][name] + _on_all(ranks))
+            yield ok(name, by_name[0][name] + same_on_all(ranks))
         else:
             yield failure(name, "not installed", "pip install torch, or load the module that has it")
-    others = list(differences([one.facts["packages"] for one in ranks]))
-    others = [one for one in others if one.name not in CORE]
+    packages_by_rank = [one.facts["packages"] for one in ranks]
+    others = [one for one in differences(packages_by_rank) if one.name not in CORE]
     if others:
-        named = "; ".join(f"{one.name} {_odd(one, ranks)}" for one in others[:_NAMED])
-        more = f"; and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        yield failure("packages", named + more, fix)
+        yield failure("packages", _describe_some(others, ranks, ""), fix)
     else:
-        yield ok("packages", f"{len(found['packages'])} installed" + _on_all(ranks))
+        yield ok("packages", f"{len(found['packages'])} installed" + same_on_all(ranks))
 
 
 def _core(found: Mapping[str, str]) -> dict[str, str]:
     return {name: found[name] for name in CORE if name in found}
 
 
-def judge_sources(ranks: Sequence[RankFacts[Sources]]) -> Iterator[CheckResult]:
+def check_sources(ranks: Sequence[RankFacts[Sources]]) -> Iterator[CheckResult]:
     """One line for the user's own source."""
     folder, files = ranks[0].facts["folder"], ranks[0].facts["files"]
     others = list(differences([one.facts["files"] for one in ranks]))
     if others:
-        named = "; ".join(f"{one.name} {_odd(one, ranks)}" for one in others[:_NAMED])
-        more = f"; and {len(others) - _NAMED} more files" if len(others) > _NAMED else ""
         fix = "start all ranks on the same files: a shared directory, or the same commit (git status)"
-        yield failure("source", f"in {folder}: {named}{more}", fix)
+        yield failure("source", f"in {folder}: {_describe_some(others, ranks, ' files')}", fix)
     else:
         most = f", the first {MOST_SOURCES:,}" if len(files) == MOST_SOURCES else ""
-        yield ok("source", f"{len(files):,} Python files{most} in {folder}" + _on_all(ranks))
+        yield ok("source", f"{len(files):,} Python files{most} in {folder}" + same_on_all(ranks))
 
 
-def _odd(
-    one: RankDifference, ranks: Sequence[RankFacts[Software]] | Sequence[RankFacts[Sources]]
-) -> str:
-    others = (
-        f"{value} on {where([ranks[index] for index in indices])}"
-        for value, indices in one.others.items()
-    )
-    return f"{one.usual} on {one.times} of {len(ranks)} ranks, {', '.join(others)}"
-
-
-def _on_all(ranks: Sequence[object]) -> str:
-    return f", the same on all {len(ranks)} ranks" if len(ranks) > 1 else ""
+def _describe_some(others: Sequence[RankDifference], ranks: Sequence[RankFacts[Any]], noun: str) -> str:
+    named = "; ".join(f"{one.name} {describe_difference(one, ranks)}" for one in others[:_NAMED])
+    more = f"; and {len(others) - _NAMED} more{noun}" if len(others) > _NAMED else ""
+    return named + more

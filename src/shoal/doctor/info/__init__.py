@@ -18,7 +18,7 @@ JOIN_SECONDS = 60.0
 """How long the ranks of a launch wait for each other: nobody prepares data here."""
 
 
-def show(console: Console) -> None:
+def print_info(console: Console) -> None:
     """Join the world that a launcher started and print, on rank 0, what it is and why.
 
     Where the environment contradicts itself or the world can't form, what could be found is printed
@@ -27,19 +27,19 @@ def show(console: Console) -> None:
     try:
         placement = env_vars.placement()
     except ShoalError:
-        display.machine(console, describe())
-        display.launchers(console, env_vars.launcher_variables())
+        display.print_machine(console, describe())
+        display.print_launchers(console, env_vars.launcher_variables())
         raise
     try:
         with init(prepare_timeout=JOIN_SECONDS) as world:
             ranks, choices = gather(world), world.decisions
     except ShoalError:
         if placement.rank == 0:
-            display.machine(console, describe())
-            display.choices(console, placement.choices)
+            display.print_machine(console, describe())
+            display.print_choices(console, placement.choices)
         raise
     if placement.rank == 0:
-        display.machine(console, describe())
-        display.choices(console, choices)
+        display.print_machine(console, describe())
+        display.print_choices(console, choices)
         if len(ranks) > 1:
-            display.ranks(console, ranks)
+            display.print_ranks(console, ranks)

@@ -9,12 +9,12 @@ from rich.console import Console
 from shoal.doctor.info.machine import MachineInfo
 from shoal.doctor.info.ranks import RankInfo, differences, rows
 from shoal.util.decision import Decision
-from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
+from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_rows, print_table
 
 _NARROW = 14
 
 
-def machine(console: Console, found: MachineInfo) -> None:
+def print_machine(console: Console, found: MachineInfo) -> None:
     """What this machine has."""
     print_pairs(console, "Versions", found.versions)
     print_pairs(console, "Hardware, as this process may use it", found.hardware)
@@ -24,7 +24,7 @@ def machine(console: Console, found: MachineInfo) -> None:
     )
 
 
-def launchers(console: Console, variables: Mapping[str, str]) -> None:
+def print_launchers(console: Console, variables: Mapping[str, str]) -> None:
     """The launchers that are asked, in order, each with what was found of its variables."""
     print_pairs(
         console,
@@ -33,7 +33,7 @@ def launchers(console: Console, variables: Mapping[str, str]) -> None:
     )
 
 
-def choices(console: Console, made: Sequence[Decision[object]]) -> None:
+def print_choices(console: Console, made: Sequence[Decision[object]]) -> None:
     """What was chosen, why, and what was not."""
     table = make_table("what", "chosen", "why, and why not")
     table.columns[1].max_width = max(_NARROW, console.width // 4)
@@ -45,12 +45,10 @@ def choices(console: Console, made: Sequence[Decision[object]]) -> None:
     print_table(console, "What was chosen, and why (on rank 0)", table)
 
 
-def ranks(console: Console, found: Sequence[RankInfo]) -> None:
-    """All ranks, and where they differ."""
-    table = make_table("rank", "host", "local", "cores", "threads", "device")
-    for row in rows(found):
-        add_row(table, *row)
-    print_table(console, f"{len(found)} ranks", table)
+def print_ranks(console: Console, found: Sequence[RankInfo]) -> None:
+    """Print all ranks, and where they differ."""
+    headers = ("rank", "host", "local", "cores", "threads", "device")
+    print_rows(console, f"{len(found)} ranks", headers, rows(found))
     lines = list(differences(found)) or ["Shoal, Python and torch are the same on all."]
     print_line(console, *lines)
 

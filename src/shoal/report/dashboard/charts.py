@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.text import Text
@@ -61,7 +61,7 @@ def _usual_end(values: Sequence[float]) -> float:
     return max(value for value in values if value <= fence)
 
 
-def resampled(values: Sequence[float], count: int, weights: Sequence[float] = ()) -> list[float]:
+def resample(values: Sequence[float], count: int, weights: Sequence[float] = ()) -> list[float]:
     """So many values: means of neighbours by their weights, or each repeated; NaN for nothing."""
     found = []
     for column in range(count):
@@ -76,7 +76,7 @@ def resampled(values: Sequence[float], count: int, weights: Sequence[float] = ()
     return found
 
 
-def curve(
+def draw_curve(
     values: Sequence[float],
     width: int,
     height: int,
@@ -98,26 +98,26 @@ def curve(
     room = width - gutter
     if room < 2:
         return [Text() for _ in range(height)]
-    columns = resampled(values, room * (2 if look.unicode and not zero else 1), weights)
+    columns = resample(values, room * (2 if look.unicode and not zero else 1), weights)
     heights = [scale.height(value) if math.isfinite(value) else None for value in columns]
     if look.unicode:
         rows = _blocks(heights, height) if zero else _braille(heights, height)
     else:
         rows = _strokes(heights, height, filled=zero)
-    lines = []
-    for label, row in zip(labels, rows, strict=True):
-        lines.append(Text.assemble((label.rjust(gutter - 1) + " ", "dim"), (row, "cyan")))
-    return lines
+    return [
+        Text.assemble((label.rjust(gutter - 1) + " ", "dim"), (row, "cyan"))
+        for label, row in zip(labels, rows, strict=True)
+    ]
 
 
 def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, zero: bool) -> Scale:
     """For the means that are drawn in so many columns, where these are fewer than the values."""
     if zero and columns < len(values):
-        values = resampled(values, columns, weights)
+        values = resample(values, columns, weights)
     return Scale.of([value for value in values if math.isfinite(value)], zero=zero)
 
 
-def spark(
+def draw_sparkline(
     values: Sequence[float], width: int, look: Look, *, zero: bool, weights: Sequence[float] = ()
 ) -> str:
     """A curve in one line."""
@@ -126,7 +126,7 @@ def spark(
     scale = _scale(values, width, weights, zero=zero)
     levels = BLOCKS if look.unicode else LEVELS
     signs = []
-    for value in resampled(values, width, weights):
+    for value in resample(values, width, weights):
         known = math.isfinite(value)
         signs.append(levels[1 + round(scale.height(value) * (len(levels) - 2))] if known else " ")
     return "".join(signs)
@@ -142,41 +142,33 @@ def _blocks(heights: Sequence[float | None], rows: int) -> list[str]:
 
 def _braille(heights: Sequence[float | None], rows: int) -> list[str]:
     cells = [[0] * (len(heights) // 2) for _ in range(rows)]
-    before: int | None = None
-    for column, height in enumerate(heights):
-        if height is None:
-            before = None
-            continue
-        dot = round((1 - height) * (4 * rows - 1))
-        for each in _joined(before, dot):
-            cells[each // 4][column // 2] |= DOTS[column % 2][each % 4]
-        before = dot
+    for column, _, dots in _line(heights, 4 * rows):
+        for dot in dots:
+            cells[dot // 4][column // 2] |= DOTS[column % 2][dot % 4]
     return ["".join(chr(0x2800 + bits) if bits else " " for bits in row) for row in cells]
 
 
 def _strokes(heights: Sequence[float | None], rows: int, *, filled: bool) -> list[str]:
     cells = [[" "] * len(heights) for _ in range(rows)]
-    before: int | None = None
-    for column, height in enumerate(heights):
-        if height is None:
-            before = None
-            continue
-        stroke = round((1 - height) * (3 * rows - 1))
-        for row in range(stroke // 3, rows) if filled else [s // 3 for s in _joined(before, stroke)]:
+    for column, stroke, strokes in _line(heights, 3 * rows):
+        for row in range(stroke // 3, rows) if filled else [each // 3 for each in strokes]:
             cells[row][column] = ":" if filled else "|"
         cells[stroke // 3][column] = STROKES[stroke % 3]
-        before = stroke
     return ["".join(row) for row in cells]
 
 
-def _joined(before: int | None, now: int) -> range:
-    """The dots of one column: from next to where the one before ended, so that a line has no gaps."""
-    if before is None or abs(now - before) <= 1:
-        return range(now, now + 1)
-    return range(before + 1, now + 1) if now > before else range(now, before)
+def _line(heights: Sequence[float | None], dots: int) -> Iterator[tuple[int, int, range]]:
+    """Yield the column of each height, its dot, and the dots that join it to the one before."""
+    before: int | None = None
+    for column, height in enumerate(heights):
+        now = None if height is None else round((1 - height) * (dots - 1))
+        if now is not None:
+            start = now if before is None else before
+            yield column, now, range(min(now, start + 1), max(now, start - 1) + 1)
+        before = now
 
 
-def shares(parts: Sequence[float], cells: int) -> list[int]:
+def divide_cells(parts: Sequence[float], cells: int) -> list[int]:
     """Cells for each part, in all `cells`, by largest remainders; all none where the parts are."""
     whole = math.fsum(parts)
     if not 0 < whole < math.inf or cells < 1:
@@ -189,16 +181,18 @@ def shares(parts: Sequence[float], cells: int) -> list[int]:
     return given
 
 
-def bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text:
+def draw_bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text:
     """A step as a stacked bar, `width` cells long for `longest` seconds.
 
     Each part begins with its letter; without colour it is filled with it.
     """
-    known = [(part, clean(parts.get(part.name, 0.0))) for part in PARTS]
+    known = [(part, drawable_seconds(parts.get(part.name, 0.0))) for part in PARTS]
     whole = math.fsum(seconds for _, seconds in known)
     length = round(min(1.0, whole / longest) * width) if longest > 0 else 0
     line = Text()
-    for (part, _), cells in zip(known, shares([seconds for _, seconds in known], length), strict=True):
+    for (part, _), cells in zip(
+        known, divide_cells([seconds for _, seconds in known], length), strict=True
+    ):
         line.append(_cells(part, cells, look), part.style(look))
     line.append(" " * (width - length))
     return line
@@ -210,6 +204,6 @@ def _cells(part: StepPart, cells: int, look: Look) -> str:
     return part.letter.ljust(cells)[:cells]
 
 
-def clean(value: float) -> float:
+def drawable_seconds(value: float) -> float:
     """A time as it can be drawn: not below zero, and a number."""
     return value if 0 < value < 1e12 else 0.0

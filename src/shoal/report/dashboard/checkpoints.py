@@ -9,7 +9,7 @@ from shoal.report.dashboard.snapshot import CheckpointStatus
 from shoal.report.event_fields import integer_in, number_in, text_in
 
 
-def saves(
+def checkpoint_status(
     history: History, attempt: Attempt, *, step: int, seconds: float, now: float
 ) -> CheckpointStatus:
     """The last save of all attempts; the next by how far apart this attempt's were.

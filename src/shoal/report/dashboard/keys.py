@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import termios
 import tty
@@ -23,13 +22,13 @@ KEYS: dict[bytes, Key] = {
 _PRESSED = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
 
 
-def pressed(typed: bytes) -> list[Key]:
+def parse_keys(typed: bytes) -> list[Key]:
     """The keys that mean something in what was typed."""
     return [KEYS[each] for each in _PRESSED.findall(typed) if each in KEYS]
 
 
 @contextmanager
-def listening(terminal: int | None) -> Iterator[None]:
+def cbreak_mode(terminal: int | None) -> Iterator[None]:
     """Give keys as they are pressed, and don't show them; afterwards the terminal is as before."""
     if terminal is None:
         yield
@@ -40,8 +39,3 @@ def listening(terminal: int | None) -> Iterator[None]:
         yield
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)
-
-
-def terminal_of(descriptor: int) -> int | None:
-    """The descriptor itself if it is a terminal."""
-    return descriptor if os.isatty(descriptor) else None

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from shoal.report.dashboard.charts import curve, spark
-from shoal.report.dashboard.rank_table import leaves, legend, table
+from shoal.report.dashboard.charts import draw_curve, draw_sparkline
+from shoal.report.dashboard.rank_table import count_leaves, legend_lines, rank_table_lines
 from shoal.report.dashboard.snapshot import OVER, Kind, MetricCurve, RunProgress, Slowest, Snapshot
-from shoal.report.dashboard.theme import WORDS, Look, brief
+from shoal.report.dashboard.theme import WORDS, Look, ascii_duration
 from shoal.util.units import age, elapsed, four_digits
 
 STYLES: dict[Kind, str] = {
@@ -31,7 +31,7 @@ CURVE_LINES = (5, 18)
 """With a title; where there is less room a curve is one line."""
 
 
-def page(
+def dashboard_lines(
     snapshot: Snapshot, width: int, height: int, look: Look, *, leaf: int = 0, keys: bool = False
 ) -> list[Text]:
     """At most `height` lines, none of them wider than `width` cells.
@@ -45,7 +45,7 @@ def page(
     if plan.curves:
         lines += [*gap, *_curves(snapshot, width, plan.curves, look)]
     if plan.ranks:
-        rows = table(snapshot, width, plan.ranks, leaf, look, heading=plan.heading)
+        rows = rank_table_lines(snapshot, width, plan.ranks, leaf, look, heading=plan.heading)
         lines += [*gap, *rows, *plan.legend]
     if plan.facts:
         lines += [*gap, *plan.facts]
@@ -55,10 +55,10 @@ def page(
     return [look.cut(line, width) for line in lines[:height]]
 
 
-def turns(snapshot: Snapshot, width: int, height: int, look: Look) -> int:
+def count_turns(snapshot: Snapshot, width: int, height: int, look: Look) -> int:
     """How many leaves of ranks there are after the first one."""
     plan = _plan(snapshot, width, height, look, keys=True)
-    return leaves(snapshot, plan.rows)
+    return count_leaves(snapshot, plan.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def _plan(snapshot: Snapshot, width: int, height: int, look: Look, *, keys: bool
     footer, heading = keys and height >= 14, height >= 14
     words = 1 + len(verdict) + (snapshot.progress is not None) + len(facts) + footer
     rest = max(0, height - words)
-    keyed = legend(snapshot, width, 1 if height < 20 else 2, look) if rest >= 4 else []
+    keyed = legend_lines(snapshot, width, 1 if height < 20 else 2, look) if rest >= 4 else []
     rest -= len(keyed)
     wanted = heading + len(snapshot.ranks) if snapshot.ranks else 0
     airy = rest >= GAPS + CURVE_LINES[0] + min(wanted, 12)
@@ -123,8 +123,8 @@ def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
         "absent": "waiting for it",
         "starting": "starting",
         "running": "running",
-        "silent": f"silent for {age(finite(state.since))}",
-    }.get(state.kind, f"{state.kind} {age(finite(state.since))} ago")
+        "silent": f"silent for {age(finite_seconds(state.since))}",
+    }.get(state.kind, f"{state.kind} {age(finite_seconds(state.since))} ago")
     hosts = len({rank.host for rank in snapshot.ranks if rank.host})
     world = f"{snapshot.size:,} rank{'s' * (snapshot.size != 1)}" if snapshot.size else ""
     world += f" on {hosts:,} host{'s' * (hosts != 1)}" if world and hosts else ""
@@ -160,7 +160,7 @@ def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
         "step": f"step {now.step:,}",
         "epoch": _epoch(now),
         "samples": f"{now.position:,} samples",
-        "left": "" if now.left is None or over else f"{elapsed(finite(now.left))} left",
+        "left": "" if now.left is None or over else f"{elapsed(finite_seconds(now.left))} left",
         "elapsed": _elapsed(now.elapsed, over=over),
     }
     parts = {name: text for name, text in parts.items() if text}
@@ -179,7 +179,7 @@ def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
 
 
 def _elapsed(seconds: float, *, over: bool) -> str:
-    text = elapsed(finite(seconds))
+    text = elapsed(finite_seconds(seconds))
     return f"in {text}" if over else f"{text} so far"
 
 
@@ -238,14 +238,16 @@ def _chart(
     space = width - line.cell_len - len(steps)
     if space >= 2:
         line.append(" " * space + steps, "dim")
-    rows = curve(drawn.values, width, height - 1, look, zero=zero, weights=drawn.weights)
+    rows = draw_curve(drawn.values, width, height - 1, look, zero=zero, weights=drawn.weights)
     return [line, *rows]
 
 
 def _spark(title: str, drawn: MetricCurve, width: int, look: Look, *, zero: bool) -> Text:
     line = Text.assemble((title, "bold"), f" {_value(drawn)} ")
     room = width - line.cell_len
-    return line.append(spark(drawn.values, room, look, zero=zero, weights=drawn.weights), "cyan")
+    return line.append(
+        draw_sparkline(drawn.values, room, look, zero=zero, weights=drawn.weights), "cyan"
+    )
 
 
 def _value(drawn: MetricCurve) -> str:
@@ -278,7 +280,8 @@ def _slowest(slowest: Slowest) -> str:
     where = f" on {slowest.host}" if slowest.host else ""
     since = f", since step {slowest.since:,}" if slowest.since is not None else ""
     part = WORDS.get(slowest.part, slowest.part)
-    return f"rank {slowest.rank}{where} in {part}: {brief(slowest.excess)} above the others{since}"
+    excess = ascii_duration(slowest.excess)
+    return f"rank {slowest.rank}{where} in {part}: {excess} above the others{since}"
 
 
 def _saves(snapshot: Snapshot) -> str:
@@ -287,27 +290,27 @@ def _saves(snapshot: Snapshot) -> str:
     if saves.failed:
         parts.append(f"FAILED {saves.failed}")
     if saves.step is not None:
-        parts.append(f"step {saves.step:,}, {age(finite(saves.ago))} ago")
+        parts.append(f"step {saves.step:,}, {age(finite_seconds(saves.ago))} ago")
     elif snapshot.progress is not None:
         parts.append("nothing yet")
     if snapshot.state.kind not in OVER and saves.due is not None:
         step = f" {saves.next_step:,}" if saves.next_step is not None else ""
-        due = elapsed(abs(finite(saves.due)))
+        due = elapsed(abs(finite_seconds(saves.due)))
         parts.append(f"next{step} in {due}" if saves.due >= 0 else f"next{step} {due} late")
     if saves.step is not None:
-        parts.append(f"took {brief(saves.seconds)}, {brief(saves.blocked)} blocked")
+        parts.append(f"took {ascii_duration(saves.seconds)}, {ascii_duration(saves.blocked)} blocked")
     return "; ".join(parts)
 
 
 def _footer(snapshot: Snapshot, plan: _Plan, leaf: int, look: Look) -> Text:
     keys = ["q leaves"]
-    if leaves(snapshot, plan.rows):
+    if count_leaves(snapshot, plan.rows):
         keys.append(f"{look.sign('↑ ↓', 'up, down')} leaf through all ranks")
     if leaf:
         keys.append("Home slowest and fastest")
     return Text(look.dot.join(keys), "dim")
 
 
-def finite(seconds: float) -> float:
+def finite_seconds(seconds: float) -> float:
     """A time that can be said; 0 where it is none."""
     return seconds if abs(seconds) < 1e12 else 0.0

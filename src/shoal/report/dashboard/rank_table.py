@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from shoal.report.dashboard.charts import bar, clean
+from shoal.report.dashboard.charts import draw_bar, drawable_seconds
 from shoal.report.dashboard.snapshot import RankStats, Snapshot
-from shoal.report.dashboard.theme import PARTS, Look, brief
+from shoal.report.dashboard.theme import PARTS, Look, ascii_duration
 from shoal.util.units import size
 
 HOST_CELLS = 16
@@ -28,7 +28,7 @@ class RankSelection:
     said: str = ""
 
 
-def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelection:
+def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelection:
     """The ranks for `room` lines, the last of which says which they are where they are not all.
 
     On leaf 0 the slowest and the fastest, with a summary of the others; on the leaves after it all,
@@ -50,7 +50,7 @@ def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelectio
             f"leaf {at + 1:,} of {leaves:,}",
         )
     slow = (2 * room + 2) // 3
-    by_time = sorted(ranks, key=lambda rank: (-clean(rank.own), rank.number))
+    by_time = sorted(ranks, key=lambda rank: (-drawable_seconds(rank.own), rank.number))
     first = snapshot.slowest.rank if snapshot.slowest is not None else None
     by_time.sort(key=lambda rank: rank.number != first)  # whoever is blamed stands at the top
     fast = room - slow
@@ -62,7 +62,7 @@ def chosen(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelectio
     )
 
 
-def leaves(snapshot: Snapshot, room: int) -> int:
+def count_leaves(snapshot: Snapshot, room: int) -> int:
     """How many leaves there are after the first; none where all ranks fit."""
     if len(snapshot.ranks) <= room or room < 2:
         return 0
@@ -71,17 +71,17 @@ def leaves(snapshot: Snapshot, room: int) -> int:
 
 def _spread(ranks: Sequence[RankStats], look: Look) -> str:
     """What their own work takes, from the fastest to the slowest, and their memory."""
-    own = [clean(rank.own) for rank in ranks]
-    text = f"{brief(min(own))} to {brief(max(own))} of their own"
+    own = [drawable_seconds(rank.own) for rank in ranks]
+    text = f"{ascii_duration(min(own))} to {ascii_duration(max(own))} of their own"
     memory = [rank.memory for rank in ranks if rank.memory is not None]
     return text + (f"{look.dot}{size(min(memory))} to {size(max(memory))}" if memory else "")
 
 
-def table(
+def rank_table_lines(
     snapshot: Snapshot, width: int, room: int, leaf: int, look: Look, *, heading: bool
 ) -> list[Text]:
     """Rows, with a heading above where it is wanted, in at most `room` lines."""
-    choice = chosen(snapshot, room - heading, leaf, look)
+    choice = select_ranks(snapshot, room - heading, leaf, look)
     columns = _Columns.of(snapshot, choice.shown, width, look)
     lines = [columns.heading(snapshot)] if heading else []
     lines += [columns.row(rank, snapshot, look) for rank in choice.shown]
@@ -111,7 +111,7 @@ class _Columns:
             host = 0
         if left - host - memory < BAR_CELLS:
             memory = 0
-        longest = max((clean(rank.seconds) for rank in snapshot.ranks), default=0.0)
+        longest = max((drawable_seconds(rank.seconds) for rank in snapshot.ranks), default=0.0)
         room = max(0, left - host - memory)
         return cls(number=number, host=host, bar=room, memory=memory, longest=longest)
 
@@ -134,21 +134,22 @@ class _Columns:
             host = look.cut(Text(look.safe(rank.host)), self.host - 1)
             host.pad_right(self.host - host.cell_len)
             line.append_text(host)
-        line.append_text(bar(dict(rank.parts), self.longest, self.bar, look))
-        seconds = clean(rank.seconds)
-        line.append((brief(seconds) if seconds else "-").rjust(9 + 1))
+        line.append_text(draw_bar(dict(rank.parts), self.longest, self.bar, look))
+        seconds = drawable_seconds(rank.seconds)
+        line.append((ascii_duration(seconds) if seconds else "-").rjust(9 + 1))
         if self.memory:
             line.append(("-" if rank.memory is None else size(rank.memory)).rjust(self.memory))
         return line
 
 
-def legend(snapshot: Snapshot, width: int, lines: int, look: Look) -> list[Text]:
+def legend_lines(snapshot: Snapshot, width: int, lines: int, look: Look) -> list[Text]:
     """The parts that there are, each with its letter and its share of all ranks' time.
 
     Short words alone where there is little room.
     """
     sums = [
-        math.fsum(clean(rank.parts.get(part.name, 0.0)) for rank in snapshot.ranks) for part in PARTS
+        math.fsum(drawable_seconds(rank.parts.get(part.name, 0.0)) for rank in snapshot.ranks)
+        for part in PARTS
     ]
     whole = math.fsum(sums)
     if not whole or lines < 1:

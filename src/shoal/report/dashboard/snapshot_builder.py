@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.report import Array, Attempt, BottleneckReport, History, Reader, find_bottleneck, profile
 from shoal.report.attempts import outcome_of, silence_limit
-from shoal.report.dashboard.checkpoints import saves
+from shoal.report.dashboard.checkpoints import checkpoint_status
 from shoal.report.dashboard.curves import Tracks
 from shoal.report.dashboard.snapshot import (
     OVER,
@@ -125,7 +125,9 @@ class SnapshotBuilder:
             throughput=_with_now(self._tracks.throughput(), _rate(leader[-window:])),
             window=window,
             slowest=self._slowest(verdict),
-            saves=saves(history, attempt, step=attempt.last, seconds=float(walls.mean()), now=now),
+            saves=checkpoint_status(
+                history, attempt, step=attempt.last, seconds=float(walls.mean()), now=now
+            ),
         )
 
     def _judge(self, history: History) -> BottleneckReport:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shoal.report.dashboard.keys import Key, listening, pressed, terminal_of
-from shoal.report.dashboard.layout import page, turns
+from shoal.report.dashboard.keys import Key, cbreak_mode, parse_keys
+from shoal.report.dashboard.layout import count_turns, dashboard_lines
 from shoal.report.dashboard.snapshot import OVER, RunStatus, Snapshot
 from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.report.dashboard.theme import Look
@@ -67,7 +67,7 @@ def _print(observer: SnapshotBuilder, console: Console, look: Look, every: float
     """Plain pages, until the run has ended and will not be started again by whoever preempted it."""
     while True:
         snapshot = observer.look()
-        lines = page(snapshot, console.width, PLAIN_LINES, look)
+        lines = dashboard_lines(snapshot, console.width, PLAIN_LINES, look)
         console.print(_block(lines))
         if every is None or (snapshot.state.kind in OVER and snapshot.state.kind != "preempted"):
             return 0
@@ -114,7 +114,7 @@ class _Screen:
         self._console = console
         self._look = look
         self._leaf = 0
-        self._terminal = terminal_of(0)
+        self._terminal = 0 if os.isatty(0) else None
         self._bell, seen = socket.socketpair()
         for end in (self._bell, seen):
             end.setblocking(False)
@@ -127,7 +127,7 @@ class _Screen:
         self._lookout.start()
         try:
             while True:
-                with _signals(self._seen), listening(self._terminal), self._drawn() as live:
+                with _signals(self._seen), cbreak_mode(self._terminal), self._drawn() as live:
                     code = self._answer(live)
                 if code is not None:
                     return code
@@ -163,7 +163,7 @@ class _Screen:
                 raise self._lookout.error
             if self._terminal in ready:
                 typed = os.read(self._terminal, 4096) if self._terminal is not None else b""
-                if not typed or "leave" in (keys := pressed(typed)):
+                if not typed or "leave" in (keys := parse_keys(typed)):
                     return 0
                 for key in keys:
                     self._turn(key)
@@ -173,14 +173,14 @@ class _Screen:
         """To another leaf of the ranks; beyond the last or before the first there is none."""
         moves = {"down": self._leaf + 1, "up": self._leaf - 1, "home": 0}
         width, height = self._size()
-        last = turns(self._snapshot, width, height, self._look)
+        last = count_turns(self._snapshot, width, height, self._look)
         self._leaf = min(max(0, moves.get(key, last)), last)
 
     def _draw(self, live: Live) -> None:
         """One frame, over the one before and without clearing it: nothing flickers."""
         width, height = self._size()
         self._console.size = width, height
-        lines = page(self._snapshot, width, height, self._look, leaf=self._leaf, keys=True)
+        lines = dashboard_lines(self._snapshot, width, height, self._look, leaf=self._leaf, keys=True)
         self._console.file.write(BEGIN_FRAME)
         live.update(_block(lines), refresh=True)
         self._console.file.write(END_FRAME)

@@ -112,6 +112,6 @@ PARTS = (
 WORDS = {part.name: part.word for part in PARTS}
 
 
-def brief(seconds: float) -> str:
+def ascii_duration(seconds: float) -> str:
     """Return the time of a part of a step, in characters of ASCII, which lacks the `µ`."""
     return duration(seconds, microseconds=False)

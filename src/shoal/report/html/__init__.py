@@ -6,9 +6,19 @@ rest does without.
 
 from __future__ import annotations
 
-from shoal.report.html.csv import csv_of, write_csv
-from shoal.report.html.page import Block, Drawing, Facts, Figure, Page, Section, Table, Text, render
-from shoal.report.html.save import save
+from shoal.report.html.csv import to_csv, write_csv
+from shoal.report.html.page import (
+    Block,
+    Drawing,
+    Facts,
+    Figure,
+    Page,
+    Section,
+    Table,
+    Text,
+    render_page,
+)
+from shoal.report.html.save import save_page
 
 __all__ = [
     "Block",
@@ -19,8 +29,8 @@ __all__ = [
     "Section",
     "Table",
     "Text",
-    "csv_of",
-    "render",
-    "save",
+    "to_csv",
+    "render_page",
+    "save_page",
     "write_csv",
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.util.errors import LaunchError
 
 
-def csv_of(rows: Iterable[Sequence[object]]) -> str:
+def to_csv(rows: Iterable[Sequence[object]]) -> str:
     """Return rows as CSV; the first has the names of the columns.
 
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
@@ -21,10 +21,13 @@ def csv_of(rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write rows to the file that `--csv` names. Raises LaunchError where that fails."""
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows, all with the columns of the first, to the file that `--csv` names.
+
+    Raises LaunchError where that fails.
+    """
     try:
-        path.write_text(csv_of(rows))
+        path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
     except OSError as error:
         raise LaunchError(
             given=f"--csv {path}", found=f"{error.strerror}", fix="give another file"

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from shoal.report.html.csv import csv_of
+from shoal.report.html.csv import to_csv
 from shoal.util.text import printable
 
 
@@ -90,7 +90,7 @@ class Page:
     about: str = ""
 
 
-def render(page: Page) -> str:
+def render_page(page: Page) -> str:
     """The page as one HTML file. Every text is escaped; only drawings are taken as they are."""
     environment = Environment(
         autoescape=True,
@@ -115,10 +115,6 @@ def _shown(value: object) -> object:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _kind(block: Block) -> str:
-    return type(block).__name__
-
-
 def _inline(svg: str, prefix: str) -> Markup:
     """A drawing as a part of the page, where its ids are no other's."""
     return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
@@ -128,4 +124,4 @@ def _data(figure: Figure, kind: str) -> str:
     """A file of a figure as the address of a download."""
     if kind == "png":
         return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
-    return "data:text/csv;base64," + base64.b64encode(csv_of(figure.table.lines).encode()).decode()
+    return "data:text/csv;base64," + base64.b64encode(to_csv(figure.table.lines).encode()).decode()

@@ -60,7 +60,7 @@ class Series:
     """Dashed and grey: what others are compared with, such as the ideal."""
 
 
-def lines(
+def plot_lines(
     series: Sequence[Series],
     *,
     x: str,
@@ -75,7 +75,8 @@ def lines(
     def draw(axes: Axes, small: bool) -> None:
         own = 0
         for each in series:
-            colour, marker = (_GRID, "") if each.faint else _look(own)
+            colour = _GRID if each.faint else COLOURS[own % len(COLOURS)]
+            marker = "" if each.faint else MARKERS[own % len(MARKERS)]
             own += not each.faint
             stride = max(1, len(each.x) // _MOST)
             xs = list(each.x)[::stride]
@@ -103,7 +104,7 @@ def lines(
     return _draw(draw)
 
 
-def bars(
+def plot_bars(
     labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, fills: Mapping[str, Fill]
 ) -> Drawing:
     """One bar for each label, of parts laid end to end; `fills` has a fill for each part."""
@@ -122,7 +123,7 @@ def bars(
     return _draw(draw, height=0.28 * len(labels))
 
 
-def areas(
+def plot_areas(
     xs: Sequence[float],
     parts: Mapping[str, Sequence[float]],
     *,
@@ -150,10 +151,6 @@ def areas(
         _ends(axes, legend=True, small=small)
 
     return _draw(draw)
-
-
-def _look(number: int) -> tuple[str, str]:
-    return COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
 
 
 def _fill(fill: Fill) -> dict[str, Any]:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shoal.report.html.csv import csv_of
-from shoal.report.html.page import Figure, Page, render
+from shoal.report.html.csv import to_csv
+from shoal.report.html.page import Figure, Page, render_page
 
 
-def save(page: Page, path: Path) -> list[Path]:
+def save_page(page: Page, path: Path) -> list[Path]:
     """Write the page to `path`, and beside it each figure as PNG, SVG and CSV; all that was written.
 
     The directory is made if it is not there. Raises OSError where it can't be written.
@@ -21,11 +21,11 @@ def save(page: Page, path: Path) -> list[Path]:
         for ending, content in (
             ("png", figure.drawing.png),
             ("svg", figure.drawing.svg.encode()),
-            ("csv", csv_of(figure.table.lines).encode()),
+            ("csv", to_csv(figure.table.lines).encode()),
         ):
             written.append(path.with_name(f"{figure.name}.{ending}"))
             _replace(written[-1], content)
-    _replace(path, render(page).encode())
+    _replace(path, render_page(page).encode())
     return written
 
 

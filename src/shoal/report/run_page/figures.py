@@ -7,27 +7,27 @@ from collections.abc import Iterator
 import numpy as np
 
 from shoal.report import LABELS, PALETTE, SHOWN, Attempt, History, Judged
-from shoal.report.attempts import BinnedCurve, curves, throughput
+from shoal.report.attempts import BinnedCurve, binned_curves, throughput_curve
 from shoal.report.html import Figure, Table, plots
-from shoal.report.run_page.tables import rounded, slowest
+from shoal.report.run_page.tables import ranks_to_show, round_values
 
 SHOWN_RANKS = 32
 SHOWN_LINES = 8
 FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.items()}
 
 
-def all_of(history: History, judged: list[Judged]) -> dict[str, list[Figure]]:
+def all_figures(history: History, judged: list[Judged]) -> dict[str, list[Figure]]:
     """The figures by the section that they belong to."""
     return {
-        "time": [over_ranks(judged[-1]), over_steps(judged)] if judged else [],
-        "progress": list(progress(history)),
-        "usage": list(memory(history.latest)) if history.latest is not None else [],
+        "time": [rank_figure(judged[-1]), step_figure(judged)] if judged else [],
+        "progress": list(progress_figures(history)),
+        "usage": list(memory_figures(history.latest)) if history.latest is not None else [],
     }
 
 
-def over_ranks(one: Judged) -> Figure:
+def rank_figure(one: Judged) -> Figure:
     """A step as a bar for each rank."""
-    ranks = slowest(one, SHOWN_RANKS)
+    ranks = ranks_to_show(one, SHOWN_RANKS)
     times = {rank: one.profile.of_rank(rank) for rank in ranks}
     there = [part for part in SHOWN if any(each[part] > 0 for each in times.values())]
     unit, scale = _unit(max(sum(each.values()) for each in times.values()))
@@ -38,7 +38,7 @@ def over_ranks(one: Judged) -> Figure:
         caption="A step of each rank, by part."
         if len(ranks) == len(one.profile.ranks)
         else f"A step, by part, of the {len(ranks)} ranks that waited least for others.",
-        drawing=plots.bars(
+        drawing=plots.plot_bars(
             named,
             {LABELS[part]: each for part, each in values.items()},
             x=f"{unit} per step",
@@ -56,7 +56,7 @@ def over_ranks(one: Judged) -> Figure:
     )
 
 
-def over_steps(judged: list[Judged]) -> Figure:
+def step_figure(judged: list[Judged]) -> Figure:
     """A step over time, mean of the ranks; where one was done again, as it was the last time."""
     steps: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
     for one in judged:
@@ -71,7 +71,7 @@ def over_steps(judged: list[Judged]) -> Figure:
     return Figure(
         name="step-over-time",
         caption="A step over time, by part, mean of the ranks.",
-        drawing=plots.areas(
+        drawing=plots.plot_areas(
             xs,
             {LABELS[part]: each.tolist() for part, each in values.items()},
             x="step",
@@ -90,14 +90,14 @@ def over_steps(judged: list[Judged]) -> Figure:
     )
 
 
-def progress(history: History) -> Iterator[Figure]:
+def progress_figures(history: History) -> Iterator[Figure]:
     """Loss and throughput."""
-    losses = curves(history, "loss")
+    losses = binned_curves(history, "loss")
     if losses:
         yield _curves(
             "loss", "The loss of the global batch, with its least and greatest.", "loss", losses
         )
-    rate = throughput(history)
+    rate = throughput_curve(history)
     if rate is not None:
         yield _curves(
             "throughput",
@@ -128,9 +128,9 @@ def _curves(
         for label, each in named.items()
         for cells in zip(
             map(str, each.step.tolist()),
-            rounded(each.mean),
-            rounded(each.low),
-            rounded(each.high),
+            round_values(each.mean),
+            round_values(each.low),
+            round_values(each.high),
             strict=True,
         )
     ]
@@ -138,12 +138,12 @@ def _curves(
     return Figure(
         name=name,
         caption=caption,
-        drawing=plots.lines(series, x="step", y=y, zero=zero),
+        drawing=plots.plot_lines(series, x="step", y=y, zero=zero),
         table=Table(caption=caption, head=head, rows=rows, right=head[1:]),
     )
 
 
-def memory(attempt: Attempt) -> Iterator[Figure]:
+def memory_figures(attempt: Attempt) -> Iterator[Figure]:
     """Memory over time: of the devices where there are some, else of the processes."""
     found = {}
     for rank, held in sorted(attempt.usage.items()):
@@ -167,12 +167,13 @@ def memory(attempt: Attempt) -> Iterator[Figure]:
         label = _short(attempt, rank)
         series.append(plots.Series(label=label, x=xs[::stride].tolist(), y=ys[::stride].tolist()))
         rows += [
-            [label, *cells] for cells in zip(rounded(xs[::stride]), rounded(ys[::stride]), strict=True)
+            [label, *cells]
+            for cells in zip(round_values(xs[::stride]), round_values(ys[::stride]), strict=True)
         ]
     yield Figure(
         name="memory",
         caption=caption,
-        drawing=plots.lines(series, x="minutes since the start", y="GB", zero=True),
+        drawing=plots.plot_lines(series, x="minutes since the start", y="GB", zero=True),
         table=Table(
             caption=caption, head=["rank", "minutes", "GB"], rows=rows, right=["minutes", "GB"]
         ),

@@ -8,15 +8,15 @@ from dataclasses import replace
 from shoal.report import BottleneckReport, History
 from shoal.report.html import Block, Facts, Page, Section, Table, Text
 from shoal.report.run_page import figures, tables
-from shoal.util.units import duration
+from shoal.util.units import counted, duration
 
 
-def page(history: History, verdict: BottleneckReport) -> Page:
+def run_page(history: History, verdict: BottleneckReport) -> Page:
     """The page of a run as it stands; sections of which nothing was recorded are left out."""
-    drawn = figures.all_of(history, verdict.judged)
+    drawn = figures.all_figures(history, verdict.judged)
     latest = history.latest
     sections: list[tuple[str, list[Block]]] = [
-        ("At a glance", [Facts(pairs=tables.facts(history, verdict)), *_findings(history, verdict)])
+        ("At a glance", [Facts(pairs=tables.key_facts(history, verdict)), *_findings(history, verdict)])
     ]
     if verdict.judged:
         newest = verdict.judged[-1]
@@ -25,36 +25,37 @@ def page(history: History, verdict: BottleneckReport) -> Page:
                 "Where the time goes",
                 [
                     *_warm_up(verdict),
-                    tables.parts(newest),
+                    tables.parts_table(newest),
                     *drawn["time"],
-                    tables.by_rank(newest),
+                    tables.rank_table(newest),
                 ],
             ),
-            ("Stragglers", _unless_empty(tables.culprits(verdict))),
+            ("Stragglers", _unless_empty(tables.stragglers_table(verdict))),
         ]
     sections.append(("Loss and throughput", [*drawn["progress"]]))
     if latest is not None:
         sections += [
-            ("Collectives", _unless_empty(tables.collectives(latest))),
+            ("Collectives", _unless_empty(tables.collectives_table(latest))),
             (
                 "Memory and power",
-                [*_speed(verdict), *drawn["usage"], *_unless_empty(tables.usage(latest))],
+                [*_speed(verdict), *drawn["usage"], *_unless_empty(tables.usage_table(latest))],
             ),
         ]
     sections += [
-        ("Checkpoints", _unless_empty(tables.saved(history))),
-        ("Starts and restarts", _unless_empty(tables.starts(history, verdict))),
+        ("Checkpoints", _unless_empty(tables.saves_table(history))),
+        ("Starts and restarts", _unless_empty(tables.attempts_table(history, verdict))),
     ]
     if latest is not None:
         sections += [
-            ("Ranks and hosts", _unless_empty(tables.placed(latest))),
-            ("Configuration and versions", _unless_empty(tables.settings(latest))),
+            ("Ranks and hosts", _unless_empty(tables.placement_table(latest))),
+            ("Configuration and versions", _unless_empty(tables.settings_table(latest))),
         ]
     return Page(
         title=f"Run {history.directory}",
         verdict=verdict.sentence,
         sections=[Section(heading=name, blocks=blocks) for name, blocks in sections if blocks],
-        about=f"shoal report, {time.strftime('%Y-%m-%d %H:%M:%S')}. {_reading(history)}",
+        about=f"shoal report, {time.strftime('%Y-%m-%d %H:%M:%S')}. "
+        f"From the events of {counted(history.files, 'rank')}.",
     )
 
 
@@ -63,7 +64,7 @@ def _findings(history: History, verdict: BottleneckReport) -> list[Block]:
     if verdict.judged and not found:
         found.append(Text(text="Nothing stands out: no rank is slower than the others in any part."))
     if history.skipped:
-        found.append(Text(text=tables.unreadable(history)))
+        found.append(Text(text=tables.describe_unreadable(history)))
     return found
 
 
@@ -81,7 +82,7 @@ def _warm_up(verdict: BottleneckReport) -> list[Block]:
 
 
 def _speed(verdict: BottleneckReport) -> list[Block]:
-    text = tables.speed(verdict.judged[-1]) if verdict.judged else ""
+    text = tables.describe_speed(verdict.judged[-1]) if verdict.judged else ""
     return [Text(text=text)] if text else []
 
 
@@ -90,8 +91,3 @@ def _unless_empty(table: Table) -> list[Block]:
     kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
     rows = [[row[place] for place in kept] for row in table.rows]
     return [replace(table, head=[table.head[place] for place in kept], rows=rows)] if rows else []
-
-
-def _reading(history: History) -> str:
-    files = "1 rank" if history.files == 1 else f"{history.files} ranks"
-    return f"From the events of {files}."

@@ -17,10 +17,10 @@ from shoal.report import (
     History,
     Judged,
 )
-from shoal.report.attempts import ending, kept, saves
-from shoal.report.history import TrafficKey
+from shoal.report.attempts import describe_outcome, last_kept_steps, list_saves
 from shoal.report.html import Table
-from shoal.report.summary import rates
+from shoal.report.summary import compute_rates
+from shoal.util.grouping import group_by
 from shoal.util.units import age, bandwidth, duration, percent, size
 
 MOST = 64
@@ -29,17 +29,20 @@ _VERSIONS = ("shoal", "torch", "python", "device", "device_name", "launcher")
 _SETTINGS = ("layout", "strategy", "precision", "parameters", "batch_size", "epoch_size")
 
 
-def facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
+def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
     """The few numbers that people look for first."""
     latest = history.latest
     if latest is None:
         return []
-    found = [("state", ending(latest, last=True, now=time.time())), ("step", f"{latest.last:,}")]
+    found = [
+        ("state", describe_outcome(latest, last=True, now=time.time())),
+        ("step", f"{latest.last:,}"),
+    ]
     hosts = {host for rank in latest.ranks if (host := latest.host(rank)) is not None}
     on = f" on {len(hosts)} host{'s' * (len(hosts) != 1)}" if hosts else ""
     found.append(("ranks", f"{latest.size}{on}"))
     if verdict.judged:
-        rate = rates(verdict.judged[-1].attempt, verdict.judged[-1].profile)
+        rate = compute_rates(verdict.judged[-1].attempt, verdict.judged[-1].profile)
         found.append(("time of a step", duration(rate.step)))
         found.append(("samples per second", f"{rate.samples:,.4g}"))
         if rate.counted is not None and abs(rate.counted - rate.samples) > 1e-3 * rate.samples:
@@ -64,12 +67,12 @@ def facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
 
 def peak_memory(attempt: Attempt) -> float:
     """Bytes: of a device where there is one, else of a process; the largest of all ranks."""
-    return max((max(_memory(rows.all)) for rows in attempt.usage.values()), default=0.0)
+    found = (rows.all for rows in attempt.usage.values())
+    return max((_device_memory(rows) or _largest(rows["rss"]) for rows in found), default=0.0)
 
 
-def _memory(rows: Any) -> tuple[float, ...]:
-    device = max(_largest(rows["device_peak"]), _largest(rows["device_memory"]))
-    return (device,) if device > 0 else (_largest(rows["rss"]),)
+def _device_memory(rows: Any) -> float:
+    return max(_largest(rows["device_peak"]), _largest(rows["device_memory"]))
 
 
 def _largest(values: Any) -> float:
@@ -77,7 +80,7 @@ def _largest(values: Any) -> float:
     return float(finite.max()) if len(finite) else 0.0
 
 
-def parts(one: Judged) -> Table:
+def parts_table(one: Judged) -> Table:
     """What a step is spent on: over all ranks, and at which rank least and most."""
     found = one.profile
     means = found.average(found.mean)
@@ -110,7 +113,7 @@ def _steps(one: Judged) -> str:
     return f"from {first:,} to {last:,}"
 
 
-def slowest(one: Judged, most: int = MOST) -> list[int]:
+def ranks_to_show(one: Judged, most: int = MOST) -> list[int]:
     """The ranks to show, in order: all, or those that waited least for others."""
     found = one.profile
     if len(found.ranks) <= most:
@@ -119,10 +122,10 @@ def slowest(one: Judged, most: int = MOST) -> list[int]:
     return sorted(found.ranks[place] for place in np.argsort(waiting, kind="stable")[:most])
 
 
-def by_rank(one: Judged, most: int = MOST) -> Table:
+def rank_table(one: Judged, most: int = MOST) -> Table:
     """What a step is spent on, rank by rank, in milliseconds."""
     there = [part for part in SHOWN if one.profile.mean[SHOWN.index(part)].max() > 0]
-    shown = slowest(one, most)
+    shown = ranks_to_show(one, most)
     caption = "Milliseconds of a step, by rank"
     if len(shown) < len(one.profile.ranks):
         caption += f": the {len(shown)} of {len(one.profile.ranks)} that waited least for others"
@@ -141,7 +144,7 @@ def by_rank(one: Judged, most: int = MOST) -> Table:
     )
 
 
-def main_parts(one: Judged, most: int) -> Table:
+def main_parts_table(one: Judged, most: int) -> Table:
     """The same in few columns, for narrow screens."""
     groups = {
         "computing": ("forward", "backward", "update"),
@@ -150,7 +153,7 @@ def main_parts(one: Judged, most: int) -> Table:
         "data": ("wait", "transfer"),
         "rest": ("checkpoint", "evaluation", "other"),
     }
-    shown = slowest(one, most)
+    shown = ranks_to_show(one, most)
     of = "" if len(shown) == len(one.profile.ranks) else f", the {len(shown)} that waited least"
     rows = []
     for rank in shown:
@@ -165,13 +168,13 @@ def main_parts(one: Judged, most: int) -> Table:
     )
 
 
-def unreadable(history: History) -> str:
+def describe_unreadable(history: History) -> str:
     """How many lines say nothing."""
     lines = "1 line" if history.skipped == 1 else f"{history.skipped:,} lines"
     return f"{lines} of the events can't be read, as after a kill, and were passed over."
 
 
-def culprits(verdict: BottleneckReport) -> Table:
+def stragglers_table(verdict: BottleneckReport) -> Table:
     """Who was slower than the others: in what, since when, by how much, and what that cost."""
     wall = {
         one.attempt.began: float(one.profile.average(one.profile.wall).mean()) for one in verdict.judged
@@ -197,14 +200,12 @@ def culprits(verdict: BottleneckReport) -> Table:
     )
 
 
-def collectives(attempt: Attempt) -> Table:
+def collectives_table(attempt: Attempt) -> Table:
     """What was sent: the sums of all ranks by kind, group and backend; bandwidths of the slowest."""
-    sums: dict[TrafficKey, list[Any]] = {}
-    for (_, key), traffic in attempt.traffic.items():
-        sums.setdefault(key, []).append(traffic)
     rows = []
-    for (kind, group, ranks, backend), each in sorted(sums.items()):
-        count = len(each)
+    for key, found in sorted(group_by(attempt.traffic.items(), lambda item: item[0][1]).items()):
+        kind, group, ranks, backend = key
+        each, count = [traffic for _, traffic in found], len(found)
         rows.append(
             [
                 kind,
@@ -228,7 +229,7 @@ def collectives(attempt: Attempt) -> Table:
     )
 
 
-def usage(attempt: Attempt) -> Table:
+def usage_table(attempt: Attempt) -> Table:
     """Memory, power and cores of each rank."""
     rows = []
     for rank, held in sorted(attempt.usage.items())[:MOST]:
@@ -238,7 +239,7 @@ def usage(attempt: Attempt) -> Table:
                 str(rank),
                 attempt.host(rank) or "",
                 _size(_largest(seen["rss"])),
-                _size(max(_largest(seen["device_peak"]), _largest(seen["device_memory"]))),
+                _size(_device_memory(seen)),
                 _mean(seen["power"], "{:.3g} W"),
                 f"{_largest(seen['energy']) / 3.6e6:.3g} kWh" if _largest(seen["energy"]) else "",
                 _mean(seen["utilization"], "{:.0%}"),
@@ -260,21 +261,20 @@ def _mean(values: Any, form: str) -> str:
     return form.format(float(finite.mean())) if len(finite) else ""
 
 
-def saved(history: History) -> Table:
+def saves_table(history: History) -> Table:
     """The saves of all attempts: what they kept waiting, and how long they took."""
-    rows = []
-    for attempt in history.attempts:
-        for each in saves(attempt):
-            rows.append(
-                [
-                    f"{each.step:,}",
-                    duration(each.blocked) if each.ranks else "",
-                    duration(each.seconds) if each.ranks else "",
-                    attempt.place(each.slowest) if each.ranks else "",
-                    _size(each.bytes),
-                    each.error or "committed",
-                ]
-            )
+    rows = [
+        [
+            f"{each.step:,}",
+            duration(each.blocked) if each.ranks else "",
+            duration(each.seconds) if each.ranks else "",
+            attempt.place(each.slowest) if each.ranks else "",
+            _size(each.bytes),
+            each.error or "committed",
+        ]
+        for attempt in history.attempts
+        for each in list_saves(attempt)
+    ]
     return Table(
         caption="Saves" if len(rows) <= MOST else f"The last {MOST} of {len(rows):,} saves",
         head=["step", "training waited", "took", "longest at", "bytes", "outcome"],
@@ -283,11 +283,11 @@ def saved(history: History) -> Table:
     )
 
 
-def starts(history: History, verdict: BottleneckReport) -> Table:
+def attempts_table(history: History, verdict: BottleneckReport) -> Table:
     """The attempts: when, on what, from where to where, how each ended."""
     judged = {one.attempt.began: one for one in verdict.judged}
     rows = []
-    for attempt, last in kept(history):
+    for attempt, last in last_kept_steps(history):
         one = judged.get(attempt.began)
         again = attempt.last - last
         rows.append(
@@ -297,7 +297,7 @@ def starts(history: History, verdict: BottleneckReport) -> Table:
                 f"{attempt.first:,} to {attempt.last:,}" if attempt.steps else "none",
                 f"{again:,}" if again else "",
                 f"{one.warm_up} ({duration(one.warm_up_seconds)})" if one is not None else "",
-                ending(attempt, last=attempt is history.latest, now=time.time()),
+                describe_outcome(attempt, last=attempt is history.latest, now=time.time()),
             ]
         )
     return Table(
@@ -308,9 +308,9 @@ def starts(history: History, verdict: BottleneckReport) -> Table:
     )
 
 
-def speed(one: Judged) -> str:
+def describe_speed(one: Judged) -> str:
     """What the devices compute, of what they could, and how that is known; nothing if it is not."""
-    rate = rates(one.attempt, one.profile)
+    rate = compute_rates(one.attempt, one.profile)
     if rate.flops is None:
         return ""
     text = f"Each rank computes {rate.flops / 1e12:.3g} TFLOP/s"
@@ -326,7 +326,7 @@ def _when(seconds: float) -> str:
         return "unknown"
 
 
-def placed(attempt: Attempt) -> Table:
+def placement_table(attempt: Attempt) -> Table:
     """Where each rank of the last attempt runs, and with what."""
     rows = []
     for rank in attempt.ranks[:1024]:
@@ -337,7 +337,7 @@ def placed(attempt: Attempt) -> Table:
     return Table(caption="Ranks and hosts", head=head, rows=rows, right=["rank", "cores", "process"])
 
 
-def settings(attempt: Attempt) -> Table:
+def settings_table(attempt: Attempt) -> Table:
     """Versions and configuration, as the first rank has recorded them."""
     start: Mapping[str, Any] = next(iter(attempt.starts.values()), {})
     rows = [[name, _plain(start[name])] for name in (*_SETTINGS, *_VERSIONS) if name in start]
@@ -364,6 +364,6 @@ def _cut(text: str, most: int = 500) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def rounded(values: Sequence[float] | Any) -> list[str]:
+def round_values(values: Sequence[float] | Any) -> list[str]:
     """Numbers for tables of figures."""
     return [f"{value:.6g}" for value in values]

@@ -7,35 +7,33 @@ from rich.console import Console
 from shoal.report import BottleneckReport, History
 from shoal.report.html import Table
 from shoal.report.run_page import tables
-from shoal.util.tables import add_row, make_table, print_line, print_pairs, print_table
+from shoal.util.tables import print_line, print_pairs, print_rows
 
 MOST = 16
 """Ranks that are listed; of more the slowest are."""
 
 
-def show(console: Console, history: History, verdict: BottleneckReport) -> None:
+def print_report(console: Console, history: History, verdict: BottleneckReport) -> None:
     """Print it."""
     print_line(console, verdict.sentence, "")
     for each in verdict.findings:
         print_line(console, each.text, f"    {each.advice}")
     if verdict.findings:
         print_line(console, "")
-    print_pairs(console, f"Run {history.directory}", tables.facts(history, verdict))
+    print_pairs(console, f"Run {history.directory}", tables.key_facts(history, verdict))
     if verdict.judged:
-        _print(console, tables.parts(verdict.judged[-1]))
+        _print(console, tables.parts_table(verdict.judged[-1]))
         if len(verdict.judged[-1].profile.ranks) > 1:
-            _print(console, tables.main_parts(verdict.judged[-1], MOST))
+            _print(console, tables.main_parts_table(verdict.judged[-1], MOST))
     if verdict.stragglers:
-        _print(console, tables.culprits(verdict))
+        _print(console, tables.stragglers_table(verdict))
     if len(history.attempts) > 1:
-        _print(console, tables.starts(history, verdict), without="warm-up")
+        _print(console, tables.attempts_table(history, verdict), without="warm-up")
     if history.skipped:
-        print_line(console, tables.unreadable(history))
+        print_line(console, tables.describe_unreadable(history))
 
 
 def _print(console: Console, table: Table, *, without: str = "") -> None:
     chosen = [place for place, name in enumerate(table.head) if name != without]
-    shown = make_table(*(table.head[place] for place in chosen), right=table.right)
-    for row in table.rows:
-        add_row(shown, *(row[place] for place in chosen))
-    print_table(console, table.caption, shown)
+    head, *rows = ([line[place] for place in chosen] for line in table.lines)
+    print_rows(console, table.caption, head, rows, right=table.right)

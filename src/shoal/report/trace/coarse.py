@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shoal.report.trace.merge import STEPS_TRACK, Event, named, write_trace
+from shoal.report.trace.merge import STEPS_TRACK, Event, metadata_event, rank_track_names, write_trace
 from shoal.telemetry.events import paths_in, read_events
 from shoal.telemetry.profiler.window import FOLDER, Window
 from shoal.telemetry.step_timer import PARTS
@@ -40,30 +40,30 @@ class RankSteps(NamedTuple):
     over: bool
 
 
-def ranks_of(run: Path) -> dict[int, RankSteps]:
+def read_rank_steps(run: Path) -> dict[int, RankSteps]:
     """Return the steps in a run's events, by rank; those of several Steps in one tick are one."""
     return {rank: _rank(path) for rank, path in paths_in(run).items()}
 
 
-def coarse(run: str | Path, first: int, last: int) -> Path:
+def write_coarse_trace(run: str | Path, first: int, last: int) -> Path:
     """Draw these steps from the events; the file that came of it. CheckpointError without any.
 
     Clocks are aligned by the ends of steps, at which ranks have just waited for each other.
     """
-    ranks = ranks_of(Path(run))
+    ranks = read_rank_steps(Path(run))
     window = Window(first, last)
     inside = {rank: _inside(one, window) for rank, one in ranks.items()}
     ends = {rank: steps for rank, steps in inside.items() if steps}
     if not ends:
         raise CheckpointError(
             given=f"a timeline of the steps {window} in {run}",
-            found=f"no such steps in its events; it is at step {newest(ranks)[0]:,}",
+            found=f"no such steps in its events; it is at step {current_step(ranks)[0]:,}",
             fix=f"shoal report {run} --trace A:B with steps that have been taken",
         )
     return write_trace(Path(run) / FOLDER, window, _events(ranks, ends))
 
 
-def newest(ranks: Mapping[int, RankSteps]) -> tuple[int, bool]:
+def current_step(ranks: Mapping[int, RankSteps]) -> tuple[int, bool]:
     """Where the run is: at which step, 0 before the first, and whether it is over.
 
     The lowest rank tells it: of others there may be files of an earlier start alone, on more ranks.
@@ -87,15 +87,8 @@ def _events(
     )
     for rank, steps in inside.items():
         zero = begin + late[rank]
-        yield from named(rank, ranks[rank].host)
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": rank,
-            "tid": PARTS_TRACK,
-            "ts": 0,
-            "args": {"name": "parts, in no known order"},
-        }
+        yield from rank_track_names(rank, ranks[rank].host)
+        yield metadata_event("thread_name", rank, PARTS_TRACK, name="parts, in no known order")
         last = 0.0
         for number, taken in steps.items():
             at, end = taken.end - taken.wall - zero, taken.end - zero

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shoal.telemetry.clock_offset import Offset, at
-from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, file_of
+from shoal.telemetry.clock_offset import Offset, offset_at
+from shoal.telemetry.profiler.window import FOLDER, FORMAT, MARK, Window, trace_path
 from shoal.util.errors import CheckpointError
 from shoal.util.text import printable
 
@@ -44,7 +44,7 @@ class RankTrace:
 
     def time(self, own: float) -> float:
         """A time of this rank's by rank 0's clock; both in µs."""
-        return own + at(self.offsets, own * 1e3) / 1e3
+        return own + offset_at(self.offsets, own * 1e3) / 1e3
 
     def align(self, begins: Mapping[int, float]) -> None:
         """Where no offsets were measured, let steps begin together, as others began them."""
@@ -52,14 +52,14 @@ class RankTrace:
         self.offsets = [Offset(0, round(median(late) * 1e3) if late else 0, 0)]
 
 
-def merge(run: str | Path, first: int, last: int) -> Path:
+def merge_traces(run: str | Path, first: int, last: int) -> Path:
     """Merge what the ranks have recorded of these steps; the file that came of it.
 
     Raises CheckpointError where nothing is recorded, or a record is damaged.
     """
     window = Window(first, last)
     folder = Path(run) / FOLDER
-    paths = sorted(folder.glob(file_of(folder, "*", window).name))
+    paths = sorted(folder.glob(trace_path(folder, "*", window).name))
     if not paths:
         raise CheckpointError(
             given=f"a timeline of the steps {window} in {run}",
@@ -82,18 +82,19 @@ def write_trace(folder: Path, window: Window, events: Iterable[Event]) -> Path:
     return part.replace(path)
 
 
-def named(rank: int, host: str) -> list[Event]:
+def rank_track_names(rank: int, host: str) -> list[Event]:
     """What makes a rank a process of the timeline, with a line for its steps."""
     name = f"rank {rank} on {printable(host)}" if host else f"rank {rank}"
     return [
-        _about("process_name", rank, STEPS_TRACK, name=name),
-        _about("process_sort_index", rank, STEPS_TRACK, sort_index=rank),
-        _about("thread_name", rank, STEPS_TRACK, name="steps"),
-        _about("thread_sort_index", rank, STEPS_TRACK, sort_index=STEPS_TRACK),
+        metadata_event("process_name", rank, STEPS_TRACK, name=name),
+        metadata_event("process_sort_index", rank, STEPS_TRACK, sort_index=rank),
+        metadata_event("thread_name", rank, STEPS_TRACK, name="steps"),
+        metadata_event("thread_sort_index", rank, STEPS_TRACK, sort_index=STEPS_TRACK),
     ]
 
 
-def _about(kind: str, rank: int, track: int, **what: str | int) -> Event:
+def metadata_event(kind: str, rank: int, track: int, **what: str | int) -> Event:
+    """Return the event that says something about a process or a track of the timeline."""
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": what}
 
 
@@ -109,8 +110,8 @@ def _merged(paths: list[Path]) -> Iterator[Event]:
             label = "clock unknown: steps are drawn as if they began with those of others"
         reference = reference or {n: record.time(own) for n, own in record.begins.items()}
         zero = min(reference.values()) - _MARGIN
-        yield from named(record.rank, record.host)
-        yield _about("process_labels", record.rank, STEPS_TRACK, labels=label)
+        yield from rank_track_names(record.rank, record.host)
+        yield metadata_event("process_labels", record.rank, STEPS_TRACK, labels=label)
         begun = min(record.begins.values())
         for event in record.events:
             own = event["ts"] + record.shift
@@ -145,8 +146,8 @@ def _tracks(record: RankTrace) -> Iterator[Event]:
     }
     for key, track in record.tracks.items():
         name = printable(names.get(key, f"thread {key[1]}"))
-        yield _about("thread_name", record.rank, track, name=name)
-        yield _about("thread_sort_index", record.rank, track, sort_index=track)
+        yield metadata_event("thread_name", record.rank, track, name=name)
+        yield metadata_event("thread_sort_index", record.rank, track, sort_index=track)
 
 
 def read_rank_trace(path: Path) -> RankTrace:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.report.trace.coarse import coarse, newest, ranks_of
-from shoal.report.trace.merge import merge
-from shoal.telemetry.profiler.window import FOLDER, MOST, Window, ask, file_of, recordable, window
+from shoal.report.trace.coarse import current_step, read_rank_steps, write_coarse_trace
+from shoal.report.trace.merge import merge_traces
+from shoal.telemetry.profiler.window import (
+    FOLDER,
+    MOST,
+    Window,
+    check_length,
+    parse_window,
+    trace_path,
+    write_request,
+)
 from shoal.util.errors import CheckpointError
 
 
-def timeline(run: str, steps: str) -> str:
+def make_timeline(run: str, steps: str) -> str:
     """Write the timeline of a run's steps "first:last", or ask the run for it; what to tell of it.
 
     Raises StepError for steps that can't be recorded, CheckpointError for those that are not there.
     """
-    wanted = window(steps, f"shoal report {run} --trace {steps}")
+    wanted = parse_window(steps, f"shoal report {run} --trace {steps}")
     if not (Path(run) / "events").is_dir():
         raise CheckpointError(
             given=f"shoal report {run} --trace {steps}",
@@ -34,12 +42,12 @@ def timeline(run: str, steps: str) -> str:
 
 def _made(run: str, wanted: Window) -> str:
     folder = Path(run) / FOLDER
-    found = list(folder.glob(file_of(folder, "*", wanted).name))
+    found = list(folder.glob(trace_path(folder, "*", wanted).name))
     if found:
-        path = merge(run, *wanted)
+        path = merge_traces(run, *wanted)
         return f"{path}: the steps {wanted} of {len(found)} rank(s); open it in ui.perfetto.dev"
-    ranks = ranks_of(Path(run))
-    taken, over = newest(ranks)
+    ranks = read_rank_steps(Path(run))
+    taken, over = current_step(ranks)
     if taken < wanted.first - 1:
         if over:
             raise CheckpointError(
@@ -49,7 +57,7 @@ def _made(run: str, wanted: Window) -> str:
                 f"shoal.Run(…, profile=({wanted.first}, {wanted.last}))",
             )
         return _request(Path(run), wanted, taken)
-    path = coarse(run, *wanted)
+    path = write_coarse_trace(run, *wanted)
     few = (wanted.first, min(wanted.last, wanted.first + MOST - 1))
     so_far = f" as far as {taken:,}" if taken < wanted.last else ""
     return (
@@ -60,7 +68,7 @@ def _made(run: str, wanted: Window) -> str:
 
 
 def _request(run: Path, wanted: Window, taken: int) -> str:
-    ask(run, recordable(wanted, f"shoal report {run} --trace {wanted}"))
+    write_request(run, check_length(wanted, f"shoal report {run} --trace {wanted}"))
     return (
         f"the run is at step {taken:,}; it was asked to record the steps {wanted} when it comes to "
         "them. Then give the same command again"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from shoal.telemetry.profiler.window import Window, WindowRequest, asked, forget
+from shoal.telemetry.profiler.window import Window, WindowRequest, read_request, remove_request
 
 _PATIENCE = timedelta(seconds=60)
 
@@ -32,7 +32,7 @@ class Requests:
 
     def look(self) -> None:
         """Look for a request; called by a thread, now and then."""
-        wish = asked(self._folder)
+        wish = read_request(self._folder)
         if wish is None or wish.name == self._seen:
             return
         store = self._store
@@ -63,7 +63,7 @@ class Requests:
 
     def _forget(self, wish: WindowRequest) -> None:
         if self._rank == 0:
-            forget(self._folder, wish)
+            remove_request(self._folder, wish)
 
     def _decide(self, wish: WindowRequest, store: Store | None) -> bool:
         if store is None:

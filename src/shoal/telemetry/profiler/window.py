@@ -30,7 +30,7 @@ class Window(NamedTuple):
         return f"{self.first}:{self.last}"
 
 
-def window(text: str, call: str) -> Window:
+def parse_window(text: str, call: str) -> Window:
     """Read "first:last"; StepError where that is none. `call` is what somebody typed."""
     found = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", text)
     if found is None:
@@ -39,10 +39,10 @@ def window(text: str, call: str) -> Window:
             found=f"{text!r} is not the numbers of a first and a last step",
             fix="100:105, for the steps from 100 to 105",
         )
-    return checked((int(found[1]), int(found[2])), call)
+    return check_window((int(found[1]), int(found[2])), call)
 
 
-def checked(steps: object, call: str) -> Window:
+def check_window(steps: object, call: str) -> Window:
     """A window of steps that can be recorded, else StepError."""
     match steps:
         case (int(first), int(last)) if 2 <= first <= last:
@@ -55,7 +55,7 @@ def checked(steps: object, call: str) -> Window:
     )
 
 
-def recordable(window: Window, call: str) -> Window:
+def check_length(window: Window, call: str) -> Window:
     """A window that is not too long to be recorded, else StepError."""
     if window.last - window.first < MOST:
         return window
@@ -67,7 +67,7 @@ def recordable(window: Window, call: str) -> Window:
     )
 
 
-def file_of(folder: Path, rank: int | str, window: Window) -> Path:
+def trace_path(folder: Path, rank: int | str, window: Window) -> Path:
     """Where a rank's record of a window is."""
     return folder / f"rank-{rank}-{window.first}-{window.last}.json.gz"
 
@@ -79,11 +79,11 @@ class WindowRequest(NamedTuple):
     window: Window
 
 
-def ask(run: Path, wanted: Window) -> None:
+def write_request(run: Path, wanted: Window) -> None:
     """Leave a request in a run's directory, in the place of one for other steps."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    there = asked(folder)
+    there = read_request(folder)
     if there is not None and there.window == wanted:
         return
     wish = {"name": secrets.token_hex(8), "first": wanted.first, "last": wanted.last}
@@ -92,18 +92,18 @@ def ask(run: Path, wanted: Window) -> None:
     part.replace(folder / _REQUEST)
 
 
-def asked(folder: Path) -> WindowRequest | None:
+def read_request(folder: Path) -> WindowRequest | None:
     """The request in a folder of traces, if there is one that can be read."""
     try:
         found = json.loads((folder / _REQUEST).read_bytes())
         name, steps = found["name"], (found["first"], found["last"])
-        wanted = recordable(checked(steps, _REQUEST), _REQUEST)
+        wanted = check_length(check_window(steps, _REQUEST), _REQUEST)
         return WindowRequest(name, wanted) if re.fullmatch("[0-9a-f]+", name) else None
     except (OSError, ValueError, TypeError, KeyError, StepError):
         return None
 
 
-def forget(folder: Path, done: WindowRequest) -> None:
+def remove_request(folder: Path, done: WindowRequest) -> None:
     """Remove a request, unless another one has taken its place."""
-    if asked(folder) in (None, done):
+    if read_request(folder) in (None, done):
         (folder / _REQUEST).unlink(missing_ok=True)

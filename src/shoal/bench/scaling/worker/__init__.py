@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal.bench.scaling.configurations import Configuration
-from shoal.bench.scaling.models import make
+from shoal.bench.scaling.models import make_model
 from shoal.bench.scaling.subject import BuiltIn, Factory, parse_subject
 from shoal.data import Loader
 from shoal.distributed.world import init
@@ -22,7 +22,7 @@ LAYOUTS = {"fsdp": "shard=-1"}
 RATE = 1e-4
 
 
-def work(path: str) -> None:
+def train_worker(path: str) -> None:
     """Train as the file says. Collective."""
     given: Mapping[str, Any] = json.loads(Path(path).read_text())
     subject = parse_subject(given["model"])
@@ -35,7 +35,7 @@ def work(path: str) -> None:
         device="cpu" if chosen.backend == "mpi" else None,
         seed=0,
     ) as world:
-        model, task, dataset = make(subject, chosen.batch)
+        model, task, dataset = make_model(subject, chosen.batch)
         spread = parallelize(model, world)
         optimizer = torch.optim.AdamW(spread.parameters(), lr=RATE)
         step = Step(

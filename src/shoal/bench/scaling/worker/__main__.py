@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from shoal.bench.scaling.worker import work
+from shoal.bench.scaling.worker import train_worker
 
 if __name__ == "__main__":
-    work(sys.argv[1])
+    train_worker(sys.argv[1])
