@@ -39,6 +39,7 @@ from shoal._torch import (
 )
 from shoal.util.errors import LaunchError
 
+pytestmark = pytest.mark.compat
 SYMBOLS = [symbol for symbols in names.NAMES.values() for symbol in symbols]
 
 

@@ -30,6 +30,7 @@ def both(world: shoal.World, bucket_mb: float) -> tuple[p.State, p.State]:
     return ours, p.plain_ddp(bucket_mb)
 
 
+@pytest.mark.compat
 def test_row_02_distributed_data_parallel(two: Ranks) -> None:
     """Initialise, build, wrap, distributed loaders, synchronise."""
     for ours, theirs in two.call(both, 25.0):
@@ -137,6 +138,7 @@ def run_until(world: shoal.World, directory: Path, epochs: int) -> tuple[int | N
     return restored and restored.epoch, p.state(model)
 
 
+@pytest.mark.compat
 def test_row_12_checkpoints(two: Ranks, tmp_path: Path) -> None:
     two.call(plain_until_stopped, tmp_path / "checkpoint.pth")
     theirs = two.call(plain_resumed, tmp_path / "checkpoint.pth")

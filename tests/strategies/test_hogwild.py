@@ -137,6 +137,7 @@ def turns(steps: int) -> dict[str, str]:
     return first | {f"1 reads {n}": f"0 ends {n}" for n in range(1, steps + 1)}
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("server", PLACES)
 def test_every_update_is_there(server: bool, ranks: Ranks) -> None:
     """One after the other none can be lost, though each is computed before the other's is there."""

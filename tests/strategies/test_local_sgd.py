@@ -166,6 +166,7 @@ def test_ranks_do_what_replicas_in_one_process_do(
         assert each.bytes == meetings * once
 
 
+@pytest.mark.compat
 def test_averaged_after_each_step_it_is_one_process(ranks: Ranks) -> None:
     """Plain SGD is linear in the gradients, and the ranks' shares are equal."""
     found = ranks.call(train, shoal.LocalSGD(sync_every=1), "SGD", 4, None)
@@ -179,6 +180,7 @@ def test_averaged_after_each_step_it_is_one_process(ranks: Ranks) -> None:
     assert close(found[0].own, [p.detach() for p in model.parameters()])
 
 
+@pytest.mark.compat
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [shoal.LocalSGD(sync_every=3), shoal.DiLoCo(sync_every=3)])
 def test_a_resumed_run_ends_bit_equal(strategy: Any, ranks: Ranks, tmp_path: Path) -> None:

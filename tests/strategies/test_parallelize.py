@@ -30,12 +30,14 @@ def _parameters() -> list[Any]:
     small = [case for case in CASES if case.size <= 2]
     covered = cover(small, lambda case: ((case.way, case.layout), case.precision))
     mixed = random.Random(0).sample(CASES, len(CASES))  # so that batches take turns
+    first = {case.way: case for case in reversed(small)}
     wider = {case.way: case for case in mixed if case.size > 2}.values()
 
     def marks(case: Case) -> list[pytest.MarkDecorator]:
+        chosen = [pytest.mark.compat] if case == first.get(case.way) else []
         if case in covered:
-            return []
-        return [pytest.mark.full if case in wider else pytest.mark.long]
+            return chosen
+        return [*chosen, pytest.mark.full if case in wider else pytest.mark.long]
 
     return [
         pytest.param(

@@ -44,6 +44,7 @@ def trained(world: shoal.World, strategy: Any, directory: Path, steps: int) -> d
     return {"losses": losses, "evaluated": averaged}
 
 
+@pytest.mark.compat
 def test_checkpoints_go_on_in_one_process_and_back(two: Ranks, tmp_path: Path) -> None:
     """Parameters, moments, averages and the exported file are of all stages."""
     from safetensors.torch import load_file

@@ -169,6 +169,7 @@ def resumed(world: shoal.World, directory: Path, stop: int) -> list[Tensor]:
     return [whole(p.detach()).clone() for p in step.model.parameters()]
 
 
+@pytest.mark.compat
 @pytest.mark.full
 def test_resuming_on_as_many_ranks_is_bit_equal(three: Ranks, tmp_path: Path) -> None:
     straight = three.call(resumed, tmp_path / "a", 2)[0]

@@ -34,17 +34,17 @@ def version(tensor: Tensor) -> int:
 
     torch documents no public counter.
     """
-    return tensor._version
+    return int(required(tensor, "_version", "a step"))
 
 
 def is_view(tensor: Tensor) -> bool:
     """Return whether `tensor` is a view of another tensor. `Tensor._base` is private as well."""
-    return tensor._is_view()
+    return bool(required(tensor, "_is_view", "Pipeline")())
 
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that tensors share while they share memory; unlike `data_ptr`, meta ones too."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(required(tensor.untyped_storage(), "_cdata", "a deferred model"))
 
 
 def averages(loss: Tensor) -> bool | None:

@@ -23,6 +23,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from shoal._torch.versions import required
+
 __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
@@ -62,7 +64,7 @@ def overloads_of(operation: Any) -> Any:
 
 def schema_of(operation: Any) -> Any:
     """Return the schema of an operation, which says which arguments it changes."""
-    return operation._schema
+    return required(operation, "_schema", "a deferred model")
 
 
 def without_modes() -> AbstractContextManager[Any]:

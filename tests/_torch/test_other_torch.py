@@ -1,0 +1,107 @@
+"""What a user sees with a torch that is newer than those tested, or that lacks a private name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import shoal
+from shoal._torch import autograd, c10d, checkpointing, dispatch, fsdp, mesh, pipelining, versions
+from shoal.util.errors import LaunchError
+
+pytestmark = pytest.mark.compat
+
+
+def test_init_says_once_that_torch_is_newer_than_tested(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "99.1")
+    with shoal.init(device="cpu") as world:
+        (decision,) = [each for each in world.decisions if each.what == "torch"]
+    tested = f"newer than those tested, {' to '.join(versions.TESTED)}"
+    assert (decision.value, decision.reason) == ("99.1", tested)
+    output = capsys.readouterr()
+    assert (output.out + output.err).count(f"torch 99.1 is {tested}") == 1
+
+
+def _fsdp_part() -> FSDPModule:
+    return object.__new__(FSDPModule)
+
+
+def _mesh() -> DeviceMesh:
+    return object.__new__(DeviceMesh)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "call"),
+    [
+        ("torch.autograd:Variable", "_execution_engine", lambda: autograd.after_backward(print)),
+        ("torch:_C", "_current_autograd_node", autograd.in_backward),
+        ("torch.distributed:distributed_c10d", "_get_default_store", c10d.default_store),
+        (
+            "torch.distributed._composable:checkpoint_activation",
+            "checkpoint",
+            lambda: checkpointing.checkpoint(nn.Linear(1, 1)),
+        ),
+        (
+            "torch.distributed._composable.contract:",
+            "_get_registry",
+            lambda: checkpointing.is_checkpointed(nn.Linear(1, 1)),
+        ),
+        (
+            "torch.distributed.fsdp:FSDPModule",
+            "_get_fsdp_state",
+            lambda: fsdp.parameter_groups(_fsdp_part()),
+        ),
+        ("torch.distributed.device_mesh:DeviceMesh", "_flatten", lambda: mesh.flatten(_mesh(), "a_b")),
+        (
+            "torch.distributed.device_mesh:DeviceMesh",
+            "_concatenate",
+            lambda: mesh.concatenate([_mesh()]),
+        ),
+        (
+            "torch.distributed.tensor._utils:",
+            "compute_local_shape_and_global_offset",
+            lambda: mesh.local_slices(cast(DTensor, None)),
+        ),
+    ],
+)
+def test_a_name_that_torch_lacks_is_an_error_that_names_it(
+    place: str, name: str, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, owner = place.partition(":")
+    imported = import_module(module)
+    monkeypatch.delattr(getattr(imported, owner) if owner else imported, name)
+    _assert_names(name, call)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("_version", autograd.version),
+        ("_is_view", autograd.is_view),
+        ("_saved_result", autograd.saved_result),
+        ("_schema", dispatch.schema_of),
+        ("_step_microbatches", lambda schedule: pipelining.step_micro_batches(schedule, [], [])),
+    ],
+)
+def test_an_attribute_that_objects_of_torch_lack_is_an_error_that_names_it(
+    name: str, call: Callable[[Any], object]
+) -> None:
+    _assert_names(name, lambda: call(cast(Tensor, object())))
+
+
+def _assert_names(name: str, call: Callable[[], object]) -> None:
+    with pytest.raises(LaunchError) as caught:
+        call()
+    assert caught.value.given.startswith("torch ")
+    assert f".{name}, which " in caught.value.found
+    assert "pip install" in caught.value.fix
