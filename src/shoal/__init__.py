@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from shoal.data.gather import GatheredRows, gather
     from shoal.data.noise import Noise
     from shoal.distributed.cluster_env import Placement
+    from shoal.distributed.init import init
     from shoal.distributed.layout import Layout
-    from shoal.distributed.world import World, init
+    from shoal.distributed.world import World
     from shoal.launcher import launch
     from shoal.report.coverage import coverage
     from shoal.strategies import parallelize
@@ -96,7 +97,8 @@ _HOMES = {
     "data.noise": ("Noise",),
     "strategies.task": ("Task",),
     "telemetry.trackers": ("TensorBoard", "WandB"),
-    "distributed.world": ("World", "init"),
+    "distributed.init": ("init",),
+    "distributed.world": ("World",),
 }
 
 __all__ = [

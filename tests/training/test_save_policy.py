@@ -232,11 +232,11 @@ def long_save(world: shoal.World, directory: Path) -> list[int]:
         batches = run.loader.epochs(10**6)
         run.steps["step"](next(batches))
         run.tick(every=1)
-        until = time.monotonic() + 1.3 * world.limits.step
+        until = time.monotonic() + 1.3 * world.watchdog.limits.step
         while not world.broadcast(time.monotonic() > until):
             run.steps["step"](next(batches))
             run.tick()
-        opener = threading.Timer(1.3 * world.limits.step, barrier.mkdir)
+        opener = threading.Timer(1.3 * world.watchdog.limits.step, barrier.mkdir)
         opener.start()
         run.save()
         opener.join()

@@ -150,8 +150,7 @@ class Run:
             self.world, self.directory, self.train_states, loader, self.events, window
         )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
-        self.world.recorder = self.log
-        self.world.directory = self.directory
+        self.world.run_log.attach(self.log, self.directory)
         self._folders: dict[str, Checkpoints] = {}
         self._begun = False
         self._closed = False
@@ -356,7 +355,7 @@ class Run:
             self._recording.end(reason)
         self.events.close()
         self._curves.close()
-        self.world.recorder = self.world.directory = None
+        self.world.run_log.detach()
         if self._lock is not None:
             self._lock.release()
         if self._progress is not None:
@@ -426,7 +425,7 @@ class Run:
         with self.world.timeline.during(CHECKPOINT), self.world.preparing():
             self.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
-        self.world.stepping()
+        self.world.watchdog.begin_step()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
         began = self.world.broadcast(round(time.time(), 6))
         self._recording.start(began, self._config)
