@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal._torch import c10d, mesh
 from shoal.distributed import env_vars, mpi, objects
+from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import LAYOUT, Joined
 from shoal.distributed.layout import AXES, Layout
 from shoal.distributed.membership import Membership
@@ -31,7 +32,6 @@ from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.telemetry.flight_recorder import RecordingGroup
 from shoal.telemetry.step_timer import timeline_of
-from shoal.util.decision import GIVEN, Decision
 from shoal.util.differences import spans
 from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
 
@@ -81,17 +81,8 @@ class World:
         self._provided: dict[type, object] = {}
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
-        self._deterministic_mode = torch.get_deterministic_debug_mode()
-        if deterministic:
-            env_vars.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-            torch.use_deterministic_algorithms(True)
-        self._deterministic = deterministic
-        mode = Decision(
-            what="deterministic",
-            value=deterministic,
-            reason=GIVEN if deterministic else "the default: deterministic algorithms are slower",
-        )
-        self.decisions = (*joined.choices, mode)
+        self._deterministic_mode = DeterministicMode(enabled=deterministic)
+        self.decisions = (*joined.choices, self._deterministic_mode.decision)
         self.reseed("weights", by_rank=False)
         self.run_log: Final = RunLog()
         self.watchdog: Final = Watchdog(
@@ -305,8 +296,7 @@ class World:
     def _leave(self) -> None:
         atexit.unregister(self.close)
         self._mesh = self._data_group = None
-        if self._deterministic:
-            torch.set_deterministic_debug_mode(self._deterministic_mode)
+        self._deterministic_mode.restore()
         self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shoal.checkpoint import AnyPath, BackgroundSave
 from shoal.data import Loader
 from shoal.distributed.world import World
-from shoal.telemetry.profiler.window import Window, checked, recordable
+from shoal.telemetry.profiler.window import checked, recordable
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.preemption import Reason, Stopped, Stopping
@@ -24,20 +24,11 @@ from shoal.training.progress_bar import ProgressBar
 from shoal.training.run_directory import RunDirectory
 from shoal.training.run_events import RunEvents
 from shoal.training.run_monitor import RunMonitor
-from shoal.training.run_state import RunState, Stateful, check_options, settings
+from shoal.training.run_state import Restored, RunState, Stateful, check_options, settings
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step, train_states
 from shoal.util.errors import DataError, StepError
 from shoal.util.text import shown
-
-
-class Restored(NamedTuple):
-    """Where a run goes on: optimizer step, position in samples since the start, epoch, directory."""
-
-    step: int
-    position: int
-    epoch: int
-    path: AnyPath
 
 
 class Run:
@@ -83,7 +74,8 @@ class Run:
         trackers: Sequence[Tracker] | None = None,
         profile: tuple[int, int] | None = None,
     ) -> None:
-        window = None if profile is None else _window(profile)
+        call = f"shoal.Run(…, profile={profile})"
+        window = None if profile is None else recordable(checked(profile, call), call)
         self.train_states = train_states(model, optimizer, schedule)
         if not isinstance(loader, Loader):
             raise DataError(
@@ -103,15 +95,14 @@ class Run:
         )
         self.directory, self.events = self.files.path, self.files.events
         self._saves = SavePolicy(self.world, self.events, must=must_save)
-        self._progress = _progress_bar(self.world)
+        self._progress = ProgressBar.of(self.world)
         chosen = default_trackers() if trackers is None else trackers
         self._observer = RunMonitor(
             self.world, self.directory, self.train_states, loader, self.events, window
         )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
         self.world.run_log.attach(self.log, self.directory)
-        self._begun = False
-        self._closed = False
+        self._begun = self._closed = False
         self._recording = RunEvents(self.events, self.train_states, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
@@ -151,11 +142,11 @@ class Run:
             return None
         for skipped in loaded.skipped:
             self.world.print(f"skipped {skipped.path}: {skipped.reason}")
-        self.contents.load(loaded, f"a Run in {self.directory}")
-        self._curves.begins = loaded.step
-        restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
+        restored = self.contents.load(loaded, f"a Run in {self.directory}")
+        self._curves.begins = restored.step
         self.events.write(
-            "restore", {"step": loaded.step, "position": restored.position, "path": str(loaded.path)}
+            "restore",
+            {"step": restored.step, "position": restored.position, "path": str(restored.path)},
         )
         self.world.print(
             f"resumed at sample {restored.position:,} "
@@ -238,12 +229,11 @@ class Run:
         checkpoints = self.files.checkpoints if to is None else self.files.checkpoints_in(to)
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         self._curves.flush()
-        position = at[1]
         with self.world.preparing():  # one rank may take long to write, and the others wait for it
             job = self._saves.start(
                 checkpoints,
                 self.step,
-                lambda: self.contents.take(position),
+                lambda: self.contents.take(at[1]),
                 join=self.contents.in_parts,
             )
             path = checkpoints.where(self.step)
@@ -358,14 +348,3 @@ class Run:
             for name, step in self.train_states.items()
             if step.last is not None
         }
-
-
-def _window(profile: tuple[int, int]) -> Window:
-    call = f"shoal.Run(…, profile={profile})"
-    return recordable(checked(profile, call), call)
-
-
-def _progress_bar(world: World) -> ProgressBar | None:
-    # Other launchers give rank 0 a terminal whose output may go into a file (mpirun).
-    live = world.placement.launcher in ("none", "shoal run", "torchrun")
-    return ProgressBar(sys.stdout, live=live) if world.is_rank_zero and sys.stdout else None
