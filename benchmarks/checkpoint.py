@@ -49,7 +49,7 @@ from torch.utils._pytree import tree_leaves
 import shoal
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.async_save import BackgroundSaver
-from shoal.distributed.world import CHECKED_STEPS
+from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.strategies.dtensor import share
 from spread import Spread, quartiles
 
@@ -199,7 +199,7 @@ def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
 def measure(world: shoal.World, name: str, folder: Path, megabytes: int, rounds: int) -> dict[str, Any]:
     training = Training(world, megabytes)
     for _ in range(CHECKED_STEPS + 1):
-        world.stepping()  # the check of collectives, of the first steps, is over
+        world.watchdog.begin_step()  # the check of collectives, of the first steps, is over
     saves, copy = contenders(world, training), copied(training)
     names = list(saves)
     found: dict[str, list[dict[str, float]]] = {who: [] for who in names}

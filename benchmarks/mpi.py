@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.distributed.world import CHECKED_STEPS
+from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from spread import quartiles
 
 SIZES = (4, 1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26)
@@ -92,7 +92,7 @@ def measure(rounds: int, results: Path) -> None:
     with shoal.init(backend="mpi") as world:
         gloo = dist.new_group(backend="gloo")
         for _ in range(CHECKED_STEPS + 2):
-            world.stepping()
+            world.watchdog.begin_step()
         rows = [
             compare(f"all-reduce, {size} B", reducing(size, None), reducing(size, gloo), rounds)
             for size in SIZES

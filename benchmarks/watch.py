@@ -25,7 +25,7 @@ import torch
 import shoal
 from shoal.distributed.watchdog.diagnosis import WaitLimits
 from shoal.distributed.watchdog.mismatch import Matching
-from shoal.distributed.watchdog.watchdog import Watch
+from shoal.distributed.watchdog.watch import Watch
 
 MODES = ("neither", "watch", "watch and check")
 WIDTH, BATCH, SETTLE = 32, 32, 20
@@ -79,10 +79,7 @@ def rounds(world: shoal.World, count: int, steps: int) -> dict[str, list[float]]
 
 def work(count: int, steps: int) -> None:
     with shoal.init(seed=0) as world:
-        # The world's own would be there in all modes.
-        if world._watch is not None and world._matching is not None:
-            world._watch.stop()
-            world._matching.stop()
+        world.watchdog.leave()  # it would be there in all modes
         times = rounds(world, count, steps)
         if world.is_rank_zero:
             print(json.dumps(times), flush=True)

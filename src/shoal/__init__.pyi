@@ -11,9 +11,9 @@ from shoal.data.gather import GatheredRows as GatheredRows
 from shoal.data.gather import gather as gather
 from shoal.data.noise import Noise as Noise
 from shoal.distributed.cluster_env import Placement as Placement
+from shoal.distributed.init import init as init
 from shoal.distributed.layout import Layout as Layout
 from shoal.distributed.world import World as World
-from shoal.distributed.world import init as init
 from shoal.launcher import launch as launch
 from shoal.report.coverage import coverage as coverage
 from shoal.strategies import parallelize as parallelize

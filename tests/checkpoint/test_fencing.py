@@ -59,8 +59,8 @@ def begin(world: shoal.World, folder: Path, attempt: int, stopper: int = -1, sto
     samples = torch.arange(3.0 * SAMPLES).double().reshape(SAMPLES, 3) / 100
     data = shoal.Loader((samples,), world, batch_size=BATCH)
     run = shoal.Run(folder / "run", step, data, keep=1)
-    files = Stopped(run._fence, stop_at, folder / "stopped")
-    run.checkpoints = Checkpoints(folder / "run" / "checkpoints", world, keep=1, files=files)
+    files = Stopped(run.files.fence, stop_at, folder / "stopped")
+    run.files.checkpoints = Checkpoints(folder / "run" / "checkpoints", world, keep=1, files=files)
     run.restore()
     HELD[:] = [run, step, data.epochs(1), files, world.rank == stopper]
 

@@ -68,7 +68,7 @@ with shoal.init(backend="mpi", timeout=6, prepare_timeout=100) as world:
     except shoal.AgreementError as error:
         world.print(f"refused: {error.found}")
     for _ in range(5):
-        world.stepping()
+        world.watchdog.begin_step()
         world.barrier()
     if world.rank == 1:
         threading.Event().wait()  # never

@@ -47,12 +47,12 @@ with shoal.init() as world:
         batches = loader.epochs(1)
         step(next(batches))
         run.save()
-        run.checkpoints.background.wait()
+        run.files.checkpoints.background.wait()
         if world.is_rank_zero:
             (here / "port.new").write_text(os.environ["MASTER_PORT"])
             (here / "port.new").rename(here / "port")
         wait_for(here / "poisoned")
-        background, store = run.checkpoints.background, run.checkpoints._store
+        background, store = run.files.checkpoints.background, run.files.checkpoints._store
         collect, write = background.collect, store.write
 
         def collected(value):

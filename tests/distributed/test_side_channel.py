@@ -134,7 +134,7 @@ def test_a_question_may_be_long() -> None:
 
 
 def port_of(world: shoal.World) -> int:
-    watch: Any = world._watch
+    watch: Any = world.watchdog._watch
     return int(watch._socket.getsockname()[1])
 
 

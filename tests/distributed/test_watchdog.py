@@ -46,7 +46,7 @@ class Blocked(torch.utils.data.Dataset):
 
 def steps(count):
     for _ in range(count):
-        world.stepping()
+        world.watchdog.begin_step()
         world.barrier()
 
 def ready():
@@ -316,7 +316,7 @@ def test_a_rank_that_has_left_is_named(start: Start) -> None:
     run = start(
         """
         if rank == 1:
-            world._watch.stop()  # as at its end, but with connections that last
+            world.watchdog._watch.stop()  # as at its end, but with connections that last
             event.wait()
         world.barrier()
         """

@@ -42,7 +42,7 @@ def test_a_world_of_one_has_every_method(world: shoal.World) -> None:
     assert world.broadcast("text") == "text"
     assert world.agree((1, 2), "the pair") == (1, 2)
     world.barrier()
-    world.stepping()
+    world.watchdog.begin_step()
     with world.preparing(), world.rank_zero_first() as first:
         assert first
     assert engines_of(world) == []

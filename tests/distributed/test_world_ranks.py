@@ -241,7 +241,7 @@ def test_worlds_open_again_and_leave_nothing() -> None:
 
 def slow_then_stuck(world: shoal.World, directory: Path) -> None:
     """Rank 0 takes longer than a step may, in a section of its own; then rank 1 stays away."""
-    world.stepping()
+    world.watchdog.begin_step()
     with world.rank_zero_first() as first:
         if first:
             begun = time.monotonic()

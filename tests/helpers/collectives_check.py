@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shoal
-from shoal.distributed.world import CHECKED_STEPS
+from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,7 +37,7 @@ def check_all(backend: str) -> list[str]:
             wrong += [f"{name}: {problem}" for problem in problems]
         wrong += _groups_at_once(world.rank, ranks, halves)
         for _ in range(CHECKED_STEPS + 1):
-            world.stepping()
+            world.watchdog.begin_step()
         wrong += unequal(world.rank, world.size)
         world.barrier()
     return wrong

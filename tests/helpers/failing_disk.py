@@ -98,7 +98,7 @@ def train(world: shoal.World, training: Training) -> Ended:
         contextlib.redirect_stdout(told),
         shoal.Run(training.directory, step, data, state={"ema": ema}) as run,
     ):
-        run.checkpoints = Checkpoints(kept, world, files=files)
+        run.files.checkpoints = Checkpoints(kept, world, files=files)
         restored = run.restore()
         for batch in data.epochs(9):
             step(batch)

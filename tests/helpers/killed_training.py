@@ -155,7 +155,9 @@ def train(world: shoal.World, training: Training) -> Ended:
     data = shoal.Loader(Indexed(fuse), world, batch_size=BATCH, micro_batches=training.micro_batches)
     operations: list[str] = []
     with shoal.Run(directory, step, data, keep=training.keep) as run:
-        run.checkpoints = Checkpoints(directory / "checkpoints", world, keep=training.keep, files=files)
+        run.files.checkpoints = Checkpoints(
+            directory / "checkpoints", world, keep=training.keep, files=files
+        )
         restored = run.restore()
         files.restored = True
         for batch in data.epochs(training.epochs):
@@ -166,7 +168,7 @@ def train(world: shoal.World, training: Training) -> Ended:
             run.tick(every=training.every)
             fuse()
             if training.waits:
-                run.checkpoints.background.wait()
+                run.files.checkpoints.background.wait()
             operations = files.done[begun:] if step.number == 3 else operations
         run.save()
     return Ended(

@@ -21,13 +21,23 @@ from shoal.distributed import objects
 
 
 @dataclass(frozen=True)
+class NoLosses:
+    """The membership of a world whose ranks may not be lost."""
+
+    survivors: None = None
+
+
+NO_LOSSES = NoLosses()
+
+
+@dataclass(frozen=True)
 class Alone:
     """A world of one; `size` can pretend to be another when only reading is tested."""
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    survivors: None = None
+    membership: Any = NO_LOSSES
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -41,7 +51,7 @@ class OverGloo:
     rank: int
     size: int
     group: dist.ProcessGroup | None
-    survivors: None = None
+    membership: Any = NO_LOSSES
 
     def gather(self, value: Any) -> list[Any]:
         return objects.gather(value, self.group) if self.group is not None else [value]

@@ -78,6 +78,24 @@ def long_functions(root: Path) -> Iterator[str]:
                     yield f"{path.relative_to(root)}:{node.lineno}: {node.name}, {lines} lines"
 
 
+MAY_ASSIGN_WORLD = "distributed/world.py"
+
+
+def assigned_worlds(package: Path) -> Iterator[str]:
+    """Yield assignments to attributes of a World outside its own module."""
+    for path in python_files(package):
+        inside = path.relative_to(package)
+        if str(inside) == MAY_ASSIGN_WORLD:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(
+                    value=ast.Name(id="world") | ast.Attribute(attr="world" | "_world"),
+                    ctx=ast.Store() | ast.Del(),
+                ):
+                    yield f"{inside}:{node.lineno}: assigns {ast.unparse(node)}"
+
+
 MAY_WRITE_PICKLES = {"checkpoint/model_file.py"}
 """Where a `.pt` is written because the user names one; nothing ever reads it back."""
 MAY_PICKLE = "util/pickling.py"
@@ -85,7 +103,7 @@ MAY_PICKLE = "util/pickling.py"
 PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 MAY_READ_ENVIRONMENT = ("distributed/env_vars.py",)
-MAY_PRINT = ("cli/", "launcher/", "distributed/world.py")
+MAY_PRINT = ("cli/", "launcher/", "distributed/init.py", "distributed/world.py")
 
 
 def habits(package: Path) -> Iterator[str]:

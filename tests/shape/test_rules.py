@@ -31,6 +31,37 @@ def test_repeated_and_vague_names_are_found(tmp_path: Path) -> None:
     assert list(rules.vague_functions(tmp_path)) == ["a.py:2: read"]
 
 
+def test_only_a_world_assigns_its_attributes(repository: Path) -> None:
+    assert list(rules.assigned_worlds(repository / "src/shoal")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "world.recorder = log",
+        "self.world.directory: Path | None = None",
+        "a = self._world.rank = 0",
+        "engine.world.steps += 1",
+        "(x, world.size) = 0, 1",
+        "del world.mesh",
+    ],
+)
+def test_assignments_to_worlds_are_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.py").write_text(text)
+    assert next(rules.assigned_worlds(tmp_path)).startswith("run.py:1: assigns ")
+    (tmp_path / "distributed").mkdir()
+    (tmp_path / "run.py").rename(tmp_path / "distributed/world.py")
+    assert list(rules.assigned_worlds(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["self.world = world", "rank = world.rank", "world.watchdog.steps = 1"]
+)
+def test_other_assignments_pass(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.py").write_text(text)
+    assert list(rules.assigned_worlds(tmp_path)) == []
+
+
 def test_the_library_keeps_its_habits(repository: Path) -> None:
     assert list(rules.habits(repository / "src/shoal")) == []
 

@@ -31,7 +31,7 @@ def saves(world: shoal.World, directory: Path) -> None:
         step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
         loader = shoal.Loader((torch.ones(8, 3),), world, batch_size=4)
         with shoal.Run(directory / name, step, loader, trackers=()) as run:
-            store: Any = run.checkpoints._store
+            store: Any = run.files.checkpoints._store
             begin = store.begin
 
             def late(*sizes: int, begin: Any = begin) -> None:
@@ -66,8 +66,8 @@ def loses_one(world: shoal.World, directory: Path) -> int:
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=0.01), shoal.Task(loss))
     loader = shoal.Loader((torch.ones(6, 3),), world, batch_size=6)
     with shoal.Run(directory, step, loader, trackers=()) as run:
-        store: Any = run.checkpoints._store
-        background: Any = run.checkpoints.background
+        store: Any = run.files.checkpoints._store
+        background: Any = run.files.checkpoints.background
         write, collect = store.write, background.collect
 
         def late(*parts: Any) -> Any:

@@ -67,7 +67,7 @@ def resumed(world: shoal.World, directory: Path) -> tuple[int, list[Tensor]]:
     trained(world, PIPELINE, directory, 3)
     step, data = parts(world, PIPELINE)
     with shoal.Run(directory, step, data) as run:
-        loaded = run.checkpoints.restore(run.contents.template(), run.contents.elsewhere())
+        loaded = run.files.checkpoints.restore(run.contents.template(), run.contents.elsewhere())
         assert loaded is not None
         state = loaded.state["steps"]["step"]
         read = [*state["model"].values(), *(m["exp_avg"] for m in state["optimizer"]["state"].values())]

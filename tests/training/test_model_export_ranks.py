@@ -77,12 +77,13 @@ def late(world: shoal.World, path: Path) -> str:
     if world.is_rank_zero:
         world.barrier()
         return ""
-    limits, world.limits = world.limits, replace(world.limits, prepare=0.2)
+    watchdog = world.watchdog
+    limits, watchdog.limits = watchdog.limits, replace(watchdog.limits, prepare=0.2)
     try:
         with pytest.raises(CheckpointError) as refused:
             shoal.export(model, path)
     finally:
-        world.limits = limits
+        watchdog.limits = limits
     world.barrier()
     return refused.value.found
 

@@ -101,7 +101,7 @@ class Fit:
             self.run.tick(every=every)
             if self.step.number == steps:
                 break
-        self.run.checkpoints.background.wait()  # for a save under way
+        self.run.files.checkpoints.background.wait()  # for a save under way
 
     def state(self) -> dict[str, Any]:
         """All that a resumed run must have as an uninterrupted one has it."""
@@ -314,7 +314,7 @@ def test_a_second_save_at_one_step(world: shoal.World, tmp_path: Path) -> None:
     for batch in fit.data.epochs(1):
         fit.step(batch)
         run.tick(every=2)
-    run.checkpoints.background.wait()
+    run.files.checkpoints.background.wait()
     manifest = tmp_path / "b" / "checkpoints" / "step-4" / "manifest.json"
     inode = manifest.stat().st_ino
     assert run.save() == manifest.parent

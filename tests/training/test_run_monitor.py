@@ -20,7 +20,7 @@ import shoal
 from helpers.commands import wait_for
 from helpers.ranks import Ranks
 from helpers.trace_format import checked_events, steps_of
-from shoal.distributed.world import CHECKED_STEPS
+from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
 from shoal.report.trace.merge import merge_traces
 from shoal.telemetry import events, flight_recorder
 from shoal.telemetry.collective_stats import CollectiveStats
@@ -45,7 +45,7 @@ def sends(world: shoal.World, least: int) -> dict[str, Any]:
     Rank 0 looks `least` times at each all-reduce before rank 1 begins it.
     """
     for _ in range(CHECKED_STEPS + 1):
-        world.stepping()  # ends the comparison before each collective, which is one itself
+        world.watchdog.begin_step()  # ends the comparison before each collective, which is one itself
     world.barrier()
     store = world.store("test/observed")
     ticks = itertools.count()

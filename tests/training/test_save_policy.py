@@ -76,7 +76,9 @@ def begin(world: shoal.World, directory: Path, **options: Any) -> shoal.Run:
 
 
 def gate(run: shoal.Run, files: Files, **options: Any) -> None:
-    run.checkpoints = Checkpoints(run.directory / "checkpoints", run.world, files=files, **options)
+    run.files.checkpoints = Checkpoints(
+        run.directory / "checkpoints", run.world, files=files, **options
+    )
 
 
 def weights(run: shoal.Run) -> list[Tensor]:
@@ -171,7 +173,7 @@ def failing(world: shoal.World, directory: Path, code: int, must: bool) -> list[
             if last and run.step == 2:
                 (barrier / "refuse").touch()
             run.tick(every=1 if run.step <= (2 if must else 3) else None)
-            run.checkpoints.background.wait()
+            run.files.checkpoints.background.wait()
             if last and run.step == 2:
                 (barrier / "refuse").unlink()
     lines = events.read_events(directory / "events" / f"rank-{world.rank}.jsonl")
@@ -232,11 +234,11 @@ def long_save(world: shoal.World, directory: Path) -> list[int]:
         batches = run.loader.epochs(10**6)
         run.steps["step"](next(batches))
         run.tick(every=1)
-        until = time.monotonic() + 1.3 * world.limits.step
+        until = time.monotonic() + 1.3 * world.watchdog.limits.step
         while not world.broadcast(time.monotonic() > until):
             run.steps["step"](next(batches))
             run.tick()
-        opener = threading.Timer(1.3 * world.limits.step, barrier.mkdir)
+        opener = threading.Timer(1.3 * world.watchdog.limits.step, barrier.mkdir)
         opener.start()
         run.save()
         opener.join()
@@ -355,7 +357,7 @@ def replanned(world: shoal.World, directory: Path) -> int:
         for batch in run.loader.epochs(1):
             run.steps["step"](batch)
             run.tick(every=1)
-    loaded = begin(world, directory).checkpoints.restore()
+    loaded = begin(world, directory).files.checkpoints.restore()
     assert loaded is not None
     return len(loaded.state["steps"]["step"]["optimizer"]["state"])
 

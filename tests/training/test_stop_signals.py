@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 import shoal.training.preemption
 from helpers.commands import wait_for
+from helpers.processes import NO_LOSSES
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.training.preemption import SIGNALS, Kind, Reason, Stopped, Stopping
 from shoal.util.errors import LaunchError
@@ -38,7 +39,7 @@ class Part:
     shared: Shared
     rank: int
     size: int
-    survivors: None = None
+    membership: Any = NO_LOSSES
 
     @property
     def is_rank_zero(self) -> bool:

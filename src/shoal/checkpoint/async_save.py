@@ -209,7 +209,7 @@ class BackgroundSaver:
         """Make the channel: a process group, or a StoreChannel where ranks may end. Collective."""
         if self._world.group is None:
             return
-        survivors = self._world.survivors
+        survivors = self._world.membership.survivors
         if survivors is not None:
             if self._messages is None or not self.fits:
                 last = self._messages

@@ -15,7 +15,7 @@ from shoal.util.errors import CheckpointError, ShoalError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from shoal.distributed.membership import Survivors
+    from shoal.distributed.membership import Membership
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class Ranks(Protocol):
         """The process group of all of them."""
 
     @property
-    def survivors(self) -> Survivors | None:
-        """Those that live, where others may have ended; None where none may."""
+    def membership(self) -> Membership:
+        """The ranks that take part."""
 
     def gather(self, value: Any, /) -> list[Any]:
         """Each rank's value, on all ranks."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from shoal._torch import c10d
+from shoal.distributed.watchdog.abort import may_die_alone
+from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.util.differences import spans
 from shoal.util.errors import LaunchError
 
@@ -100,3 +103,47 @@ class Survivors:
             pause = min(2 * pause, _LONGEST_PAUSE)
         here: list[int] = json.loads(self.store.get(decided))
         return here
+
+
+class Membership:
+    """Which ranks take part in a world: all of them or, after `survive`, those that live.
+
+    `survivors` is None until then. Where ranks are lost, `renumber` is called with the members that
+    remain and with the lost ones, before the next collective.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        *,
+        rank: int,
+        size: int,
+        renumber: Callable[[Sequence[int], Sequence[int]], None],
+    ) -> None:
+        self.survivors: Survivors | None = None
+        self._watchdog = watchdog
+        self._rank, self._size = rank, size
+        self._renumber = renumber
+
+    def survive(self, *, essential: bool = False) -> None:
+        """Continue without ranks that end, from now on. Collective.
+
+        For strategies whose steps need no other rank. If a rank that is not `essential` is killed,
+        `shoal run` lets the others continue.
+        """
+        if not self._watchdog.active or self.survivors is not None:
+            return
+        self._watchdog.stop_comparing()
+        store = PrefixStore("shoal/survivors", c10d.default_store())
+        self.survivors = Survivors(store, rank=self._rank, size=self._size, gone=self._watchdog.gone)
+        self.meet()
+        if not essential:
+            may_die_alone()
+
+    def meet(self) -> None:
+        """Wait for the ranks that live, if ranks may be lost. Each collective begins with it."""
+        if self.survivors is None:
+            return
+        lost = self.survivors.meet(self._watchdog.limit)
+        if lost:
+            self._renumber(self.survivors.members, lost)

@@ -6,15 +6,13 @@ import atexit
 import contextlib
 import random
 import socket
-import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,27 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal._torch import c10d, mesh
 from shoal.distributed import env_vars, mpi, objects
-from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, Joined, join
+from shoal.distributed.determinism import DeterministicMode
+from shoal.distributed.initialize import LAYOUT, Joined
 from shoal.distributed.layout import AXES, Layout
-from shoal.distributed.membership import Survivors
+from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
+from shoal.distributed.run_log import RunLog
 from shoal.distributed.seeds import derive_seed
-from shoal.distributed.watchdog.abort import may_die_alone
-from shoal.distributed.watchdog.diagnosis import BUSY_SECONDS, WaitLimits
-from shoal.distributed.watchdog.mismatch import Matching
-from shoal.distributed.watchdog.watchdog import Watch
+from shoal.distributed.watchdog.diagnosis import WaitLimits
+from shoal.distributed.watchdog.world_watchdog import Watchdog
 from shoal.telemetry.flight_recorder import RecordingGroup
 from shoal.telemetry.step_timer import timeline_of
-from shoal.util.decision import GIVEN, Decision
 from shoal.util.differences import spans
 from shoal.util.errors import AgreementError, LaunchError, LayoutError, ShoalError
 
 LET_GO_SECONDS = 0.05
 """How long a rank that has left its group lets the group's threads finish."""
-MARGIN_SECONDS = 60.0
-"""How much later than the watch torch itself gives up: by then every rank has been asked."""
-CHECKED_STEPS = 3
-"""For so many steps ranks compare each collective before they begin it."""
 
 
 class Service(Protocol):
@@ -56,57 +49,6 @@ class Service(Protocol):
 
 S = TypeVar("S", bound=Service)
 P = TypeVar("P")
-
-
-def init(
-    *,
-    layout: str | Layout = LAYOUT,
-    backend: str | None = None,
-    device: str | torch.device | None = None,
-    devices_per_rank: int = 1,
-    seed: int = 0,
-    timeout: float = TIMEOUT,
-    prepare_timeout: float = PREPARE_TIMEOUT,
-    deterministic: bool = False,
-) -> World:
-    """Join the processes that a launcher started, or make a world of one.
-
-    `layout` says how the ranks are divided, `backend` how they talk ("nccl" on CUDA, "gloo" on the
-    CPU unless given; "mpi" under MPI's launchers), `device` where this rank computes (by local rank
-    unless given): the first of `devices_per_rank` neighbours, `World.devices`, for a model that is
-    placed on several. `seed` is the root of every random stream. `timeout` is how long a rank may wait
-    for others, in seconds, from the first optimizer step on; before it, and within `World.preparing`,
-    `prepare_timeout` holds. Then the rank that did not arrive is named, and all ranks end.
-    `deterministic` asks torch for deterministic algorithms. Use it as a context manager, so that
-    nothing is left behind.
-
-    With several ranks, torch gets as many threads as this rank has cores for itself, unless
-    OMP_NUM_THREADS says otherwise; torchrun's own OMP_NUM_THREADS=1 does not. Rank 0 says so on
-    stderr. Call `torch.set_num_threads` afterwards for another number.
-
-    `World.decisions` has what was decided and why; `shoal info` prints it.
-
-    Raises LaunchError for an environment that contradicts itself or a group that can't form,
-    LayoutError for a layout that does not fit.
-    """
-    joined = join(
-        layout=layout,
-        backend=backend,
-        device=device,
-        devices_per_rank=devices_per_rank,
-        timeout=timeout,
-        prepare_timeout=prepare_timeout,
-    )
-    if joined.told:
-        with contextlib.suppress(OSError):  # as in `World.print`
-            print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
-    if folder := env_vars.failures():
-        # Jobs of `shoal submit` alone need it.
-        from shoal.distributed.failure_reports import report_into
-
-        report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
-    limits = WaitLimits(step=timeout, prepare=prepare_timeout)
-    return World(joined, seed, limits, deterministic=deterministic)
 
 
 class World:
@@ -127,54 +69,32 @@ class World:
         self.devices = joined.devices
         self.group = joined.group
         self.seed = seed
-        self.limits = limits
         self.rank = placement.rank
         self.size = placement.size
-        self._host, self._variables = joined.host, joined.variables
+        self._variables = joined.variables
         self.data_rank = layout.data_rank(placement.rank)
         self.data_size = layout.data_size
         self.timeline = timeline_of(self.device)
         self._mesh: DeviceMesh | None = None
         self._data_group: dist.ProcessGroup | None = None
-        self.recorder: Callable[[Mapping[str, Any]], None] | None = None
-        self.directory: Path | None = None
-        """Where a report of a hang is kept: that of the Run which is open."""
         self._services: dict[Callable[[World], Service], Service] = {}
         self._provided: dict[type, object] = {}
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._steps = self._preparing = 0
         self._closed = False
-        self._deterministic_mode = torch.get_deterministic_debug_mode()
-        if deterministic:
-            env_vars.write_defaults({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
-            torch.use_deterministic_algorithms(True)
-        self._deterministic = deterministic
-        mode = Decision(
-            what="deterministic",
-            value=deterministic,
-            reason=GIVEN if deterministic else "the default: deterministic algorithms are slower",
-        )
-        self.decisions = (*joined.choices, mode)
+        self._deterministic_mode = DeterministicMode(enabled=deterministic)
+        self.decisions = (*joined.choices, self._deterministic_mode.decision)
         self.reseed("weights", by_rank=False)
-        self._matching: Matching | None = None
-        self._watch: Watch | None = None
-        self.survivors: Survivors | None = None
-        if self.group is not None:
-            self._matching = Matching(self.rank)
-            if isinstance(self.group, RecordingGroup):
-                self.group.compare(self._matching.check)
-            self._watch = self._watched(self.group, self._matching)
-            self._let_torch_wait()
-        atexit.register(self.close)
-
-    def _watched(self, group: dist.ProcessGroup, matching: Matching) -> Watch:
-        return Watch(
-            group,
-            limits=self.limits,
-            address=self._host,
-            directory=lambda: self.directory,
-            checked=lambda: matching.current,
+        self.run_log: Final = RunLog()
+        self.watchdog: Final = Watchdog(
+            self.group,
+            limits=limits,
+            address=joined.host,
+            directory=lambda: self.run_log.directory,
         )
+        self.membership: Final = Membership(
+            self.watchdog, rank=self.rank, size=self.size, renumber=self._renumber
+        )
+        atexit.register(self.close)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -226,7 +146,7 @@ class World:
                 fix="op='sum', divided by world.size for a mean",
             )
         if not self._alone:
-            self.meet()
+            self.membership.meet()
             dist.all_reduce(tensor, operations[op], group=self.group)
         return tensor
 
@@ -239,14 +159,14 @@ class World:
         """
         if self._alone or self.group is None:
             return [value]
-        self.meet()
+        self.membership.meet()
         return objects.gather(value, self.group)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source` on every rank; see `gather` for what can be sent."""
         if self._alone or self.group is None:
             return value
-        self.meet()
+        self.membership.meet()
         return objects.broadcast(value, self.group, source)
 
     def barrier(self) -> None:
@@ -289,43 +209,6 @@ class World:
         """The keys under `prefix` in the store that several ranks share."""
         return dist.PrefixStore(prefix, c10d.default_store())  # type: ignore[attr-defined]
 
-    def survive(self, *, essential: bool = False) -> None:
-        """From now on ranks that have ended are left out of what this world does together. Collective.
-
-        For strategies whose steps need no other rank. The ranks are renumbered when they meet next,
-        and `shoal run` lets the others go on where one is killed that is not `essential`.
-        """
-        if self._watch is None or self.survivors is not None:
-            return
-        if self._matching is not None:
-            self._matching.stop()  # it waits for all ranks
-        store = self.store("shoal/survivors")
-        self.survivors = Survivors(store, rank=self.rank, size=self.size, gone=self._watch.gone)
-        self.meet()
-        if not essential:
-            may_die_alone()
-
-    def answered(self) -> None:
-        """Another rank has answered a call of this one, which so does not wait without end."""
-        if self._watch is not None:
-            self._watch.answered()
-
-    def meet(self) -> None:
-        """Where ranks may die, wait for those that live, the world from here on. Collective."""
-        if self.survivors is None or self._watch is None:
-            return
-        lost = self.survivors.meet(self._watch.limit)
-        if not lost:
-            return
-        members = self.survivors.members
-        self.group = dist.new_group(members, use_local_synchronization=True)
-        self.rank = self.data_rank = members.index(self.survivors.rank)
-        self.size = self.data_size = len(members)
-        self.layout = Layout.parse(LAYOUT).resolve(self.size)
-        self._mesh = self._data_group = None
-        self._let_torch_wait()
-        self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
-
     def generator(self, purpose: str, *, by_rank: bool = True) -> torch.Generator:
         """A generator of its own for `purpose`; see `seed_for`."""
         generator = torch.Generator(self.device)
@@ -362,46 +245,9 @@ class World:
         They become events, and curves in the Run's trackers; those of rank 0 are shown.
         Raises LaunchError where no Run is open.
         """
-        if self.recorder is None:
-            raise LaunchError(
-                given="world.log(…)",
-                found="no Run is open that could record it",
-                fix="with shoal.Run('runs/a', step, loader) as run: …, and world.log inside",
-            )
-        self.recorder(values)
+        self.run_log.write(values)
 
-    def stepping(self) -> None:
-        """A step begins: from the first one on, a wait has the time limit of steps."""
-        if self._watch is None or self._matching is None:
-            return
-        self._steps += 1
-        if self._steps == 1:
-            self._set_limit(self._watch)
-            self._let_torch_wait()
-        elif self._steps > CHECKED_STEPS and not self._matching.found:
-            self._matching.stop()
-
-    @property
-    def steps_begun(self) -> int:
-        """How many steps a world of several ranks has begun; the same on ranks that step together."""
-        return self._steps
-
-    def _set_limit(self, watch: Watch) -> None:
-        preparing = self._preparing or not self._steps
-        watch.limit = self.limits.prepare if preparing else self.limits.step
-
-    def _let_torch_wait(self) -> None:
-        """Give all process groups a limit of torch's own that is not reached before the watch's."""
-        watched = max(self.limits.step, self.limits.prepare, BUSY_SECONDS)
-        longest = timedelta(seconds=watched + MARGIN_SECONDS)
-        for group in c10d.process_groups():
-            if isinstance(group, RecordingGroup):
-                group.allow(longest.total_seconds())
-            else:
-                c10d.set_timeout(group, longest)
-
-    @contextlib.contextmanager
-    def preparing(self) -> Iterator[None]:
+    def preparing(self) -> AbstractContextManager[None]:
         """Let one rank take its time while the others wait for it: `prepare_timeout` holds inside.
 
             with world.preparing():
@@ -411,16 +257,7 @@ class World:
 
         All ranks enter it. See `rank_zero_first` where the others need no collective.
         """
-        if self._watch is None:
-            yield
-            return
-        self._preparing += 1
-        self._set_limit(self._watch)
-        try:
-            yield
-        finally:
-            self._preparing -= 1
-            self._set_limit(self._watch)
+        return self.watchdog.preparing()
 
     def before_closing(self, method: Callable[[], None]) -> None:
         """Call this method of an object, if that is still alive, before the group is left."""
@@ -459,11 +296,8 @@ class World:
     def _leave(self) -> None:
         atexit.unregister(self.close)
         self._mesh = self._data_group = None
-        if self._deterministic:
-            torch.set_deterministic_debug_mode(self._deterministic_mode)
-        if self._watch is not None and self._matching is not None:
-            self._watch.leave()
-            self._matching.stop()
+        self._deterministic_mode.restore()
+        self.watchdog.leave()
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group()
             # A model that lives on keeps Gloo's threads. One of them may still have to let go of
@@ -472,6 +306,16 @@ class World:
             time.sleep(LET_GO_SECONDS)
         env_vars.write_variables(dict.fromkeys(self._variables))
         self.group = None
+
+    def _renumber(self, members: Sequence[int], lost: Sequence[int]) -> None:
+        """Continue with `members`, the ranks by their first numbers, and without the `lost` ones."""
+        self.group = dist.new_group(list(members), use_local_synchronization=True)
+        self.rank = self.data_rank = members.index(self.placement.rank)
+        self.size = self.data_size = len(members)
+        self.layout = Layout.parse(LAYOUT).resolve(self.size)
+        self._mesh = self._data_group = None
+        self.watchdog.extend_torch_timeouts()
+        self.print(f"shoal: rank {spans(lost)} has ended; the other {self.size} go on without it")
 
     def __enter__(self) -> World:
         return self

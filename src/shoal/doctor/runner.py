@@ -227,7 +227,7 @@ def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:
         return examine_alone(request, _unmet("launcher", error)), False
     if placement.size == 1:
         return examine_alone(request), False
-    from shoal.distributed.world import init
+    from shoal.distributed.init import init
 
     try:
         world = init(prepare_timeout=max(request.wait, request.limit * (_TOGETHER + 1)))

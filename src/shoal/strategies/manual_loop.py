@@ -53,7 +53,7 @@ class EngineLoop(ManualLoop):
         engine, gradients = self._engine(model)
         _check_backwards(engine, batch)
         check_clip(clip)
-        engine.world.stepping()
+        engine.world.watchdog.begin_step()
         counters = gradients.counters
         with engine.world.timeline.within(UPDATE):
             try:

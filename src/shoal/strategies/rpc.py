@@ -22,7 +22,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal._torch.c10d import default_store, has_rpc_agent
 from shoal.distributed import env_vars, interfaces
-from shoal.distributed.world import MARGIN_SECONDS, World
+from shoal.distributed.watchdog.world_watchdog import MARGIN_SECONDS
+from shoal.distributed.world import World
 from shoal.util.errors import LaunchError, StepError
 
 ANSWER_SECONDS = 2.0
@@ -58,11 +59,12 @@ class RPCAgent:
             )
         self.hosts: list[str] = world.gather(socket.gethostname())
         self._rank, self._size = world.rank, world.size
-        self._answered = world.answered
+        self._answered = world.watchdog.answered
         self._store = world.store(_PREFIX)
         self._closed = False
         self._kept: list[object] = []
-        longest = max(world.limits.step, world.limits.prepare) + MARGIN_SECONDS
+        limits = world.watchdog.limits
+        longest = max(limits.step, limits.prepare) + MARGIN_SECONDS
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=THREADS + 2 * world.size,
             rpc_timeout=longest,

@@ -17,9 +17,10 @@ from shoal.data import Loader
 from shoal.data.batch import StepResult
 from shoal.data.orders import Ordering
 from shoal.distributed.deadline import Deadline
+from shoal.distributed.init import init
 from shoal.distributed.layout import Layout
 from shoal.distributed.seeds import random_state, set_random_state
-from shoal.distributed.world import World, init
+from shoal.distributed.world import World
 from shoal.strategies import parallelize
 from shoal.strategies.contracts import Spreading, Strategy
 from shoal.strategies.task import Task

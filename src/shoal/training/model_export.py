@@ -98,7 +98,7 @@ def _replicated(model: nn.Module) -> bool:
     """Whether rank 0 has the whole model, the same as the others at the same step."""
     engine = engine_of(model)
     whole = engine.world.layout.degree("pipeline") == 1 and not divided(dict(model.named_parameters()))
-    return whole and not engine.independent_steps and engine.world.survivors is None
+    return whole and not engine.independent_steps and engine.world.membership.survivors is None
 
 
 def _first_alone(world: World, given: str, path: Path, save: Callable[[], None]) -> None:
@@ -110,9 +110,9 @@ def _first_alone(world: World, given: str, path: Path, save: Callable[[], None])
     if world.size == 1:
         Agreement(world).together(given, save)
         return
-    key = f"export {world.steps_begun} {path}"
+    key = f"export {world.watchdog.steps} {path}"
     try:
-        with world.service(RankZeroFirst).named(key, within=world.limits.prepare) as first:
+        with world.service(RankZeroFirst).named(key, within=world.watchdog.limits.prepare) as first:
             if first:
                 with explained(given, world.rank):
                     save()

@@ -81,7 +81,7 @@ class Stopping:
     def __init__(self, world: World) -> None:
         self._world = world
         self._rank, self._size = world.rank, world.size  # those of the beginning: ranks may be lost
-        survivors = world.survivors
+        survivors = world.membership.survivors
         self._members = range(world.size) if survivors is None else list(survivors.members)
         """The ranks by their first numbers: some may have been lost before this run."""
         self._pid = os.getpid()
@@ -262,7 +262,7 @@ class Stopping:
 
     def _pass_over(self, store: Store) -> None:
         """Conclude without the ranks that have ended, where all others have answered."""
-        survivors = self._world.survivors
+        survivors = self._world.membership.survivors
         missing = self._missing(store) if survivors is not None else []
         asked = [self._members[rank] for rank in missing]
         if survivors is not None and missing and survivors.gone(asked).issuperset(asked):

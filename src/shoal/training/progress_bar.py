@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO, TypeAlias
 
 from shoal.data import Loader
+from shoal.distributed.world import World
 from shoal.util.units import elapsed
 
 if TYPE_CHECKING:
@@ -100,6 +101,13 @@ class ProgressBar:
         self._shown = self._due = 0.0
         self._marks: deque[tuple[float, int]] = deque()
         self._first: tuple[float, int] | None = None
+
+    @classmethod
+    def of(cls, world: World) -> ProgressBar | None:
+        """Return a progress bar on stdout for rank 0, and None for other ranks or without stdout."""
+        # Other launchers give rank 0 a terminal whose output may go into a file (mpirun).
+        live = world.placement.launcher in ("none", "shoal run", "torchrun")
+        return cls(sys.stdout, live=live) if world.is_rank_zero and sys.stdout else None
 
     def due(self, now: float) -> bool:
         """Whether the line would be shown at `now`; cheap enough for every step."""

@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.checkpoint import (
-    Agreement,
-    AnyPath,
-    BackgroundSave,
-    Checkpoints,
-    Fence,
-    FencedFiles,
-    how_to_remove,
-    is_url,
-    lasting,
-    masked_url,
-    path_from,
-    take_over,
-)
+from shoal.checkpoint import AnyPath, BackgroundSave
 from shoal.data import Loader
 from shoal.distributed.world import World
-from shoal.telemetry.events import Events, path_of
-from shoal.telemetry.profiler.window import Window, check_length, check_window
+from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.preemption import Reason, Stopped, Stopping
 from shoal.training.progress_bar import ProgressBar
+from shoal.training.run_directory import RunDirectory
 from shoal.training.run_events import RunEvents
 from shoal.training.run_monitor import RunMonitor
-from shoal.training.run_state import RunState, Stateful, check_options, settings
+from shoal.training.run_state import Restored, RunState, Stateful, check_options, settings
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step, train_states
-from shoal.util.errors import CheckpointError, DataError, StepError
+from shoal.util.errors import DataError, StepError
 from shoal.util.text import shown
-
-_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
-_OWN = {
-    "attempts",
-    "checkpoints",
-    "events",
-    "lock",
-    "report",
-    "tensorboard",
-    "traces",
-    "wandb",
-}
-"""What a run directory holds besides."""
-
-
-class Restored(NamedTuple):
-    """Where a run goes on: optimizer step, position in samples since the start, epoch, directory."""
-
-    step: int
-    position: int
-    epoch: int
-    path: AnyPath
 
 
 class Run:
@@ -110,9 +74,8 @@ class Run:
         trackers: Sequence[Tracker] | None = None,
         profile: tuple[int, int] | None = None,
     ) -> None:
-        window = None if profile is None else _window(profile)
-        self.directory = _own_directory(directory)
-        self._there = self.directory.absolute()  # the working directory may change
+        call = f"shoal.Run(…, profile={profile})"
+        window = None if profile is None else check_length(check_window(profile, call), call)
         self.train_states = train_states(model, optimizer, schedule)
         if not isinstance(loader, Loader):
             raise DataError(
@@ -127,35 +90,19 @@ class Run:
         loader.compare_ranks()
         self._config = settings(config or {})
         self.contents = RunState(self.world, self.train_states, loader, self.state, self._config)
-        self._place: AnyPath = Agreement(self.world).together(
-            f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.directory)
+        self.files = RunDirectory(
+            directory, self.world, checkpoints=checkpoints, keep=keep, keep_every=keep_every
         )
-        self._fence = Fence(lasting(self._place) / "attempts")
-        self.checkpoints = Checkpoints(
-            self._place / "checkpoints",
-            self.world,
-            keep=keep,
-            keep_every=keep_every,
-            files=FencedFiles(self._fence),
-        )
-        self.checkpoints.check()
-        job, attempt = self.world.placement.job, self.world.placement.attempt
-        self._lock = take_over(self.directory, self._fence, self.world, job=job, attempt=attempt)
-        events = path_of(self.directory, self.world.rank)
-        self.events = Agreement(self.world).together(f"{events} for events", lambda: Events(events))
+        self.directory, self.events = self.files.path, self.files.events
         self._saves = SavePolicy(self.world, self.events, must=must_save)
-        self._progress = _progress_bar(self.world)
+        self._progress = ProgressBar.of(self.world)
         chosen = default_trackers() if trackers is None else trackers
         self._observer = RunMonitor(
             self.world, self.directory, self.train_states, loader, self.events, window
         )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
-        self.world.recorder = self.log
-        self.world.directory = self.directory
-        self._folders: dict[str, Checkpoints] = {}
-        self._begun = False
-        self._closed = False
-        self._free = False
+        self.world.run_log.attach(self.log, self.directory)
+        self._begun = self._closed = False
         self._recording = RunEvents(self.events, self.train_states, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
@@ -189,17 +136,17 @@ class Run:
 
     def _restore(self) -> Restored | None:
         self._saves.hear(wait=True)
-        loaded = self.checkpoints.restore(self.contents.template(), self.contents.elsewhere())
-        self._free, self._saved = True, None
+        loaded = self.files.restore(self.contents.template(), self.contents.elsewhere())
+        self._saved = None
         if loaded is None:
             return None
         for skipped in loaded.skipped:
             self.world.print(f"skipped {skipped.path}: {skipped.reason}")
-        self.contents.load(loaded, f"a Run in {self.directory}")
-        self._curves.begins = loaded.step
-        restored = Restored(loaded.step, self.loader.position, self.loader.epoch, loaded.path)
+        restored = self.contents.load(loaded, f"a Run in {self.directory}")
+        self._curves.begins = restored.step
         self.events.write(
-            "restore", {"step": loaded.step, "position": restored.position, "path": str(loaded.path)}
+            "restore",
+            {"step": restored.step, "position": restored.position, "path": str(restored.path)},
         )
         self.world.print(
             f"resumed at sample {restored.position:,} "
@@ -269,10 +216,8 @@ class Run:
 
     def _save(self, to: str | None, *, wait: bool) -> AnyPath:
         self._check_open()
-        self._check_free()
-        agreement = Agreement(self.world)
-        agreement.together(f"saving in {self.directory}", self._check_there)
-        agreement.together(f"saving in {self.directory}", self._fence.check)
+        self.files.check_unused()
+        self.files.check_owned()
         at = (self._numbers(), self._position())
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
             _, path, job = self._saved
@@ -281,15 +226,14 @@ class Run:
             job.join()
             if not job.failed:
                 return path
-        checkpoints = self.checkpoints if to is None else self._checkpoints_in(to)
+        checkpoints = self.files.checkpoints if to is None else self.files.checkpoints_in(to)
         self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
         self._curves.flush()
-        position = at[1]
         with self.world.preparing():  # one rank may take long to write, and the others wait for it
             job = self._saves.start(
                 checkpoints,
                 self.step,
-                lambda: self.contents.take(position),
+                lambda: self.contents.take(at[1]),
                 join=self.contents.in_parts,
             )
             path = checkpoints.where(self.step)
@@ -332,12 +276,6 @@ class Run:
         )
         raise Stopped(reason)
 
-    def _checkpoints_in(self, folder: str) -> Checkpoints:
-        if folder not in self._folders:
-            _check_folder(folder)
-            self._folders[folder] = self.checkpoints.sibling(folder)
-        return self._folders[folder]
-
     def close(self) -> None:
         """Wait for a save under way, write what is left of the events, leave signals as they were.
 
@@ -356,28 +294,13 @@ class Run:
             self._recording.end(reason)
         self.events.close()
         self._curves.close()
-        self.world.recorder = self.world.directory = None
-        if self._lock is not None:
-            self._lock.release()
+        self.world.run_log.detach()
+        self.files.release()
         if self._progress is not None:
             self._progress.close(self.step, self.loader, self._losses(), time.time())
         if error is None:
             self._saves.check()
-            self._check_there()
-
-    def _check_there(self) -> None:
-        """Raise CheckpointError where the directory has been removed since the Run was opened.
-
-        A save that was under way may have made it anew, without what the Run had put there first.
-        """
-        if not any((self._there / name).exists() for name in ("lock", "events")):
-            raise CheckpointError(
-                given=f"a Run in {self.directory}",
-                found=f"{self._there} was removed while the run was open: its checkpoints and events "
-                "are lost",
-                fix="start the run again, in a directory that no clean-up removes; to keep the model "
-                "that is in memory, shoal.export(model, 'model.safetensors')",
-            )
+            self.files.check_present()
 
     def __enter__(self) -> Run:
         return self
@@ -404,29 +327,14 @@ class Run:
                 fix="call restore, tick and save inside `with shoal.Run(…) as run:`",
             )
 
-    def _check_free(self) -> None:
-        """Refuse to mix with the checkpoints of another training: the newest would be resumed from."""
-        if self._free:
-            return
-        there = self.checkpoints.newest()
-        if there is not None:
-            raise CheckpointError(
-                given=f"training from the start in {self._place}",
-                found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
-                "would take for this one's",
-                fix="run.restore() before the first batch, or another directory, or to start afresh: "
-                f"{how_to_remove(self._place)}",
-            )
-        self._free = True
-
     def _begin(self) -> None:
-        self._check_free()
+        self.files.check_unused()
         # The first save may be the last chance there is: what no checkpoint can hold is told before.
         # One rank may take long over it, as in a save.
         with self.world.timeline.during(CHECKPOINT), self.world.preparing():
-            self.checkpoints.check_state(self.contents.form(), self.contents.info())
+            self.files.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
-        self.world.stepping()
+        self.world.watchdog.begin_step()
         # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
         began = self.world.broadcast(round(time.time(), 6))
         self._recording.start(began, self._config)
@@ -440,35 +348,3 @@ class Run:
             for name, step in self.train_states.items()
             if step.last is not None
         }
-
-
-def _window(profile: tuple[int, int]) -> Window:
-    call = f"shoal.Run(…, profile={profile})"
-    return check_length(check_window(profile, call), call)
-
-
-def _progress_bar(world: World) -> ProgressBar | None:
-    # Other launchers give rank 0 a terminal whose output may go into a file (mpirun).
-    live = world.placement.launcher in ("none", "shoal run", "torchrun")
-    return ProgressBar(sys.stdout, live=live) if world.is_rank_zero and sys.stdout else None
-
-
-def _own_directory(given: str | Path) -> Path:
-    if is_url(given):
-        raise CheckpointError(
-            given=f"shoal.Run({masked_url(str(given))!r}, …)",
-            found="events and the lock need a directory; only checkpoints can be elsewhere",
-            fix="shoal.Run('runs/a', …, checkpoints='s3://bucket/a')",
-        )
-    return Path(given)
-
-
-def _check_folder(name: object) -> None:
-    if isinstance(name, str) and _FOLDER.fullmatch(name) and name not in _OWN:
-        return
-    raise CheckpointError(
-        given=f"run.save(to={name!r})",
-        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
-        f"none of {', '.join(sorted(_OWN))}",
-        fix="run.save(to='best')",
-    )

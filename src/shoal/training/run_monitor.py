@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.data import Loader
-from shoal.distributed.world import CHECKED_STEPS, World
+from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
+from shoal.distributed.world import World
 from shoal.telemetry.collective_stats import CollectiveStats
 from shoal.telemetry.events import Events
 from shoal.telemetry.profiler.window import Window

@@ -6,12 +6,13 @@ import hashlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from shoal.checkpoint import (
     Agreement,
+    AnyPath,
     Loaded,
     differing,
     facts,
@@ -72,6 +73,15 @@ def settings(config: Any) -> Any:
     if type(config) in (list, tuple):
         return type(config)(map(settings, config))
     return str(config) if isinstance(config, Path) else config
+
+
+class Restored(NamedTuple):
+    """Where a run continues: optimizer step, position in samples since the start, epoch, directory."""
+
+    step: int
+    position: int
+    epoch: int
+    path: AnyPath
 
 
 class RunState:
@@ -155,10 +165,10 @@ class RunState:
         }
         return models | {f"state/state/{each}" for each in others}
 
-    def load(self, loaded: Loaded, given: str) -> None:
-        """Take a checkpoint back. Raises CheckpointError, before anything changes, if it is of others.
+    def load(self, loaded: Loaded, given: str) -> Restored:
+        """Restore a checkpoint, with random states if the number of ranks is the same.
 
-        With as many ranks as then random states come back too.
+        Raises CheckpointError, before anything changes, if the checkpoint is of other models.
         """
         saved = loaded.state
         self._check_names(saved, given)
@@ -175,6 +185,7 @@ class RunState:
             set_random_state(loaded.rank_state)
         else:
             self._world.reseed(f"noise from step {loaded.step}")
+        return Restored(loaded.step, self._loader.position, self._loader.epoch, loaded.path)
 
     def _check_models(self) -> None:
         """Raise CheckpointError for an entry of a model's state_dict that a checkpoint can't hold."""

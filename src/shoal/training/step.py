@@ -134,7 +134,7 @@ class Step(TrainState):
 
     def _advance(self, batch: Batch) -> tuple[Correction, bool]:
         """One optimizer step; whether it was skipped."""
-        self.engine.world.stepping()
+        self.engine.world.watchdog.begin_step()
         if not self._prepared:
             self._prepare(batch)
         elif (

@@ -28,7 +28,8 @@ from shoal.bench.collectives.message_sizes import parse_sizes
 from shoal.bench.processor import processor_name
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.distributed import env_vars, link_speed
-from shoal.distributed.world import World, init
+from shoal.distributed.init import init
+from shoal.distributed.world import World
 from shoal.launcher.local import run_job
 from shoal.report.html import write_csv
 from shoal.util.errors import LaunchError

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.collectives.machine_file import CollectiveSeries, Point, fit_line
-from shoal.distributed.world import CHECKED_STEPS, World
+from shoal.distributed.watchdog.world_watchdog import CHECKED_STEPS
+from shoal.distributed.world import World
 
 OPERATIONS = (
     "all_reduce",
@@ -148,7 +149,8 @@ def measure_collectives(
     have. `tell` gets a line on how long it will take.
     """
     for _ in range(CHECKED_STEPS + 1):
-        world.stepping()  # in its first steps a world compares each collective, in another collective
+        # In its first steps a world compares each collective, in another collective.
+        world.watchdog.begin_step()
     places = [
         BackendGroup(world, backend, own=number == 0, largest=max(sizes))
         for number, backend in enumerate(backends)

@@ -26,7 +26,8 @@ from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.bench.scaling.models import make_model
 from shoal.bench.scaling.subject import ScriptSubject, parse_subject
 from shoal.data import Loader
-from shoal.distributed.world import World, init
+from shoal.distributed.init import init
+from shoal.distributed.world import World
 from shoal.report.html import write_csv
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.grouping import group_by

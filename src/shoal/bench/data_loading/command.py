@@ -16,7 +16,8 @@ from shoal.bench.import_target import call_target, import_named, require_alone, 
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.data import Loader
 from shoal.data.iterable_dataset import Flow
-from shoal.distributed.world import World, init
+from shoal.distributed.init import init
+from shoal.distributed.world import World
 from shoal.report import Reader
 from shoal.report.html import write_csv
 from shoal.util.errors import DataError, LaunchError, ShoalError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.distributed import env_vars
-from shoal.distributed.world import init
+from shoal.distributed.init import init
 from shoal.doctor.info import display
 from shoal.doctor.info.machine import describe
 from shoal.doctor.info.ranks import gather

@@ -109,8 +109,9 @@ class HogwildEngine(Engine):
         self._gone: set[int] = set()
         self._staleness: Counter[int] = Counter()
         self._logged: Counter[int] = Counter()
-        world.survive(essential=choice.value == SERVED and world.is_rank_zero)
-        self._ranks = [0] if world.survivors is None else list(world.survivors.members)
+        world.membership.survive(essential=choice.value == SERVED and world.is_rank_zero)
+        survivors = world.membership.survivors
+        self._ranks = [0] if survivors is None else list(survivors.members)
         bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
         world.print(
             "shoal: Hogwild, whose results are not those of one process: parameters in "
@@ -218,7 +219,7 @@ class HogwildEngine(Engine):
         pause = _FIRST_PAUSE
         while late := self._late(self._bound):
             now = time.monotonic()
-            if now >= begun + self.world.limits.step:
+            if now >= begun + self.world.watchdog.limits.step:
                 self._look(late, unreachable=True)
                 self._check_left(late)
             elif now >= looked + LOOK_SECONDS:
@@ -229,7 +230,7 @@ class HogwildEngine(Engine):
 
     def _look(self, workers: list[int], *, unreachable: bool = False) -> None:
         """Which of some workers have ended, or can't be reached either."""
-        survivors = self.world.survivors
+        survivors = self.world.membership.survivors
         if survivors is not None:
             ended = survivors.gone([self._ranks[w] for w in workers], unreachable=unreachable)
             self._gone |= {worker for worker in workers if self._ranks[worker] in ended}
@@ -239,7 +240,7 @@ class HogwildEngine(Engine):
         left = [worker for worker in late if worker not in self._gone]
         if left:
             raise StepError(
-                given=f"a wait of more than {self.world.limits.step:g} s in "
+                given=f"a wait of more than {self.world.watchdog.limits.step:g} s in "
                 f"shoal.Hogwild(max_staleness={self._bound})",
                 found=f"rank {left[0]} lives and takes no step",
                 fix="see what keeps it; if a step may take so long, shoal.init(timeout=…)",
@@ -253,7 +254,7 @@ class HogwildEngine(Engine):
     def _log(self) -> None:
         """Note what came since the last meeting with the Run that is open, if one is."""
         new = self._staleness - self._logged
-        if self.world.recorder is None or not new:
+        if not (self.world.run_log.attached and new):
             return
         mean = sum(passed * times for passed, times in new.items()) / new.total()
         self.world.log({"staleness": mean, "largest staleness": max(new)})

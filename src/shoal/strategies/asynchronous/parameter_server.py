@@ -29,7 +29,7 @@ class Farewell:
         """Wait for all that live, unless this rank has failed."""
         if sys.exception() is None:
             with suppress(LaunchError):  # rank 0 has taken their store with it
-                self._world.meet()
+                self._world.membership.meet()
 
 
 class Client(Commons):

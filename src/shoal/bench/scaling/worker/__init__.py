@@ -13,7 +13,7 @@ from shoal.bench.scaling.configurations import Configuration
 from shoal.bench.scaling.models import make_model
 from shoal.bench.scaling.subject import BuiltIn, Factory, parse_subject
 from shoal.data import Loader
-from shoal.distributed.world import init
+from shoal.distributed.init import init
 from shoal.strategies import parallelize
 from shoal.training.run import Run
 from shoal.training.step import Step

@@ -1,0 +1,161 @@
+"""The files of a run: its checkpoints, its events, the lock, and the number of the attempt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from shoal.checkpoint import (
+    Agreement,
+    AnyPath,
+    Checkpoints,
+    Fence,
+    FencedFiles,
+    Loaded,
+    Tree,
+    how_to_remove,
+    is_url,
+    lasting,
+    masked_url,
+    path_from,
+    take_over,
+)
+from shoal.distributed.world import World
+from shoal.telemetry.events import Events, path_of
+from shoal.util.errors import CheckpointError
+
+_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
+_OWN = {
+    "attempts",
+    "checkpoints",
+    "events",
+    "lock",
+    "report",
+    "tensorboard",
+    "traces",
+    "wandb",
+}
+"""The other names in a run directory."""
+
+
+class RunDirectory:
+    """The directory of a run, which no other attempt uses while it is open.
+
+    `checkpoints` is another directory or a URL for the checkpoints and the numbers of attempts, None
+    being `directory` itself. The constructor takes the directory over: it is created if necessary and
+    locked, and the attempt gets its number. Collective.
+
+    Raises CheckpointError, on all ranks, if a directory can't be written or another run is alive in it.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        world: World,
+        *,
+        checkpoints: str | Path | None,
+        keep: int,
+        keep_every: int | None,
+    ) -> None:
+        self.path = _local_path(directory)
+        self._absolute = self.path.absolute()  # the working directory may change
+        self._agreement = Agreement(world)
+        self._place: AnyPath = self._agreement.together(
+            f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.path)
+        )
+        self.fence = Fence(lasting(self._place) / "attempts")
+        self.checkpoints = Checkpoints(
+            self._place / "checkpoints",
+            world,
+            keep=keep,
+            keep_every=keep_every,
+            files=FencedFiles(self.fence),
+        )
+        self.checkpoints.check()
+        job, attempt = world.placement.job, world.placement.attempt
+        self._lock = take_over(self.path, self.fence, world, job=job, attempt=attempt)
+        events = path_of(self.path, world.rank)
+        self.events = self._agreement.together(f"{events} for events", lambda: Events(events))
+        self._siblings: dict[str, Checkpoints] = {}
+        self._continues = False
+
+    def checkpoints_in(self, folder: str) -> Checkpoints:
+        """Return the checkpoints in `folder`, next to the usual ones; CheckpointError for its name."""
+        if folder not in self._siblings:
+            _check_folder(folder)
+            self._siblings[folder] = self.checkpoints.sibling(folder)
+        return self._siblings[folder]
+
+    def restore(self, template: Tree, elsewhere: Collection[str]) -> Loaded | None:
+        """Load the newest complete checkpoint, with which the run continues; None if there is none."""
+        loaded = self.checkpoints.restore(template, elsewhere)
+        self._continues = True
+        return loaded
+
+    def check_unused(self) -> None:
+        """Raise CheckpointError if an earlier run has left checkpoints, unless this one continues it.
+
+        The next restore would take the newest of either.
+        """
+        if self._continues:
+            return
+        there = self.checkpoints.newest()
+        if there is not None:
+            raise CheckpointError(
+                given=f"training from the start in {self._place}",
+                found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
+                "would take for this one's",
+                fix="run.restore() before the first batch, or another directory, or to start afresh: "
+                f"{how_to_remove(self._place)}",
+            )
+        self._continues = True
+
+    def check_owned(self) -> None:
+        """Raise CheckpointError on all ranks if the directory or the run is no longer this attempt's.
+
+        Collective.
+        """
+        given = f"saving in {self.path}"
+        self._agreement.together(given, self.check_present)
+        self._agreement.together(given, self.fence.check)
+
+    def check_present(self) -> None:
+        """Raise CheckpointError if the directory has been removed since it was opened.
+
+        A concurrent save may have created it again, without what lay in it first.
+        """
+        if not any((self._absolute / name).exists() for name in ("lock", "events")):
+            raise CheckpointError(
+                given=f"a Run in {self.path}",
+                found=f"{self._absolute} was removed while the run was open: its checkpoints and "
+                "events are lost",
+                fix="start the run again, in a directory that no clean-up removes; to keep the model "
+                "that is in memory, shoal.export(model, 'model.safetensors')",
+            )
+
+    def release(self) -> None:
+        """Let another attempt take the directory over."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def _local_path(given: str | Path) -> Path:
+    if is_url(given):
+        raise CheckpointError(
+            given=f"shoal.Run({masked_url(str(given))!r}, …)",
+            found="events and the lock need a directory; only checkpoints can be elsewhere",
+            fix="shoal.Run('runs/a', …, checkpoints='s3://bucket/a')",
+        )
+    return Path(given)
+
+
+def _check_folder(name: object) -> None:
+    if isinstance(name, str) and _FOLDER.fullmatch(name) and name not in _OWN:
+        return
+    raise CheckpointError(
+        given=f"run.save(to={name!r})",
+        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
+        f"none of {', '.join(sorted(_OWN))}",
+        fix="run.save(to='best')",
+    )
