@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +68,31 @@ def saved_result(node: Any) -> Tensor:
     """
     result: Tensor = required(node, "_saved_result", "TensorParallel")
     return result
+
+
+_APPLY = vars(torch.autograd.Function)["apply"]
+
+
+def _framed_apply(cls: type[torch.autograd.Function], *arguments: Any, **named: Any) -> Any:
+    return _APPLY.__get__(None, cls)(*arguments, **named)
+
+
+APPLY_CODE = _framed_apply.__code__
+"""The code of `autograd.Function.apply` inside `framed_apply`."""
+
+
+@contextmanager
+def framed_apply() -> Iterator[None]:
+    """Give `autograd.Function.apply` a Python frame inside the block.
+
+    `torch.fx` records the operations of a Function and loses its backward, so a trace looks for this
+    frame among its callers. `apply` is a Python function until torch 2.13 and a C function in 2.15.
+    """
+    torch.autograd.Function.apply = classmethod(_framed_apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = _APPLY  # type: ignore[method-assign]
 
 
 def made_by(node: Any, function: type[torch.autograd.Function]) -> bool:

@@ -22,6 +22,7 @@ def drop_accumulated(part: FSDPModule) -> None:
     """Drop gradients that wait for the last micro-batch; FSDP2 has no public call that does."""
     for group in parameter_groups(part):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # a view of `.grad` since torch 2.15
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
