@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,6 +237,23 @@ def test_a_page_shows_both_scripts_and_their_diff(pair: Pair) -> None:
             assert f"```py\n{(SCRIPTS / name).read_text()}```\n" in text, name
     if pair is not CUSTOM_LOOP:
         assert f"```diff\n{diff(pair)}```\n" in text
+
+
+def test_the_loss_and_the_optimizer_for_a_language_model_are_what_the_page_says() -> None:
+    page = (PAGES / "hf-trainer.md").read_text()
+    code = next(
+        block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "[:, 1:]" in block
+    )
+    names: dict[str, Any] = {"torch": torch, "F": F}
+    exec(code, names)
+    labels = torch.randint(0, 7, (3, 5))
+    labels[0, 3:] = -100
+    logits = torch.randn(3, 5, 7)
+    total, count = names["loss"](SimpleNamespace(logits=logits), {"labels": labels})
+    mean = F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:])
+    assert (total / count).item() == pytest.approx(mean.item())
+    groups = names["adamw"](nn.Linear(2, 3)).param_groups
+    assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(1, 0.01), (1, 0.0)]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.after)
