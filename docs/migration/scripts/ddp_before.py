@@ -1,4 +1,4 @@
-"""Five classes of random points; how to run it stands in docs/migration/ddp.md."""
+"""Classify random points; see docs/migration/ddp.md."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def loss(output, batch):
@@ -23,14 +23,14 @@ cuda = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 device = cuda if torch.cuda.is_available() else torch.device("cpu")
 torch.manual_seed(0)
 inputs = torch.randn(1000, 20)
-data = torch.utils.data.TensorDataset(inputs, (inputs @ torch.randn(20, 5)).argmax(1))
+data = TensorDataset(inputs, (inputs @ torch.randn(20, 5)).argmax(1))
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 
 model.to(device)
 parallel = DistributedDataParallel(model)
 optimizer = sgd(parallel)
 sampler = DistributedSampler(data)
-loader = DataLoader(data, batch_size=64 // dist.get_world_size(), sampler=sampler)
+loader = DataLoader(data, 64 // dist.get_world_size(), sampler=sampler)
 for epoch in range(10):
     sampler.set_epoch(epoch)
     for batch in loader:

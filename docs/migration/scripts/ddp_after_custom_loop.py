@@ -1,8 +1,9 @@
-"""Five classes of random points; how to run it stands in docs/migration/ddp.md."""
+"""Classify random points; see docs/migration/ddp.md."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import shoal
 
@@ -18,17 +19,18 @@ def sgd(model):
 world = shoal.init()
 torch.manual_seed(0)
 inputs = torch.randn(1000, 20)
-data = torch.utils.data.TensorDataset(inputs, (inputs @ torch.randn(20, 5)).argmax(1))
+data = TensorDataset(inputs, (inputs @ torch.randn(20, 5)).argmax(1))
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 
 parallel = shoal.parallelize(model, world)
 optimizer = sgd(parallel)
 loader = shoal.Loader(data, world, batch_size=64)
 for batch in loader.epochs(10):
-    optimizer.zero_grad()
     for micro in batch:
-        batch.backward(mean=loss(parallel(micro[0]), micro), count=len(micro[1]))
+        mean = loss(parallel(micro[0]), micro)
+        batch.backward(mean=mean, count=len(micro[1]))
     batch.finish(parallel)
     optimizer.step()
+    optimizer.zero_grad()
 
 shoal.export(model, "model.pt")

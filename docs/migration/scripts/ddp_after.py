@@ -1,8 +1,9 @@
-"""Five classes of random points; how to run it stands in docs/migration/ddp.md."""
+"""Classify random points; see docs/migration/ddp.md."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import shoal
 
@@ -18,9 +19,17 @@ def sgd(model):
 world = shoal.init()
 torch.manual_seed(0)
 inputs = torch.randn(1000, 20)
-data = torch.utils.data.TensorDataset(inputs, (inputs @ torch.randn(20, 5)).argmax(1))
+data = TensorDataset(inputs, (inputs @ torch.randn(20, 5)).argmax(1))
 model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
 
-task = shoal.Task(loss)
-shoal.train(model, task, data, directory="run", optimizer=sgd, batch_size=64, epochs=10, world=world)
+shoal.train(
+    model,
+    shoal.Task(loss),
+    data,
+    directory="run",
+    optimizer=sgd,
+    batch_size=64,
+    epochs=10,
+    world=world,
+)
 shoal.export(model, "model.pt")
