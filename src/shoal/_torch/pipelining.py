@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed.pipelining import _backward
+
 from shoal._torch.versions import required
+
+
+def splits_backward() -> bool:
+    """Return whether schedules can run backward in two parts, for inputs and for weights.
+
+    torch 2.11 fails where an input of a stage is not a tensor; 2.13 has a function for such inputs.
+    """
+    return hasattr(_backward, "_autograd_grad_for_inputs")
 
 
 def step_micro_batches(

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.util.errors import LaunchError
 
-TESTED = ("2.11", "2.13")
+TESTED = ("2.11", "2.15")
 """The oldest and the newest torch with which the tests were run."""
 
 

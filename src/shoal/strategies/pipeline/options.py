@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 from torch import nn
 
+from shoal._torch.pipelining import splits_backward
 from shoal.distributed.world import World
 from shoal.strategies.activation_checkpoint import runs_again
 from shoal.strategies.contracts import Engine
@@ -125,7 +127,14 @@ class Pipeline:
         points = self.split_points or self._balanced(outer, self.example_args or (), ranks, world)
         stages = outer.cut(points, f"shoal.Pipeline(split_points={tuple(points)!r})")
         owners = self._owners(len(stages), ranks)
-        _check(model, stages, owners, splits=SCHEDULES[self.schedule].splits)
+        splits = SCHEDULES[self.schedule].splits
+        if splits and not splits_backward():
+            raise StepError(
+                given=f"shoal.Pipeline(schedule={self.schedule!r})",
+                found=f"torch {version('torch')} cannot run backward in two parts",
+                fix="schedule='interleaved', or install torch 2.13",
+            )
+        _check(model, stages, owners, splits=splits)
         from shoal.strategies.pipeline.runner import PipelineRunner  # which brings torch's pipelining
 
         runner = PipelineRunner(
