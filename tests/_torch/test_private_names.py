@@ -76,7 +76,7 @@ def test_what_is_missing_is_said_and_raised(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("version", "newer"),
-    [("2.11.0", False), ("2.13.1+cpu", False), ("2.14.0a0+git1", True), ("3.0.0", True)],
+    [("2.11.0", False), ("2.13.1+cpu", False), ("2.16.0a0+git1", True), ("3.0.0", True)],
 )
 def test_torch_newer_than_tested_is_noted(version: str, newer: bool) -> None:
     assert (names.note_untested(version) is not None) is newer
