@@ -18,7 +18,9 @@ PLACES = ("cluster_env/*.py", "env_vars.py", "placement.py")
 NAMES_OF_PYTHON = {"MAY_DIE", "NODES_RUN_ID", "RUN_ID"}
 """Words in `__all__` of these modules that look like variables."""
 VARIABLE = re.compile(r'"([A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)+|RANK)"')
-EXIT = re.compile(r"(?:SystemExit|typer\.Exit|os\._exit|sys\.exit)\((\d+)\)|^ *exit (\d+)", re.MULTILINE)
+EXIT = re.compile(
+    r"(?:SystemExit|typer\.Exit|os\._exit|sys\.exit)\((\d+)\)|^ *exit (\d+)", re.MULTILINE
+)
 
 
 def sources(repository: Path) -> Iterator[str]:
