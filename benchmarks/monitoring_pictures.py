@@ -77,7 +77,8 @@ class Network(nn.Sequential):
         if self.slow and self.training:
             with torch.profiler.record_function("slow"):
                 time.sleep(EXTRA)
-        return super().forward(inputs)
+        output: Tensor = super().forward(inputs)
+        return output
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
