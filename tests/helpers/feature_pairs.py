@@ -90,9 +90,11 @@ Parameters = Mapping[str, Any]
 
 _MIXED = [name for name in SPREAD if name != "HSDP"]
 _TOGETHER = [name for name in FEATURES if name not in ALONE]
+WORKS, FAILS = "✓", "✗"
+"""What a cell begins with; after FAILS comes the number of a note, a link to it."""
 TABLES: dict[str, tuple[Sequence[str], Sequence[str]]] = {
-    "features and ways": (FEATURES, [name for name in SPREAD if name != "replicas"]),
-    "ways": (_MIXED[1:], _MIXED[:-1]),
+    "features and strategies": (FEATURES, [name for name in SPREAD if name != "replicas"]),
+    "strategies": (_MIXED[1:], _MIXED[:-1]),
     "features": (_TOGETHER[1:], _TOGETHER[:-1]),
     "features and approximations": (FEATURES, [*APPROXIMATE]),
 }
@@ -189,7 +191,9 @@ def page(text: str, found: dict[Pair, str | None]) -> str:
     ordered = (found[pair] for table in TABLES.values() for pair in cells(*table))
     reasons = list(dict.fromkeys(reason for reason in ordered if reason is not None))
     parts = {title: _table(found, reasons, *table) for title, table in TABLES.items()}
-    parts["reasons"] = "\n".join(f"{n}. {_escaped(reason)}" for n, reason in enumerate(reasons, 1))
+    parts["reasons"] = "\n".join(
+        f'{n}. <a id="note-{n}"></a>{_escaped(reason)}' for n, reason in enumerate(reasons, 1)
+    )
     for title, part in parts.items():
         begin, end = f"<!-- {title} -->\n", f"<!-- end of {title} -->"
         before, _, rest = text.partition(begin)
@@ -201,8 +205,13 @@ def read(text: str) -> dict[Pair, str | None]:
     """What a page says."""
     reasons = {
         number: re.sub(r"\\([*<_])", r"\1", reason)
-        for number, reason in re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE)
+        for number, again, reason in re.findall(
+            r'^(\d+)\. <a id="note-(\d+)"></a>(.*)$', text, re.MULTILINE
+        )
+        if number == again
     }
+    meanings: dict[str, str | None] = {WORKS: None}
+    meanings |= {_failure(number): reason for number, reason in reasons.items()}
     lines = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line
     ]
@@ -213,9 +222,9 @@ def read(text: str) -> dict[Pair, str | None]:
             columns = row
             continue
         found |= {
-            (name, column): None if cell == "yes" else reasons[cell]
+            (name, column): meanings[cell]
             for column, cell in zip(columns, row, strict=False)
-            if cell == "yes" or cell in reasons
+            if cell in meanings
         }
     return found
 
@@ -233,7 +242,11 @@ def _cell(found: dict[Pair, str | None], reasons: list[str], pair: Pair) -> str:
     if pair not in found:
         return "same" if {*pair} in SAME else ""
     reason = found[pair]
-    return "yes" if reason is None else str(reasons.index(reason) + 1)
+    return WORKS if reason is None else _failure(str(reasons.index(reason) + 1))
+
+
+def _failure(number: str) -> str:
+    return f"{FAILS} [{number}](#note-{number})"
 
 
 def _escaped(reason: str) -> str:

@@ -244,9 +244,10 @@ def test_own_sites_come_before_those_that_are_shipped(
         site_catalog.choose("nowhere")
 
 
-def test_the_page_shows_a_site_and_a_refusal_as_they_are(repository: Path) -> None:
+def test_the_pages_show_a_site_and_a_refusal_as_they_are(repository: Path) -> None:
     page = (repository / "docs/clusters/slurm.md").read_text()
-    [text] = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    reference = (repository / "docs/clusters/slurm-reference.md").read_text()
+    [text] = re.findall(r"^```toml\n(.*?)^```", reference, re.DOTALL | re.MULTILINE)
     site = read_site("mine", text, "mine.toml")
     named = set(re.findall(r"^(\w+) = ", text, re.MULTILINE))
     known = {field.name for kind in (Site, Partition, Qos) for field in fields(kind)}
