@@ -20,8 +20,8 @@ def draw(path: Path) -> None:
     """Draw the schedule as an SVG."""
     pipeline = shoal.Pipeline(split_points=("blocks.2", "blocks.4", "blocks.6"), schedule="1f1b")
     pipeline.timetable(ranks=4, micro_batches=8).draw(path)
-    # The dark theme of the site may be chosen against the system's: one ink for both.
-    picture = path.read_text(encoding="utf-8")
+    # On a page it is scaled down; and the site's dark theme may be chosen against the system's.
+    picture = path.read_text(encoding="utf-8").replace("font:11px", "font:15px")
     path.write_text(picture.replace("#333", INK).replace("#ccc", INK), encoding="utf-8")
 
 
