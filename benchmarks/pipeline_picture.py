@@ -1,0 +1,35 @@
+"""The picture of a pipeline schedule in the documentation: 1F1B on four ranks, eight micro-batches.
+
+It shows a plan, not a measurement: `Timetable` takes a backward to last two forwards.
+
+    python benchmarks/pipeline_picture.py [--picture docs/pictures/pipeline_1f1b.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import shoal
+
+PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "pipeline_1f1b.svg"
+INK = "#7d8590"  # readable on white and on black
+
+
+def draw(path: Path) -> None:
+    """Draw the schedule as an SVG."""
+    pipeline = shoal.Pipeline(split_points=("blocks.2", "blocks.4", "blocks.6"), schedule="1f1b")
+    pipeline.timetable(ranks=4, micro_batches=8).draw(path)
+    # On a page it is scaled down; and the site's dark theme may be chosen against the system's.
+    picture = path.read_text(encoding="utf-8").replace("font:11px", "font:15px")
+    path.write_text(picture.replace("#333", INK).replace("#ccc", INK), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--picture", type=Path, default=PICTURE, help="the file to write")
+    draw(parser.parse_args().picture)
+
+
+if __name__ == "__main__":
+    main()
