@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
@@ -105,3 +106,30 @@ def _assert_names(name: str, call: Callable[[], object]) -> None:
     assert caught.value.given.startswith("torch ")
     assert f".{name}, which " in caught.value.found
     assert "pip install" in caught.value.fix
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        codes = []
+        frame = sys._getframe().f_back
+        while frame is not None:
+            codes.append(frame.f_code)
+            frame = frame.f_back
+        ctx.framed = autograd.APPLY_CODE in codes
+        return torch.add(2 * x, float(ctx.framed))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+def test_apply_of_functions_has_a_frame_inside_the_block_only() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    before = Doubled.apply(leaf)
+    with autograd.framed_apply():
+        inside = Doubled.apply(leaf)
+    after = Doubled.apply(leaf)
+    assert [value.item() for value in (before, inside, after)] == [2.0, 3.0, 2.0]
+    inside.backward()
+    assert leaf.grad == 2

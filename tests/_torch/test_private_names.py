@@ -56,7 +56,13 @@ def test_the_table_has_every_private_name_behind_the_door(repository: Path) -> N
         for name in rules.private_attributes(ast.parse(path.read_text()))
     }
     assert "_execution_engine" in used
-    known_by_others = {"_autograd_grad_for_inputs", "_reducer", "_ddp", "_fsdp_param_groups", "_dump_nccl_trace_json"}
+    known_by_others = {
+        "_autograd_grad_for_inputs",
+        "_reducer",
+        "_ddp",
+        "_fsdp_param_groups",
+        "_dump_nccl_trace_json",
+    }
     assert sorted(name for name in used - known_by_others if name not in text) == []
 
 
@@ -101,33 +107,6 @@ def test_queue_callback() -> None:
     leaf.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
     top.backward()
     assert seen == ["gradient", "after backward"]
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        codes = []
-        frame = sys._getframe().f_back
-        while frame is not None:
-            codes.append(frame.f_code)
-            frame = frame.f_back
-        ctx.framed = autograd.APPLY_CODE in codes
-        return torch.add(2 * x, float(ctx.framed))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 2 * gradients[0]
-
-
-def test_apply_of_functions_has_a_frame_inside_the_block_only() -> None:
-    leaf = torch.ones(1, requires_grad=True)
-    before = Doubled.apply(leaf)
-    with autograd.framed_apply():
-        inside = Doubled.apply(leaf)
-    after = Doubled.apply(leaf)
-    assert [value.item() for value in (before, inside, after)] == [2.0, 3.0, 2.0]
-    inside.backward()
-    assert leaf.grad == 2
 
 
 def test_current_autograd_node() -> None:

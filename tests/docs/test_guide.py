@@ -21,7 +21,7 @@ PAGES = {
     if path.parent != FOLDER / "design"
 }
 PROGRAMS = [name for name, path in PAGES.items() if pages.blocks(path.read_text())]
-TWICE = {"index", "guides/data", "guides/training-loop", "parallelism/choosing"}
+TWICE = {"guides/data", "guides/training-loop", "parallelism/choosing"}
 """The pages that CI runs on two processes too; all in `make test-all`."""
 
 
@@ -80,7 +80,7 @@ def test_a_page_runs_on_two_processes(name: str, tmp_path: Path) -> None:
 
 
 def test_the_guide_is_found() -> None:
-    assert {"index", "guides/data", "guides/checkpoints", "guides/training-loop"} <= set(PROGRAMS)
+    assert {"guides/data", "guides/checkpoints", "guides/training-loop"} <= set(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", PAGES)
