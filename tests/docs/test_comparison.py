@@ -175,18 +175,24 @@ EXPECTED = {  # equal to one process, each sample once, samples counted
 }
 
 
-@pytest.mark.parametrize("tool", EXPECTED)
-def test_gradient_of_a_ragged_batch(tool: str, tmp_path: Path) -> None:
-    """The last global batch of 7 samples by 4 holds samples 5, 6 and 7."""
-    x = [5.0, 6.0, 7.0]
-    one_process = sum(2 * (1 * v - 3 * v) * v for v in x) / len(x)
-    gradient = ranks(tool, 7, tmp_path)[0]["gradient"]
-    assert (gradient == pytest.approx(one_process, rel=1e-6)) is EXPECTED[tool][0]
+@pytest.fixture(scope="module", params=EXPECTED)
+def tool(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest.mark.parametrize("tool", EXPECTED)
-def test_samples_of_an_epoch_and_of_an_evaluation(tool: str, tmp_path: Path) -> None:
-    found = ranks(tool, 101, tmp_path)
+@pytest.fixture(scope="module")
+def found(tool: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks(tool, 101, tmp_path_factory.mktemp(tool))
+
+
+def test_gradient_of_a_ragged_batch(tool: str, found: list[dict[str, Any]]) -> None:
+    """The last global batch of 101 samples by 4 holds sample 101 alone."""
+    one_process = 2 * (1 - 3) * 101.0**2
+    equal = found[0]["gradient"] == pytest.approx(one_process, rel=1e-6)
+    assert equal is EXPECTED[tool][0]
+
+
+def test_samples_of_an_epoch_and_of_an_evaluation(tool: str, found: list[dict[str, Any]]) -> None:
     seen = sorted(found[0]["indices"] + found[1]["indices"])
     assert (seen == list(range(101))) is EXPECTED[tool][1]
     assert found[0]["counted"] == EXPECTED[tool][2]

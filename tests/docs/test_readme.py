@@ -1,4 +1,4 @@
-"""The scripts of the README are run: its quickstart, and both sides of its diff."""
+"""Both sides of the diff in the README are run; its quickstart is in test_getting_started.py."""
 
 from __future__ import annotations
 
@@ -47,16 +47,3 @@ def test_both_sides_of_the_diff_train_the_same_model(repository: Path, tmp_path:
     assert converted < 0.5  # log 2 is the loss of random guesses
     assert converted == pytest.approx(plain, rel=0.05)
     assert converted == pytest.approx(loss_of_model(after, ALONE, tmp_path / "alone"), rel=1e-6)
-
-
-def test_the_quickstart_gives_the_same_result_again(repository: Path, tmp_path: Path) -> None:
-    """On one process, on two, and when a finished run is started once more."""
-    readme = (repository / "README.md").read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)
-    ends = [
-        run(script, command, tmp_path / name).splitlines()[-1]
-        for name, command in (("alone", ALONE), ("two", TWO))
-        for _ in range(2)
-    ]
-    assert re.fullmatch(r"loss 0\.\d+, accuracy \d\d\.\d%", ends[0])
-    assert len(set(ends)) == 1
