@@ -33,7 +33,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import shoal
-from shoal.report.dashboard.layout import page
+from shoal.report.dashboard.layout import dashboard_lines
 from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.report.dashboard.theme import Look
 
@@ -100,7 +100,7 @@ def train(directory: str, steps: int) -> None:
 
 def dashboard(run: Path, picture: Path) -> None:
     """The page of `shoal watch`, as it is now."""
-    lines = page(SnapshotBuilder(run).look(), 88, 30, Look(colour=True, unicode=True))
+    lines = dashboard_lines(SnapshotBuilder(run).look(), 88, 30, Look(colour=True, unicode=True))
     console = Console(
         file=io.StringIO(), record=True, width=88, force_terminal=True, color_system="truecolor"
     )
