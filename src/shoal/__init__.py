@@ -7,6 +7,7 @@ that `shoal --help` needs no torch.
 from __future__ import annotations
 
 import ast
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
@@ -25,7 +26,9 @@ __all__ = sorted(_MODULES)  # noqa: PLE0605
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+        near = get_close_matches(name, __all__, n=1)
+        hint = f"; did you mean shoal.{near[0]}?" if near else ""
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}{hint}")
     globals()[name] = getattr(import_module(_MODULES[name]), name)
     return globals()[name]
 

@@ -100,6 +100,11 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[shoal.ShoalError], str]]
     ),
     "train for no epochs": (lambda g: train(g, epochs=0), shoal.StepError, "epochs=10"),
     "train for epochs as text": (lambda g: train(g, epochs="3"), shoal.StepError, "epochs=10"),
+    "a timeout as text": (
+        lambda g: shoal.init(timeout="600"),  # type: ignore[arg-type]
+        shoal.LaunchError,
+        "timeout=600",
+    ),
     "a time as text": (lambda g: train(g, max_time="60"), shoal.StepError, "max_time=3600.0"),
 }
 
@@ -114,3 +119,13 @@ def test_the_error_shows_the_correct_line(
         mistake(given)
     assert fix in raised.value.fix
     assert list(tmp_path.iterdir()) == []  # nothing was written
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("parallelise", "parallelize"), ("DataLoader", "Loader"), ("Accuracy_", "Accuracy"), ("fsdp", "")],
+)
+def test_a_misspelt_name_is_recognized(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError) as raised:
+        getattr(shoal, name)
+    assert str(raised.value).endswith(f"; did you mean shoal.{meant}?" if meant else f"{name!r}")

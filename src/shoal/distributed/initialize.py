@@ -24,6 +24,7 @@ from shoal.distributed import rendezvous as meeting
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.device import choose_device, neighbours
 from shoal.distributed.layout import Layout
+from shoal.util.arguments import is_number
 from shoal.util.decision import GIVEN, Decision
 from shoal.util.differences import spans
 from shoal.util.errors import LaunchError, LayoutError
@@ -143,9 +144,9 @@ def choose_layout(layout: str | Layout, size: int) -> Decision[Layout]:
 
 def check_limits(timeout: float, prepare_timeout: float) -> Decision[tuple[float, float]]:
     """The time limits in seconds, of a step and before the first one. Raises LaunchError."""
-    if not all(0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
+    if not all(is_number(limit) and 0 < limit <= LONGEST for limit in (timeout, prepare_timeout)):
         raise LaunchError(
-            given=f"timeout={timeout}, prepare_timeout={prepare_timeout}",
+            given=f"timeout={timeout!r}, prepare_timeout={prepare_timeout!r}",
             found="a time limit is a positive number of seconds, a year at most",
             fix="for example timeout=600, prepare_timeout=3600",
         )
