@@ -116,7 +116,7 @@ class Doubled(torch.autograd.Function):
         while frame is not None:
             codes.append(frame.f_code)
             frame = frame.f_back
-        ctx.framed = autograd.APPLY_CODE in codes
+        ctx.framed = autograd._framed_apply.__code__ in codes
         return torch.add(2 * x, float(ctx.framed))
 
     @staticmethod

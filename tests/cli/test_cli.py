@@ -60,7 +60,7 @@ def test_help_names_the_command_and_imports_little() -> None:
     probe = (
         "import sys\nsys.argv = ['shoal', '--help']\nfrom shoal.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        "print([name for name in ('torch', 'rich', 'numpy') if name in sys.modules])\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])\n"
         "print(len(sys.modules))\n"
     )
     done = subprocess.run(
@@ -68,7 +68,7 @@ def test_help_names_the_command_and_imports_little() -> None:
     )
     heavy, count = done.stdout.splitlines()[-2:]
     assert heavy == "[]"
-    assert int(count) < 220
+    assert int(count) < 360  # rich draws the panels
 
 
 def test_version() -> None:

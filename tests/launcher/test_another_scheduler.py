@@ -80,8 +80,8 @@ def test_status_cancel_and_a_second_submission(pool: Fakes) -> None:
     error = run_shoal(*SUBMIT, "train.py").exception
     assert isinstance(error, LaunchError)
     assert "job pool:7 (parked) of this run has not ended" in error.found
-    assert "job pool:7: told to save and to end" in shoal("cancel", "runs/train")
-    assert "job pool:7: ended" in shoal("cancel", "--now", "runs/train")
+    assert "job pool:7: saves a checkpoint and ends" in shoal("cancel", "runs/train")
+    assert "job pool:7: cancelled" in shoal("cancel", "--now", "runs/train")
     kills = pool.calls("pool-kill")
     assert kills == [["pool-kill", "--gently", "USR1", "pool:7"], ["pool-kill", "pool:7"]]
 

@@ -125,7 +125,7 @@ def test_a_sweep_is_an_array(fakes: Fakes) -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        (["train.py"], "not how long it may run"),
+        (["train.py"], "no time limit"),
         (["--time", "1h", "train.py"], "not a length of time"),
         (["--time", "1:00:00", "none.py"], "there is no file"),
         (["--time", "1:00:00", "--launcher", "aprun", "train.py"], "one of srun, torchrun, mpirun"),
@@ -332,7 +332,7 @@ def test_elements_that_an_array_does_not_have(fakes: Fakes) -> None:
 def test_it_is_cancelled_after_a_save(fakes: Fakes) -> None:
     submitted("train.py")
     fakes.set("squeue", out="42|RUNNING|0:07|1:00:00|node01\n")
-    assert "job 42: told to save and to end" in shoal("cancel", "runs/train").output
+    assert "job 42: saves a checkpoint and ends" in shoal("cancel", "runs/train").output
     assert fakes.calls("scancel") == [
         ["scancel", "--quiet", "--state=PENDING", "42"],
         ["scancel", "--quiet", "--signal=USR1", "--state=RUNNING", "42"],

@@ -77,8 +77,11 @@ def _framed_apply(cls: type[torch.autograd.Function], *arguments: Any, **named: 
     return _APPLY.__get__(None, cls)(*arguments, **named)
 
 
-APPLY_CODE = _framed_apply.__code__
-"""The code of `autograd.Function.apply` inside `framed_apply`."""
+APPLY_CODES = {
+    _framed_apply.__code__,
+    getattr(getattr(_APPLY, "__func__", None), "__code__", None),
+}
+"""The code of `autograd.Function.apply` inside `framed_apply`, and of torch's own if it is Python."""
 
 
 @contextmanager

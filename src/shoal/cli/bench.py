@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli import bench_machine
+from shoal.cli.examples import examples
 from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
 from shoal.util.errors import LaunchError
 
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 benches = typer.Typer(
     name="bench",
-    help="Measure: how a model scales; collectives, input, ways to compute.",
+    help="Benchmark scaling, network, data and compile.",
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
 )
 
 
 @benches.callback()
 def bench() -> None:
-    """Measure what this machine gives."""
+    """Benchmark scaling, network, data loading and compilation."""
 
 
 _Model = Annotated[
@@ -41,52 +42,67 @@ _Model = Annotated[
 _Args = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- ARGS]",
-        help="Of a script, with {run}, {batch}, {steps}, {backend} … where a job's own go.",
+        metavar="ARGS",
+        help="Arguments of a script; {run}, {batch}, {steps}, {backend} … are replaced per job.",
     ),
 ]
 _Processes = Annotated[
-    str, typer.Option("-n", "--processes", metavar="LIST", help="Numbers of processes, as in 1,2,4.")
+    str,
+    typer.Option("-n", "--processes", metavar="LIST", help="Numbers of processes, for example 1,2,4."),
 ]
 _Scaling = Annotated[
-    str, typer.Option(metavar="LIST", help="strong (one batch, divided), weak (a batch for each).")
+    str,
+    typer.Option(
+        metavar="LIST", help="strong (the processes split one batch), weak (one batch per process)."
+    ),
 ]
 _Backends = Annotated[str, typer.Option(metavar="LIST", help="auto, gloo, nccl, mpi.")]
 _Strategies = Annotated[str, typer.Option(metavar="LIST", help="ddp, fsdp.")]
 _Precisions = Annotated[str, typer.Option(metavar="LIST", help="fp32, bf16, fp16.")]
 _Ways = Annotated[str, typer.Option(metavar="LIST", help="eager, script, inductor.")]
 _Batch = Annotated[
-    int, typer.Option(metavar="N", help="Samples of a step: of all processes, where weak of each.")
+    int,
+    typer.Option(
+        metavar="N", help="Samples per step: in total for strong scaling, per process for weak."
+    ),
 ]
-_Steps = Annotated[int, typer.Option(metavar="N", help="Steps of a job that count.")]
-_Warmup = Annotated[int, typer.Option(metavar="N", help="Steps before these.")]
-_Rounds = Annotated[int, typer.Option(metavar="N", help="Jobs of each configuration.")]
+_Steps = Annotated[int, typer.Option(metavar="N", help="Measured steps per job.")]
+_Warmup = Annotated[int, typer.Option(metavar="N", help="Warm-up steps per job.")]
+_Rounds = Annotated[int, typer.Option(metavar="N", help="Jobs per configuration.")]
 _Threads = Annotated[
     int | None,
-    typer.Option(min=0, metavar="N", help="Of each process; else cores by the most processes. 0: any."),
+    typer.Option(
+        min=0, metavar="N", help="Threads per process (default: cores / processes; 0: no limit)."
+    ),
 ]
-_Limit = Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="How long a job may take.")]
+_Limit = Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of a job.")]
 _Study = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Where results are kept; else studies/MODEL.")
+    Path | None, typer.Option(metavar="DIR", help="Directory of the results (default: studies/MODEL).")
 ]
 _Mpirun = Annotated[
-    str | None, typer.Option(metavar="COMMAND", help="What starts ranks of MPI, with its options.")
+    str | None, typer.Option(metavar="COMMAND", help="Command that starts MPI ranks, with its options.")
 ]
-_Submit = Annotated[bool, typer.Option("--submit", help="As jobs of a cluster; all below need it.")]
+_Submit = Annotated[
+    bool, typer.Option("--submit", help="Submit cluster jobs; the options below need it.")
+]
 _Time = Annotated[
-    str | None, typer.Option(metavar="HH:MM:SS", help="Of each job; else as its limits add up.")
+    str | None,
+    typer.Option(metavar="HH:MM:SS", help="Time limit of each job (default: the sum of its limits)."),
 ]
 _Gpus = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="GPUs of a node, else the site's; 0 for none.")
+    int | None,
+    typer.Option(min=0, metavar="N", help="GPUs per node (default: from the profile; 0: none)."),
 ]
 _Tasks = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Processes of a node; else its GPUs or cores."),
+    typer.Option(min=1, metavar="N", help="Processes per node (default: its GPUs or cores)."),
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts, no more.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts and submit nothing.")]
+
+_SCALING = examples("shoal bench scaling resnet50 -n 1,2,4", "shoal bench scaling train.py -n 1,2")
 
 
-@benches.command(context_settings={"allow_interspersed_args": True})
+@benches.command(epilog=_SCALING)
 def scaling(
     *,
     model: _Model,
@@ -118,10 +134,10 @@ def scaling(
     dry_run: _DryRun = False,
     force: Force = False,
 ) -> None:
-    """Train a model on 1, 2, 4 … processes and say what more of them give, and why not more.
+    """Measure the speed-up on 1, 2, 4 … processes.
 
-    Each configuration is a job of its own, several times, in an order that changes. What has
-    succeeded in the study's directory is not run again.
+    Each configuration runs several times as a separate job, in an order that changes. Jobs that have
+    a result do not run again. The report explains the limits of the speed-up.
     """
     from shoal.bench.scaling import allocations, configurations
 
@@ -214,11 +230,12 @@ def _require_local(model: str, asked: ClusterRequest, *, dry: bool) -> None:
 _Directory = Annotated[Path, typer.Argument(metavar="STUDY", help="A study's directory.")]
 
 
-@benches.command()
+@benches.command(epilog=examples("shoal bench collect studies/resnet50"))
 def collect(study: _Directory) -> None:
-    """Show what a submitted study came to so far; exit with 1 while results are missing.
+    """Show the results of a submitted study.
 
-    Names what still waits, runs or has ended without a result, with the command that tells more.
+    It lists jobs that are waiting, running or ended without a result, and exits with 1 while
+    results are missing.
     """
     from shoal.bench.scaling import study as studies
     from shoal.bench.scaling.directory import load_study
@@ -228,16 +245,16 @@ def collect(study: _Directory) -> None:
 
 
 _First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory.")]
-_Second = Annotated[Path, typer.Argument(metavar="B", help="Another one's.")]
+_Second = Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")]
 _Out = Annotated[
     Path | None,
-    typer.Option("-o", "--out", metavar="DIR", help="Where the page goes; else B/beside-A."),
+    typer.Option("-o", "--out", metavar="DIR", help="Directory of the page (default: B/beside-A)."),
 ]
 
 
-@benches.command()
+@benches.command(epilog=examples("shoal bench compare studies/a studies/b"))
 def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
-    """Lay two studies of one model beside each other: what B gives of A, and in which part."""
+    """Compare two studies of one model."""
     from shoal.bench.scaling import study as studies
     from shoal.bench.scaling.directory import load_study
     from shoal.util.tables import plain_console
@@ -262,7 +279,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) for word in words):
         raise LaunchError(
             given=f"{option} {text}",
-            found="not numbers above 0 with commas between them",
+            found="not positive integers, separated by commas",
             fix=f"{option} 1,2,4",
         )
     return tuple(sorted(int(word) for word in words))
@@ -280,5 +297,14 @@ def _directory(given: Path | None, options: StudyOptions) -> Path:
     return Path("studies", name)
 
 
-for command in (bench_machine.comm, bench_machine.data, bench_machine.modes):
-    benches.command()(command)
+benches.command(epilog=examples("shoal bench comm -n 2", "srun shoal bench comm --pairs"))(
+    bench_machine.comm
+)
+benches.command(
+    epilog=examples(
+        "shoal bench data train.py:dataset", "shoal bench data train.py:dataset --run runs/a"
+    )
+)(bench_machine.data)
+benches.command(epilog=examples("shoal bench modes", "shoal bench modes gpt:layers=2"))(
+    bench_machine.modes
+)

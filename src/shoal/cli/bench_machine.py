@@ -9,42 +9,45 @@ import typer
 
 from shoal.util.errors import LaunchError
 
-_Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
-_Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures there.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON at the end.")]
+_Csv = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the figures to FILE.")]
 
 
 def comm(
     *,
     processes: Annotated[
         int | None,
-        typer.Option("-n", "--processes", metavar="N", help="Start N here; not inside a job."),
+        typer.Option(
+            "-n", "--processes", metavar="N", help="Start N processes on this node, outside a job."
+        ),
     ] = None,
     backend: Annotated[
-        str, typer.Option(metavar="LIST", help="gloo, nccl, mpi; else what a script would get.")
+        str, typer.Option(metavar="LIST", help="gloo, nccl, mpi (default: the backend of a script).")
     ] = "",
     operations: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv, barrier; "
-            "else all.",
+            help="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv, barrier "
+            "(default: all).",
         ),
     ] = "",
     sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="As in 1KiB,1MiB; 1KiB:1MiB goes by fours.")
+        str, typer.Option(metavar="SIZES", help="For example 1KiB,1MiB; 1KiB:1MiB multiplies by four.")
     ] = "1KiB:64MiB",
-    repeats: Annotated[int, typer.Option(metavar="N", help="Samples of each point.")] = 20,
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it.")] = 30.0,
-    pairs: Annotated[bool, typer.Option("--pairs", help="Also each pair of ranks.")] = False,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Samples per point.")] = 20,
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Total time.")] = 30.0,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Also measure each pair of ranks.")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="The machine file.")
     ] = None,
     csv: _Csv = None,
     json: _Json = False,
 ) -> None:
-    """Measure collectives over sizes, and write a machine file.
+    """Measure collectives by size.
 
-    With -n on processes of this machine; under srun, mpirun or torchrun on the ranks of the job.
+    It writes the results to a machine file. With -n, it starts processes on this node. Under srun,
+    mpirun or torchrun, it measures the ranks of the job.
     """
     from shoal.bench.collectives import command as measuring
 
@@ -73,21 +76,26 @@ def data(
         ),
     ],
     workers: Annotated[
-        str, typer.Option(metavar="LIST", help="Else 0, 1, 2, 4 … up to twice the cores.")
+        str,
+        typer.Option(
+            metavar="LIST", help="Numbers of workers (default: 0, 1, 2, 4 … up to twice the cores)."
+        ),
     ] = "",
-    batch_size: Annotated[str, typer.Option(metavar="LIST", help="Else 32, or the Loader's.")] = "",
-    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it.")] = 30.0,
+    batch_size: Annotated[
+        str, typer.Option(metavar="LIST", help="Batch sizes (default: 32, or that of the Loader).")
+    ] = "",
+    seconds: Annotated[float, typer.Option(metavar="SECONDS", help="Total time.")] = 30.0,
     step_time: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Of a training step, without waiting for data."),
+        typer.Option(metavar="SECONDS", help="Time of a training step without data loading."),
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Or as this run recorded its steps.")
+        Path | None, typer.Option(metavar="RUN", help="Take the step time from this run.")
     ] = None,
     csv: _Csv = None,
     json: _Json = False,
 ) -> None:
-    """Measure the input pipeline alone, and say how many workers are worth having."""
+    """Measure data loading and suggest num_workers."""
     from shoal.bench.data_loading import command as measuring
 
     asked = measuring.DataLoadingOptions(
@@ -104,13 +112,13 @@ def data(
 
 
 def _whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Different whole numbers, ascending."""
+    """Return the distinct integers of a list, in ascending order."""
     try:
         return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
         raise LaunchError(
             given=f"{option} {text}",
-            found="not whole numbers with commas between them",
+            found="not integers, separated by commas",
             fix=f"{option} 1,2,4",
         ) from None
 
@@ -127,14 +135,14 @@ def modes(
     ] = "dense",
     batch: Annotated[int, typer.Option(metavar="N", help="Samples in a batch of the model.")] = 32,
     seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="For the measuring; compiling comes on top.")
+        float, typer.Option(metavar="SECONDS", help="Time for measurements, without compilation.")
     ] = 10.0,
     csv: _Csv = None,
     json: _Json = False,
 ) -> None:
-    """Measure a Python loop, torch's operations, TorchScript and torch.compile.
+    """Compare eager, TorchScript and torch.compile.
 
-    On a toy function, and on a model forward and backward.
+    It measures a toy function, and the forward and backward of a model.
     """
     from shoal.bench.compile import measure as measuring
 

@@ -20,9 +20,9 @@ from shoal.util.tables import plain_console
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What to examine, and what to do with what is found.
+    """The checks to run, and the form of the report.
 
-    `columns` is the width of the report, for processes whose output passes another one.
+    `columns` is the width of the report, for processes whose output another process prints.
     """
 
     request: DoctorRequest
@@ -34,9 +34,9 @@ class DoctorOptions:
 
 
 def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
-    """Examine in this process, and with all others of its launch; rank 0 reports. The exit code.
+    """Run the checks on all ranks of this launch; rank 0 reports. Return the exit code.
 
-    `describe` gives what `shoal info` says, for a bundle. A rank whose world hangs leaves at once.
+    `describe` returns the output of `shoal info`, for a bundle. A rank whose world hangs exits at once.
     """
     try:
         found, hangs = examine(order.request)
@@ -45,7 +45,7 @@ def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
         return int(order.strict)
     code = 0 if found is None else _report(order, found, describe)
     if hangs:
-        # Orderly ends wait for the threads that hang.
+        # A normal exit would wait for threads that hang.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -53,7 +53,7 @@ def diagnose(order: DoctorOptions, describe: Callable[[], str]) -> int:
 
 
 def diagnose_here(order: DoctorOptions, processes: int, describe: Callable[[], str]) -> int:
-    """The same in so many processes, which this one starts."""
+    """Start processes on this node and run the checks on them. Return the exit code."""
     if processes < 1:
         raise LaunchError(
             given=f"-n {processes}",
@@ -61,7 +61,7 @@ def diagnose_here(order: DoctorOptions, processes: int, describe: Callable[[], s
             fix="shoal doctor -n 2, or one for each GPU",
         )
     codes = launch(diagnose, order, describe, processes=processes)
-    return max(code or 0 for code in codes)  # one that left at once has returned nothing
+    return max(code or 0 for code in codes)  # a rank that exited at once has returned nothing
 
 
 def _report(order: DoctorOptions, found: Examination, describe: Callable[[], str]) -> int:

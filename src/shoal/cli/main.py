@@ -1,4 +1,4 @@
-"""The command line: reads options, calls the library, prints what it says."""
+"""The command line: reads options, calls the library and prints its result."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 
 from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
+from shoal.cli.examples import examples
 from shoal.cli.report import report
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
@@ -24,20 +25,23 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="shoal",
-    help="A PyTorch script from one process to a cluster.",
+    help="Distributed PyTorch training with the same result on any number of processes.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 success, 1 a rank or a check failed, 2 wrong usage, 75 preempted after a "
+    "checkpoint, 124 a rank hung, 130 Ctrl-C.",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
 checkpoints = typer.Typer(
     name="checkpoint",
-    help="Look at checkpoints: list, show, verify, compare, export.",
+    help="List, verify, compare and export checkpoints.",
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
 )
-app.add_typer(checkpoints)
+TRAIN, OBSERVE, CLUSTERS, MEASURE = "Train", "Observe", "Clusters", "Measure"
+"""The panels of `shoal --help`."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -55,73 +59,107 @@ def shoal(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """A PyTorch script from one process to a cluster."""
+    """Distributed PyTorch training with the same result on any number of processes."""
 
 
+_Processes = Annotated[
+    str | None,
+    typer.Option(
+        "-n", "--processes", "--nproc-per-node", metavar="N", help="Number of processes on this node."
+    ),
+]
+_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
+_Restarts = Annotated[
+    str,
+    typer.Option(
+        "--restarts",
+        "--max-restarts",
+        metavar="N",
+        help="Restart all processes up to N times after a failure.",
+    ),
+]
+_Preemptions = Annotated[
+    str, typer.Option(metavar="N", help="Restart up to N times after a preemption (exit code 75).")
+]
+_Port = Annotated[
+    str | None, typer.Option(metavar="PORT", help="Port of the rendezvous (default: a free port).")
+]
+_Grace = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        metavar="SECONDS",
+        help="Time between SIGTERM and SIGKILL (default: 600 with an open Run, else 3).",
+    ),
+]
+_Logs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR", help="Append the output of rank R to DIR/rank-R.log; print that of rank 0."
+    ),
+]
 _Nodes = Annotated[
-    str | None, typer.Option(metavar="N[:M]", help="One of N machines, or of N to M that come and go.")
+    str | None,
+    typer.Option(
+        "--nodes",
+        "--nnodes",
+        metavar="N or MIN:MAX",
+        help="Number of nodes; MIN:MAX for elastic training.",
+    ),
 ]
 _Rendezvous = Annotated[
-    str | None, typer.Option(metavar="HOST:PORT", help="Where they meet; else as the scheduler says.")
+    str | None,
+    typer.Option(
+        "--rendezvous",
+        "--rdzv-endpoint",
+        metavar="HOST:PORT",
+        help="Address of the rendezvous (default: from the scheduler).",
+    ),
 ]
-_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for enough machines.")]
+_Wait = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Time to wait for the minimum number of nodes.")
+]
 _Silence = Annotated[
-    float, typer.Option(metavar="SECONDS", help="Without a sign of life so long, a machine has left.")
+    float, typer.Option(metavar="SECONDS", help="Time without a heartbeat after which a node is lost.")
 ]
 
 
 _HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(
+    rich_help_panel=TRAIN,
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        "shoal run -n 4 train.py --lr 0.1", "shoal run -n 4 --restarts 3 --logs logs train.py"
+    ),
+)
 def run(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
-    processes: Annotated[
-        str | None, typer.Option("-n", "--processes", metavar="N", help="How many processes to start.")
-    ] = None,
-    args: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the script.")
-    ] = None,
-    restarts: Annotated[
-        str,
-        typer.Option(metavar="N", help="How often to start all again after a failure."),
-    ] = "0",
-    preemptions: Annotated[
-        str,
-        typer.Option(metavar="N", help="How often to start all again when ranks left to save (75)."),
-    ] = "0",
-    port: Annotated[
-        str | None, typer.Option(metavar="PORT", help="Where the processes meet; else a free one.")
-    ] = None,
-    grace: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0,
-            metavar="SECONDS",
-            help="From asking processes to end to SIGKILL; else 600 where they save, 3 elsewhere.",
-        ),
-    ] = None,
-    logs: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Append what rank R writes to DIR/rank-R.log; show rank 0's."),
-    ] = None,
+    processes: _Processes = None,
+    args: _Args = None,
+    restarts: _Restarts = "0",
+    preemptions: _Preemptions = "0",
+    port: _Port = None,
+    grace: _Grace = None,
+    logs: _Logs = None,
     nodes: _Nodes = None,
     rendezvous: _Rendezvous = None,
     wait: _Wait = 600.0,
     silence: _Silence = 5.0,
 ) -> None:
-    """Run a script in N processes on this machine, or on this one of several.
+    """Launch a script on N processes.
 
-    The script finds its place as under torchrun; it need not use Shoal. The exit code is that of
-    the first process that fails.
+    The script gets the environment variables of torchrun, and need not use Shoal. The exit code is that
+    of the first process that failed.
     """
     from shoal.launcher import local
 
     if processes is None:
         raise LaunchError(
             given=f"shoal run {script}",
-            found="not how many processes; one per GPU is usual, or one per few cores",
+            found="no number of processes; usual are one per GPU, or one per few CPU cores",
             fix=f"shoal run -n 2 {script}",
         )
     # Heard while ranks run; after them the exit code stands, and schedulers repeat themselves.
@@ -144,11 +182,11 @@ def run(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN, epilog=examples("shoal info", "srun shoal info"))
 def info() -> None:
-    """Print what is here, what shoal.init chooses and why.
+    """Print the environment and the resolved settings.
 
-    Started by srun, mpirun or torchrun it joins their world and tells of every rank.
+    Under srun, mpirun or torchrun, it joins the ranks of the job and reports all of them.
     """
     from shoal.doctor.info import print_info
     from shoal.util.tables import plain_console
@@ -156,42 +194,47 @@ def info() -> None:
     print_info(plain_console())
 
 
-@app.command()
+@app.command(
+    rich_help_panel=TRAIN,
+    epilog=examples("shoal doctor -n 2", "srun shoal doctor --strict --data /data/set"),
+)
 def doctor(
     *,
     processes: Annotated[
-        int | None, typer.Option("-n", "--processes", metavar="N", help="Start so many ranks here.")
+        int | None, typer.Option("-n", "--processes", metavar="N", help="Start N ranks on this node.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--run", metavar="DIR", help="A run directory: try its file system.")
+        Path | None, typer.Option("--run", metavar="DIR", help="A run directory: test its file system.")
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="A dataset: the same on all ranks?")
+        Path | None, typer.Option(metavar="PATH", help="A dataset: compare it between ranks.")
     ] = None,
     source: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Your source: the same on all ranks?"),
+        typer.Option(metavar="DIR", help="Your source code: compare it between ranks."),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a check fails.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure neither compute nor links.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Skip the measurements of compute and links.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     bundle: Annotated[
         Path | None,
         typer.Option(metavar="FILE.zip", help="Write an archive for support."),
     ] = None,
     redact_hosts: Annotated[
-        bool, typer.Option("--redact-hosts", help="In the archive, replace hosts, user and home.")
+        bool, typer.Option("--redact-hosts", help="Replace host names, user and home in the archive.")
     ] = False,
     limit: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="How long a check may take.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit of one check.")
     ] = 10.0,
     wait: Annotated[
-        float, typer.Option(min=1.0, metavar="SECONDS", help="How long ranks wait for each other.")
+        float, typer.Option(min=1.0, metavar="SECONDS", help="Time limit of waiting for other ranks.")
     ] = 60.0,
 ) -> None:
-    """Check this machine, or all ranks of a job, before training.
+    """Check the nodes of a job before training.
 
-    Started by srun, mpirun or torchrun it joins their world and compares the ranks.
+    Under srun, mpirun or torchrun, it joins the ranks of the job and compares them.
     """
     from shoal.cli import doctor as commands
     from shoal.doctor import runner
@@ -211,53 +254,81 @@ def doctor(
 
 
 def _describe() -> str:
-    """Return what `shoal info` prints about this machine, in lines as long as they are."""
+    """Return the output of `shoal info` about this node, without line breaks for a terminal."""
     from shoal.doctor.info import display, machine
     from shoal.util.tables import rendered
 
     return rendered(lambda console: display.print_machine(console, machine.describe()), 1000)
 
 
-@app.command()
+@app.command(
+    rich_help_panel=OBSERVE, epilog=examples("shoal watch runs/a", "shoal watch runs/a --every 60")
+)
 def watch(
-    directory: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or one to come.")],
+    directory: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run directory, which may not exist yet.")
+    ],
     every: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Plain pages below each other, so often."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Print a plain page at this interval."),
     ] = None,
     ascii_only: Annotated[
-        bool, typer.Option("--ascii", help="Without blocks and braille, which some fonts lack.")
+        bool, typer.Option("--ascii", help="Draw with ASCII characters only.")
     ] = False,
 ) -> None:
-    """Show a run while it goes on: progress, curves, where each rank's time goes.
+    """Show a run live: progress, curves, time per rank.
 
-    A live page on a terminal, which q leaves; one plain page elsewhere. Reads only.
+    On a terminal, the page updates until you press q. Elsewhere, it prints one plain page.
+    It only reads.
     """
     from shoal.report.dashboard import watch as watch_run
 
     raise typer.Exit(watch_run(directory, out=sys.stdout, every=every, ascii_only=ascii_only))
 
 
-app.command(context_settings={"allow_interspersed_args": False})(jobs.submit)
-for command in (jobs.status, jobs.logs, jobs.cancel):
-    app.command()(command)
-app.add_typer(jobs.sites)
-app.add_typer(measuring.benches)
-app.command()(report)
+app.command(
+    rich_help_panel=OBSERVE, epilog=examples("shoal report runs/a", "shoal report runs/a --text")
+)(report)
+app.add_typer(checkpoints, rich_help_panel=OBSERVE)
+app.command(
+    rich_help_panel=CLUSTERS,
+    context_settings={"allow_interspersed_args": False},
+    epilog=examples(
+        "shoal submit --nodes 4 --gpus-per-node 8 --time 20:00:00 train.py",
+        "shoal submit --dry-run --time 1:00:00 train.py",
+    ),
+)(jobs.submit)
+app.command(rich_help_panel=CLUSTERS, epilog=examples("shoal status", "shoal status runs/a"))(
+    jobs.status
+)
+app.command(rich_help_panel=CLUSTERS, epilog=examples("shoal logs runs/a", "shoal logs -f runs/a"))(
+    jobs.logs
+)
+app.command(
+    rich_help_panel=CLUSTERS, epilog=examples("shoal cancel runs/a", "shoal cancel --now runs/a")
+)(jobs.cancel)
+app.add_typer(jobs.sites, rich_help_panel=CLUSTERS)
+app.add_typer(measuring.benches, rich_help_panel=MEASURE)
 
 
 Directory = Annotated[
     str,
-    typer.Argument(metavar="PATH", help="A run directory, its checkpoints, or one of them; or a URL."),
+    typer.Argument(
+        metavar="PATH", help="A run directory, its checkpoints directory, one checkpoint, or a URL."
+    ),
 ]
 
 
-@checkpoints.command("ls")
+@checkpoints.command(
+    "ls", epilog=examples("shoal checkpoint ls runs/a", "shoal checkpoint ls --verify runs/a")
+)
 def list_checkpoints(
     path: Directory,
-    verify: Annotated[bool, typer.Option("--verify", help="Read all files, not only sizes.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Verify the content of all files, not only sizes.")
+    ] = False,
 ) -> None:
-    """List the checkpoints of a run, and what it left behind."""
+    """List checkpoints and incomplete saves of a run."""
     from shoal.checkpoint.inspect import display, listing, locate
     from shoal.util.tables import plain_console
 
@@ -273,11 +344,16 @@ def list_checkpoints(
             display.listing(plain_console(), folder, found, left, verified=verify)
 
 
-@checkpoints.command("show")
+@checkpoints.command(
+    "show",
+    epilog=examples(
+        "shoal checkpoint show runs/a", "shoal checkpoint show runs/a/checkpoints/step-100"
+    ),
+)
 def show_checkpoint(path: Directory) -> None:
-    """Show what a checkpoint holds: its origin, tensors and state.
+    """Show metadata, tensors and state of a checkpoint.
 
-    Of a run it is the newest that has all its files.
+    For a run directory, it shows the newest complete checkpoint.
     """
     from shoal.checkpoint.inspect import display, locate
     from shoal.util.tables import plain_console
@@ -286,11 +362,15 @@ def show_checkpoint(path: Directory) -> None:
         display.contents(plain_console(), locate.read_newest([_place(path)], lambda found: found[0]))
 
 
-@checkpoints.command("verify")
+@checkpoints.command(
+    "verify", epilog=examples("shoal checkpoint verify runs/a", "shoal checkpoint verify runs/*")
+)
 def verify_checkpoints(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Runs or checkpoints.")],
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Run directories or checkpoints.")
+    ],
 ) -> None:
-    """Read every byte; exit with 1 if one is damaged."""
+    """Verify every byte; exit with 1 if one is damaged."""
     from shoal.checkpoint.inspect import display, locate
     from shoal.checkpoint.inspect import verify as soundness
     from shoal.util.tables import plain_console
@@ -308,14 +388,18 @@ def verify_checkpoints(
     raise typer.Exit(int(damaged))
 
 
-@checkpoints.command("diff")
+@checkpoints.command(
+    "diff",
+    epilog=examples("shoal checkpoint diff runs/a runs/b", "shoal checkpoint diff A B && echo same"),
+)
 def compare_checkpoints(
     first: Annotated[str, typer.Argument(metavar="A", help="A run directory or a checkpoint.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="A second run directory or checkpoint.")],
 ) -> None:
-    """Compare two; exit with 0 if they are the same, else 1.
+    """Compare two checkpoints.
 
-    Of runs the newest are compared. Circumstances, such as the time, may differ.
+    It exits with 1 if they differ. For run directories, it compares the newest checkpoints.
+    Metadata such as the time may differ.
     """
     from shoal.checkpoint.inspect import diff, display, locate
     from shoal.util.tables import plain_console
@@ -330,20 +414,27 @@ def compare_checkpoints(
     raise typer.Exit(int(not found.same))
 
 
-@checkpoints.command("export")
+@checkpoints.command(
+    "export",
+    epilog=examples(
+        "shoal checkpoint export runs/a model.safetensors",
+        "shoal checkpoint export --ema ema runs/a model.pt",
+    ),
+)
 def export_checkpoint(
     path: Directory,
     out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.safetensors or OUT.pt.")],
     step: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The model of this Step; else of the first.")
+        str | None,
+        typer.Option(metavar="NAME", help="Export the model of this Step (default: the first)."),
     ] = None,
     ema: Annotated[
-        str | None, typer.Option(metavar="NAME", help="With the averages of this EMA.")
+        str | None, typer.Option(metavar="NAME", help="Export the averaged parameters of this EMA.")
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint for use without Shoal.
+    """Export the model of a checkpoint to one file.
 
-    Neither the model's code nor the processes that saved it are needed.
+    It needs neither the code of the model nor the number of processes that saved it.
     """
     from shoal.checkpoint.inspect import display, locate
     from shoal.checkpoint.inspect import extract as extraction
@@ -365,7 +456,7 @@ def _place(text: str) -> AnyPath:
 
 @contextmanager
 def _readable(path: str) -> Iterator[None]:
-    """What the file system refuses, told like any other error."""
+    """Convert errors of the file system to CheckpointErrors."""
     from shoal.checkpoint import is_url, masked_url
 
     try:
@@ -385,13 +476,13 @@ def _whole(text: str, option: str) -> int:
     except ValueError:
         raise LaunchError(
             given=f"{option} {text}",
-            found=f"{text!r} is not a whole number",
+            found=f"{text!r} is not an integer",
             fix=f"give a number, as in `{option} 2`",
         ) from None
 
 
 def main() -> None:
-    """Run the command; a ShoalError becomes its lines and exit code 2."""
+    """Run the command; print a ShoalError and exit with 2."""
     try:
         app(prog_name="shoal")
     except ShoalError as error:

@@ -20,21 +20,23 @@ def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory.")],
     out: Annotated[
         str | None,
-        typer.Option("-o", "--out", metavar="DIR", help="Where the page goes; else RUN/report."),
+        typer.Option("-o", "--out", metavar="DIR", help="Directory of the page (default: RUN/report)."),
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Print it here, as text; write nothing.")
+        bool, typer.Option("--text", help="Print the report as text; write no files.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers; write nothing.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the numbers as JSON; write no files.")
+    ] = False,
     trace: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Instead: a timeline of these steps of all ranks."),
+        typer.Option(metavar="A:B", help="Write a timeline of steps A to B of all ranks instead."),
     ] = None,
 ) -> None:
-    """Tell where a run's time went: a verdict, then figures, as a page of HTML.
+    """Explain how a run spent its time, as an HTML page.
 
-    While it runs and after a crash. The page needs no network; its figures lie beside it as PNG, SVG
-    and CSV.
+    It works while the run is active and after a crash. The page needs no network. Its figures are in
+    the same directory as PNG, SVG and CSV files.
     """
     from shoal.report import find_bottleneck, read_history
     from shoal.util.tables import plain_console, print_line, print_path
@@ -71,7 +73,7 @@ def _write(history: History, verdict: BottleneckReport, out: str | None) -> Path
 
     folder = history.directory / "report" if out is None else Path(out)
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # before the figures, which take their time
+        folder.mkdir(parents=True, exist_ok=True)  # before drawing the figures, which is slow
         return save_page(run_page(history, verdict), folder / PAGE)[0]
     except OSError as error:
         raise CheckpointError(

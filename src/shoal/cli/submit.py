@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.examples import examples
 from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
 from shoal.util.errors import LaunchError
 
@@ -16,70 +17,76 @@ if TYPE_CHECKING:
 
 sites = typer.Typer(
     name="sites",
-    help="What clusters want and allow: list, show, draft.",
+    help="List, show and draft cluster profiles.",
     no_args_is_help=True,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
 )
 
-_Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run directory that `shoal submit` was given.")
-]
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
 _Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")]
-_Args = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- ARGS]", help="Arguments of the script.")
-]
-_Time = Annotated[str, typer.Option(metavar="HH:MM:SS", help="How long it may run; required.")]
-_Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="How many nodes.")]
-_Gpus = Annotated[
-    int, typer.Option(min=0, metavar="N", help="GPUs of each node, with a process for each.")
-]
+_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
+_Time = Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit of the job; required.")]
+_Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")]
+_Gpus = Annotated[int, typer.Option(min=0, metavar="N", help="GPUs per node, one process each.")]
 _Processes = Annotated[
     int | None,
-    typer.Option("-n", "--processes", min=1, metavar="N", help="Processes of all nodes together."),
+    typer.Option("-n", "--processes", min=1, metavar="N", help="Total number of processes."),
 ]
-_Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of each node.")]
+_Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory per node, for example 64G.")]
 _Constraint = Annotated[
-    str | None, typer.Option("-C", "--constraint", metavar="LIST", help="Features that nodes have.")
+    str | None,
+    typer.Option("-C", "--constraint", metavar="LIST", help="Required features of the nodes."),
 ]
-_Name = Annotated[str | None, typer.Option(metavar="NAME", help="Of the job; else the script's.")]
+_Name = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Name of the job (default: the name of the script).")
+]
 _RunOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="The run directory; else runs/NAME for NAME.py.")
+    Path | None, typer.Option(metavar="DIR", help="Run directory (default: runs/NAME for NAME.py).")
 ]
 _Sweep = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="An array: a job for each line, whose words come after ARGS."),
+    typer.Option(metavar="FILE", help="Submit an array: one job per line, whose words follow ARGS."),
 ]
 _AtOnce = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="How many of an array may run at once.")
+    int | None, typer.Option(min=1, metavar="N", help="Limit of array jobs that run at the same time.")
 ]
 _Chain = Annotated[
-    int, typer.Option(min=1, metavar="N", help="N jobs after each other, where none may requeue.")
+    int, typer.Option(min=1, metavar="N", help="Submit a chain of N jobs, on clusters without requeue.")
 ]
 _Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Requeue the job after up to N failures.")
 ]
 _Launcher = Annotated[
-    str | None, typer.Option(metavar="NAME", help="torchrun, mpirun or the scheduler's.")
+    str | None,
+    typer.Option(metavar="NAME", help="torchrun, mpirun or srun (default: the scheduler's)."),
 ]
 _Container = Annotated[
-    str | None, typer.Option(metavar="IMAGE", help="Run inside of this image, by Apptainer.")
+    str | None, typer.Option(metavar="IMAGE", help="Run inside this image with Apptainer.")
 ]
-_Python = Annotated[str | None, typer.Option(metavar="PATH", help="The interpreter; else this one.")]
+_Python = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Python interpreter (default: this one).")
+]
 _Stage = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATH", help="Copy it to each node's own disk, and let ARGS mean the copy."),
+    typer.Option(
+        metavar="PATH",
+        help="Copy PATH to the local disk of each node, and pass the copy to the script.",
+    ),
 ]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch script, no more.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")]
 _Out = Annotated[
-    Path | None, typer.Option("-o", "--out", metavar="FILE", help="Write it there; don't submit.")
+    Path | None,
+    typer.Option(
+        "-o", "--out", metavar="FILE", help="Write the batch script to FILE and submit nothing."
+    ),
 ]
-_Copy = Annotated[bool, typer.Option(help="Run a copy of the source as it is now.")]
+_Copy = Annotated[bool, typer.Option(help="Run a copy of the current source code.")]
 
 
 def script_arguments(words: list[str] | None) -> list[str]:
-    """The script's arguments among the words after its name: all but the first `--`.
+    """Return the arguments of the script: the words after its name without the first `--`.
 
-    That one ends the options of Shoal; every later `--` is the script's own.
+    The first `--` ends the options of Shoal; later ones belong to the script.
     """
     found = list(words or ())
     if "--" in found:
@@ -118,10 +125,10 @@ def submit(
     copy: _Copy = True,
     force: Force = False,
 ) -> None:
-    """Submit a script to the cluster's scheduler; it survives preemption and its time limit.
+    """Submit a script to Slurm.
 
-    It is checked against the site first, runs a copy of the source, and goes back into the queue
-    after it has saved.
+    Shoal checks the job against the cluster profile and runs a copy of the source. Before the time
+    limit or a preemption, the job saves a checkpoint and returns to the queue.
     """
     from shoal.launcher.submit.job import JobRequest
     from shoal.launcher.submit.submit import SubmitOptions
@@ -169,12 +176,12 @@ def _submit(request: JobRequest, site: str | None, options: SubmitOptions) -> No
 
 def status(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="A run directory; else all.")
+        Path | None, typer.Argument(metavar="[RUN]", help="A run directory (default: all).")
     ] = None,
 ) -> None:
-    """Show how the newest submission of a run is, and how far its training is.
+    """Show the state and progress of submitted jobs.
 
-    Without RUN, one line for each run that you have submitted, and for those in runs/ here.
+    Without RUN, it prints one line for each run that you submitted and for each run in ./runs.
     """
     from shoal.launcher.submit import display
     from shoal.launcher.submit import status as following
@@ -189,10 +196,14 @@ def status(
 
 def logs(
     run: _Run,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
-    element: Annotated[int | None, typer.Option(metavar="N", help="Of an array; else all.")] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Follow the log until Ctrl-C.")
+    ] = False,
+    element: Annotated[
+        int | None, typer.Option(metavar="N", help="Array element (default: all).")
+    ] = None,
 ) -> None:
-    """Print the log of the newest submission of a run."""
+    """Print the log of the newest job of a run."""
     import shlex
     import subprocess
 
@@ -217,21 +228,26 @@ def logs(
 
 def cancel(
     run: _Run,
-    now: Annotated[bool, typer.Option("--now", help="At once, without a save.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Cancel immediately, without a checkpoint.")
+    ] = False,
 ) -> None:
-    """End the newest submission of a run: what runs saves first, and does not go on."""
+    """Cancel the newest job of a run.
+
+    A running job saves a checkpoint first, and does not return to the queue.
+    """
     from shoal.launcher.submit import status as following
     from shoal.util.tables import plain_console, print_line
 
     record, active = following.cancel(run, now=now)
-    how = "ended" if now else "told to save and to end"
+    how = "cancelled" if now else "saves a checkpoint and ends"
     how = how if active else "had ended before"
     print_line(plain_console(), f"job {', '.join(record.jobs)}: {how}")
 
 
-@sites.command("ls")
+@sites.command("ls", epilog=examples("shoal sites ls"))
 def list_sites() -> None:
-    """List the sites that come with Shoal, and your own."""
+    """List the cluster profiles of Shoal and your own."""
     from shoal.launcher.submit import display
     from shoal.launcher.submit.site_catalog import entries
     from shoal.util.tables import plain_console
@@ -239,9 +255,9 @@ def list_sites() -> None:
     display.print_sites(plain_console(), entries().values())
 
 
-@sites.command("show")
+@sites.command("show", epilog=examples("shoal sites show jean-zay"))
 def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Print the file of a site, to read or to copy."""
+    """Print the file of a cluster profile."""
     from shoal.launcher.submit import display
     from shoal.launcher.submit.site_catalog import find_entry
     from shoal.util.tables import plain_console
@@ -249,9 +265,9 @@ def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
     display.print_site_file(plain_console(), find_entry(name))
 
 
-@sites.command("new")
+@sites.command("new", epilog=examples("shoal sites new mycluster"))
 def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Draft a site from what the scheduler says of this cluster."""
+    """Draft a cluster profile from the scheduler."""
     from shoal.launcher.submit.schedulers import scheduler_here
     from shoal.launcher.submit.site_catalog import folder
     from shoal.util.tables import plain_console, print_path
@@ -282,14 +298,14 @@ def _time(text: str, script: Path) -> int:
     if not text:
         raise LaunchError(
             given=f"shoal submit {script}",
-            found="not how long it may run; without it clusters differ, from minutes to days",
+            found="no time limit; the default of clusters differs, from minutes to days",
             fix=f"shoal submit --time 20:00:00 {script}",
         )
     return parse_time(text)
 
 
 def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:
-    """The words of each line of a file; empty lines and those that begin with # are passed over."""
+    """Return the words of each line of a file, without empty lines and comments."""
     import shlex
 
     if path is None:

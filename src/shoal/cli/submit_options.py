@@ -7,22 +7,26 @@ from typing import Annotated
 import typer
 
 Site = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of `shoal sites ls`; else found by this host.")
+    str | None,
+    typer.Option(metavar="NAME", help="Cluster profile of `shoal sites ls` (default: by host name)."),
 ]
 Partition = Annotated[
-    str | None, typer.Option("-p", "--partition", metavar="NAME", help="One of the site's.")
+    str | None, typer.Option("-p", "--partition", metavar="NAME", help="Partition of the cluster.")
 ]
 Qos = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Quality of service; else the first that fits.")
+    str | None, typer.Option(metavar="NAME", help="Quality of service (default: the first that fits).")
 ]
 Account = Annotated[
-    str | None, typer.Option("-A", "--account", metavar="NAME", help="Whose hours these are.")
+    str | None, typer.Option("-A", "--account", metavar="NAME", help="Account to charge.")
 ]
 Cpus = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Cores of each process; else the site's.")
+    int | None,
+    typer.Option(min=1, metavar="N", help="CPU cores per process (default: from the profile)."),
 ]
 Directive = Annotated[
     list[str] | None,
-    typer.Option(metavar="OPTION", help="One more for the scheduler, as in --directive=--exclude=n1."),
+    typer.Option(
+        metavar="OPTION", help="Extra option for the scheduler, for example --directive=--exclude=n1."
+    ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Submit although something speaks against.")]
+Force = Annotated[bool, typer.Option("--force", help="Submit despite failed checks.")]

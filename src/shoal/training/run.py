@@ -21,7 +21,7 @@ from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
 from shoal.training.preemption import Reason, Stopped, Stopping
 from shoal.training.progress_bar import ProgressBar
-from shoal.training.run_directory import RunDirectory
+from shoal.training.run_directory import RunDirectory, local_path
 from shoal.training.run_events import RunEvents
 from shoal.training.run_monitor import RunMonitor
 from shoal.training.run_state import Restored, RunState, Stateful, check_options, settings
@@ -76,6 +76,7 @@ class Run:
     ) -> None:
         call = f"shoal.Run(…, profile={profile})"
         window = None if profile is None else check_length(check_window(profile, call), call)
+        local_path(directory)
         self.train_states = train_states(model, optimizer, schedule)
         if not isinstance(loader, Loader):
             raise DataError(

@@ -58,7 +58,7 @@ class RunDirectory:
         keep: int,
         keep_every: int | None,
     ) -> None:
-        self.path = _local_path(directory)
+        self.path = local_path(directory)
         self._absolute = self.path.absolute()  # the working directory may change
         self._agreement = Agreement(world)
         self._place: AnyPath = self._agreement.together(
@@ -140,7 +140,8 @@ class RunDirectory:
             self._lock.release()
 
 
-def _local_path(given: str | Path) -> Path:
+def local_path(given: str | Path) -> Path:
+    """Return the directory of a run; CheckpointError for a URL."""
     if is_url(given):
         raise CheckpointError(
             given=f"shoal.Run({masked_url(str(given))!r}, …)",

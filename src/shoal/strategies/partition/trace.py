@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import checkpoint
 
-from shoal._torch.autograd import APPLY_CODE, framed_apply
+from shoal._torch.autograd import APPLY_CODES, framed_apply
 from shoal._torch.modules import call_hooks, parameters
 from shoal.strategies.eval_mode import attributes_kept, random_states_kept, tables
 from shoal.util.errors import ShoalError, StepError
@@ -369,7 +369,7 @@ def _frames() -> list[FrameType]:
 def _check_frames(frames: Sequence[FrameType]) -> None:
     """Raise StepError for calls that change backward or run again in it: a graph would lose them."""
     for frame in frames:
-        if frame.f_code is APPLY_CODE:
+        if frame.f_code in APPLY_CODES:
             raise _RefusedError("it calls a torch.autograd.Function, whose backward a graph would lose")
         if frame.f_code.co_filename == checkpoint.__file__:
             raise _RefusedError(
