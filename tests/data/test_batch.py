@@ -27,7 +27,7 @@ def test_a_batch_knows_where_its_loop_stands() -> None:
     expected = [("a", 40, 2), ("b", 42, 1), ("c", 36, 1)]
     assert seen == [(v, first, Noise(1, first, n).normal().tolist()) for v, first, n in expected]
     assert len(found) == 3
-    with pytest.raises(StepError, match="no micro-batch is under way"):
+    with pytest.raises(StepError, match="there is no current micro-batch"):
         found.micro  # noqa: B018
 
 

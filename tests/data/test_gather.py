@@ -142,7 +142,7 @@ def test_only_ranks_with_other_samples_are_asked(ranks: Callable[..., Ranks]) ->
 
 
 def test_outside_a_task_there_is_nobody_to_ask() -> None:
-    with pytest.raises(StepError, match="no Task is under way"):
+    with pytest.raises(StepError, match="no function of a Task is running"):
         shoal.gather(torch.ones(1))
 
 

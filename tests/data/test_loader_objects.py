@@ -100,7 +100,7 @@ def test_samples_on_a_device_need_no_workers_and_no_pinning(options: dict[str, A
     given = {"num_workers": 0, "pin_memory": False} | options
     check_fetch(torch.device("cpu"), **given)
     check_fetch(torch.device("cuda"), num_workers=0, pin_memory=False)
-    with pytest.raises(DataError, match="can't read memory of the device"):
+    with pytest.raises(DataError, match="can't read device memory"):
         check_fetch(torch.device("cuda"), **given)
 
 

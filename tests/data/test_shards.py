@@ -165,7 +165,7 @@ def test_lengths_that_are_not_known_are_counted_once(world: shoal.World) -> None
     assert read.yielded == before
 
 
-@pytest.mark.parametrize(("wrong", "found"), [(-1, "goes on after"), (1, "ended before sample")])
+@pytest.mark.parametrize(("wrong", "found"), [(-1, "continues after"), (1, "ended before sample")])
 def test_a_shard_of_another_length_is_noticed(world: shoal.World, wrong: int, found: str) -> None:
     lengths = [length + wrong if number == 3 else length for number, length in enumerate(LENGTHS)]
     with pytest.raises(DataError, match=found):
@@ -198,7 +198,7 @@ def test_shards_of_one_length_in_another_order_are_refused(world: shoal.World) -
 
 @pytest.mark.parametrize(
     ("options", "found"),
-    [({"lengths": [1]}, "not one number"), ({"interleave": 0}, "nobody to read")],
+    [({"lengths": [1]}, "not one number"), ({"interleave": 0}, "no shards, or interleave below 1")],
 )
 def test_what_is_no_stream(options: Any, found: str) -> None:
     with pytest.raises(DataError, match=found):

@@ -180,5 +180,5 @@ def test_a_denoising_model_learns_from_a_named_stream(world: shoal.World) -> Non
 
 
 def test_a_stream_is_named_by_text() -> None:
-    with pytest.raises(StepError, match="a stream is named by text"):
+    with pytest.raises(StepError, match="the name of a stream is a str"):
         Noise(0, 0, 1).named(3)  # type: ignore[arg-type]

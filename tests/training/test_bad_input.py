@@ -178,14 +178,14 @@ TABLE = [
         "torch's loader in a Run",
         lambda rig: shoal.Run("nowhere", rig.step(), cast(Any, LOADER)),
         DataError,
-        "DataLoader", "the global batch", "shoal.Loader(dataset, world",
+        "DataLoader", "no global batch", "shoal.Loader(dataset, world",
     ),
     Bad("no sample", data(X[:0]), DataError, "Tensor", "without a sample", r"len\(dataset\)"),
     Bad("empty list", data([]), DataError, "list", "without a sample", r"len\(dataset\)"),
     Bad(
         "iterable",
         lambda rig: next(shoal.Loader(Exhausted(), rig.world, batch_size=2).epochs(1)),
-        DataError, "Exhausted", "gives 0 samples", "__iter__ must begin anew",
+        DataError, "Exhausted", "gives 0 samples", "__iter__ must start from the beginning",
     ),
     Bad("generator", data(iter([1])), DataError, "list_iterator", "lacks __len__", "dataset"),
     Bad("DataLoader", data(LOADER), DataError, "DataLoader", "lacks __len__", r"\.dataset"),
@@ -341,7 +341,7 @@ TABLE = [
     ),
     Bad(
         "outside", lambda r: r.batch().backward(total=X.sum(), count=1),
-        StepError, "outside a loop", "no micro", OWN_LOOP,
+        StepError, "outside a loop", "no current micro", OWN_LOOP,
     ),
     Bad(
         "nothing to finish", lambda r: r.batch().finish(r.model),
@@ -350,7 +350,7 @@ TABLE = [
     Bad("twice", lambda r: r.twice_backward(), StepError, "for 1 micro", "called 2 times", OWN_LOOP),
     Bad(
         "finish another", lambda r: r.batch().finish(nn.Linear(1, 1)),
-        StepError, "your own loop", "no engine", r"batch.backward\(.*model=model\)",
+        StepError, "a custom training loop", "no engine", r"batch.backward\(.*model=model\)",
     ),
     Bad(
         "which model", Rig.two_models,
@@ -370,7 +370,7 @@ TABLE = [
     ),
     Bad(
         "metrics unnamed", lambda r: shoal.evaluate(r.step(), X, metrics=[1]),  # type: ignore[arg-type]
-        StepError, "list", "no names", METRICS,
+        StepError, "list", "mapping of names", METRICS,
     ),
     Bad(
         "a metric named loss", lambda r: shoal.evaluate(r.step(), (X, Y), metrics={"loss": loss}),

@@ -432,7 +432,7 @@ def test_what_a_comparison_says_ends_it_too(tmp_path: Path, answer: object) -> N
 
 
 def test_saving_every_zero_steps_is_refused_before_the_first(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="every so many steps") as caught:
+    with pytest.raises(CheckpointError, match="the interval between saves") as caught:
         train(tmp_path, save=0)
     assert caught.value.given == "shoal.train(…, save=0)"
     assert not list(tmp_path.iterdir())

@@ -117,7 +117,7 @@ def assert_goes_on(start: Start, *command: str) -> None:
 
 
 def assert_said_once(ended: Ended, what: str, step: int) -> None:
-    said = rf"^{what}: saved step {step} in .*; the same command goes on from there$"
+    said = rf"^{what}: saved step {step} in .*; the same command resumes from there$"
     assert len(re.findall(said, ended.out, re.MULTILINE)) == 1
 
 

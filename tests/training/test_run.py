@@ -195,7 +195,7 @@ def test_a_loop_of_ones_own_is_counted_saved_and_resumed(
 def test_ticks_without_a_step_are_an_error(world: shoal.World, tmp_path: Path) -> None:
     fit = Fit(world, tmp_path)
     for _ in fit.data.epochs(1):
-        with pytest.raises(StepError, match="no Step of this Run has taken one"):
+        with pytest.raises(StepError, match="no Step of this Run has processed a batch"):
             fit.run.tick(every=1)
 
 

@@ -101,7 +101,7 @@ def test_who_fails_alone_goes_on_with_the_others(
     (nothing, *first), (told, *second) = ranks.call(go_on, strategy, at, how, tmp_path)
     assert nothing == []
     assert len(told) == 1
-    assert ("a bad sample" if how == "raises" else "over this rank's share") in told[0]
+    assert ("a bad sample" if how == "raises" else "over this rank's local batch") in told[0]
     assert first == second == [STEPS, 6]
     command = [sys.executable, "-m", "shoal", "checkpoint", "verify", str(tmp_path)]
     verified = subprocess.run(command, capture_output=True, text=True)

@@ -248,7 +248,7 @@ _First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory."
 _Second = Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")]
 _Out = Annotated[
     Path | None,
-    typer.Option("-o", "--out", metavar="DIR", help="Directory of the page (default: B/beside-A)."),
+    typer.Option("-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."),
 ]
 
 
@@ -260,7 +260,7 @@ def compare(first: _First, second: _Second, *, out: _Out = None) -> None:
     from shoal.util.tables import plain_console
 
     one, other = load_study(first), load_study(second)
-    folder = out or second / f"beside-{first.resolve().name}"
+    folder = out or second / f"compared-with-{first.resolve().name}"
     studies.compare_studies(one, other, folder, plain_console())
 
 

@@ -58,7 +58,7 @@ _Restarts = Annotated[
 ]
 _Launcher = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="torchrun, mpirun or srun (default: the scheduler's)."),
+    typer.Option(metavar="NAME", help="torchrun or mpirun (default: that of the scheduler)."),
 ]
 _Container = Annotated[
     str | None, typer.Option(metavar="IMAGE", help="Run inside this image with Apptainer.")

@@ -1,4 +1,4 @@
-"""One global batch as one rank sees it, and what your own loop calls on it."""
+"""One global batch on one rank, and its methods for custom training loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.distributed.world import World
 
 Count: TypeAlias = "int | float | Tensor"
-"""How many samples or tokens a sum was taken over; a tensor where only the data knows."""
+"""The number of samples or tokens in a sum; a tensor if it depends on the data."""
 
 IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
 
@@ -27,10 +27,11 @@ class StepResult(NamedTuple):
     `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
     `counted` the divisor of the sum, `norm` the gradient norm before clipping. Under an asynchronous
     strategy these describe this rank's local batch only. A step whose fp16 gradients overflowed is
-    `skipped`: the parameters did not change. `forward`, `backward` and `update` are without
-    `communication`, for which the rank waited in them; by the clock of the host, so on CUDA that is
-    how long it took to queue them, and to wait for the loss. `batch.finish` leaves the times at 0,
-    because it does not see the forward and the optimizer step of your loop.
+    `skipped`: the parameters did not change. `communication` is the time that the rank waited for
+    other ranks; `forward`, `backward` and `update` do not include it. The host's clock measures all
+    of them, so on CUDA they are the time to queue the kernels and to wait for the loss.
+    `batch.finish` leaves the times at 0, because it does not see the forward and the optimizer step
+    of your loop.
     """
 
     loss: float
@@ -44,7 +45,7 @@ class StepResult(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """What a Batch asks the Loader that made it."""
+    """The methods of a Loader that its batches call."""
 
     def compare_ranks(self) -> None:
         """See `Loader.compare_ranks`."""
@@ -55,9 +56,10 @@ class BatchSource(Protocol):
 
 
 class ManualLoop:
-    """Runs backward and finishes batches in your own loop; `parallelize` provides one that can.
+    """Runs backward and finishes batches in a custom training loop.
 
-    This one raises StepError: no model of the World has been parallelized.
+    The methods of this base class raise StepError, because no model of the World has been
+    parallelized. `parallelize` provides an implementation.
     """
 
     def backward(
@@ -79,11 +81,11 @@ class ManualLoop:
 
 
 class Batch:
-    """One global batch as this rank sees it: its micro-batches, for `Step` or for your own loop.
+    """One global batch on this rank: its micro-batches, for `Step` or a custom training loop.
 
-    `first` is the position of the global batch's first sample since the start of training, `size` how
-    many samples it has over all ranks; it is `taken` once a step has been made of it. After one that
-    `ends_epoch` the next epoch begins, or training ends. Your own loop is as exact as `Step`:
+    `first` is the position of the global batch's first sample since the start of training, `size` the
+    number of its samples over all ranks. `taken` is set once a step has processed the batch.
+    `ends_epoch` marks the last batch of an epoch. A custom training loop is as exact as `Step`:
 
         for x, y in batch:
             total = F.cross_entropy(model(x), y, reduction="sum")
@@ -136,7 +138,7 @@ class Batch:
 
     @property
     def share(self) -> tuple[int, int]:
-        """The positions [start, stop) that this rank consumes; empty if it only stands in."""
+        """The positions [start, stop) of this rank's samples; empty if it has only padding samples."""
         start = stop = -1
         for micro in self.micros:
             if micro.weight:
@@ -149,7 +151,7 @@ class Batch:
         return len(self.micros)
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches as the collate function returned them."""
+        """Yield the micro-batches as the collate function returned them."""
         for index, micro in enumerate(self.micros):
             self._current = index
             self._noise = None
@@ -158,25 +160,25 @@ class Batch:
 
     @property
     def micro(self) -> Micro:
-        """The micro-batch that the loop `for … in batch` stands at, with its positions and weight."""
+        """The current micro-batch of the loop `for … in batch`, with its positions and weight."""
         if self._current < 0:
             raise StepError(
                 given="batch.backward, batch.micro or batch.noise outside a loop over the batch",
-                found="no micro-batch is under way",
+                found="there is no current micro-batch",
                 fix=IN_A_LOOP,
             )
         return self.micros[self._current]
 
     @property
     def noise(self) -> Noise:
-        """The per-position random numbers of the current micro-batch; each draw goes on."""
+        """The per-position random numbers of the current micro-batch; draws continue a stream."""
         micro = self.micro
         if self._noise is None:
             self._noise = Noise(self.seed, micro.first, micro.samples)
         return self._noise
 
     def gather(self, tensor: Tensor) -> GatheredRows:
-        """The rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
+        """Return the rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
         return gather_rows(tensor, self.micro)
 
     @overload
@@ -200,30 +202,32 @@ class Batch:
         the count may be 0, since there is no mean then. `model` is the model to train; it is required
         if several have been parallelized.
 
-        Raises StepError for a loss that does not say which of the two it is, or whose last operation
-        is the other reduction; where the batch before was not finished, or its gradients were not
-        cleared after, or were cleared before, `optimizer.step()`; for a Step over the model with
-        options that a loop ignores; and AgreementError, on all ranks, where at the first batch of a
-        Loader the ranks have other data.
+        Raises:
+            StepError: If neither `total` nor `mean` is given, or the last operation of the loss is the
+                other reduction; if the previous batch was not finished; if its gradients were not
+                cleared after `optimizer.step()`, or were cleared before it; if a Step over the model
+                has options that a loop ignores.
+            AgreementError: On all ranks, at the first batch of a Loader, if the ranks have different
+                data.
         """
         self._manual_loop.backward(self, positional, total=total, mean=mean, count=count, model=model)
 
     def finish(self, model: nn.Module, *, clip: float | None = None) -> StepResult:
-        """Make the gradients those of `Σ loss / Σ count` over the global batch, and clip them.
+        """Turn the gradients into those of `Σ loss / Σ count` over the global batch, and clip them.
 
-        Returns the global mean loss and the gradient norm before clipping. Raises StepError when
-        they are not finite; the parameters are untouched then, and the gradients dropped. Raises it
-        also, at the first batch, where the loss function of a Step over this model returns a mean.
+        Returns the global mean loss and the gradient norm before clipping. Raises StepError if
+        they are not finite: the gradients are dropped and the parameters do not change. At the first
+        batch, raises StepError if the loss function of a Step over this model returns a mean.
         """
         return self._manual_loop.finish(self, model, clip=clip)
 
     def compare_ranks(self) -> None:
-        """At a Loader's first batch, raise AgreementError where ranks have other data. Collective."""
+        """Raise AgreementError, at a Loader's first batch, if ranks' data differ. Collective."""
         if self._loader is not None:
             self._loader.compare_ranks()
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
-        """Micro-batches of `sizes` samples each, collated anew; see `Loader.again`."""
+        """Return micro-batches of `sizes` samples each, collated again; see `Loader.again`."""
         return None if self._loader is None else self._loader.again(first, sizes)
 
     @property
@@ -232,9 +236,9 @@ class Batch:
 
 
 def not_one_model(found: str) -> StepError:
-    """The error of a loop over a Batch whose model is not known."""
+    """Return the error for a loop over a Batch whose model is not known."""
     return StepError(
-        given="your own loop over a Batch",
+        given="a custom training loop over a Batch",
         found=found,
         fix="batch.backward(total=loss_sum, count=n, model=model) with "
         "model = shoal.parallelize(Model(), world)",

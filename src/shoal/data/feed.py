@@ -1,4 +1,4 @@
-"""What a Loader draws from: shares and their values from any position on, and that position."""
+"""The sources of a Loader: the local batches from any position on, and that position."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shoal.util.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """How torch's DataLoader is to fetch."""
+    """The options with which torch's DataLoader fetches."""
 
     world: World
     num_workers: int
@@ -36,11 +36,12 @@ class Fetch:
     pin_memory: bool
 
     def items(self, dataset: Dataset[Any], sampler: Any, position: int) -> Iterator[tuple[Any, float]]:
-        """The items of `dataset` at what `sampler` yields, or all it yields itself without one.
+        """Yield the items of `dataset` at the indices of `sampler`; without one, all its items.
 
-        Each comes with the seconds that it took where it was made.
+        Each item comes with the seconds that it took in the process that loaded it.
         """
-        # By position, so that what workers draw does not repeat in a later loop or after a resume.
+        # By position, so that the random numbers of workers do not repeat in a later loop or after a
+        # resume.
         generator = torch.Generator().manual_seed(
             self.world.seed_for(f"workers from sample {position}")
         )
@@ -65,7 +66,7 @@ class Fetch:
 
 
 class Feed(ABC):
-    """Shares and values of one kind of dataset. `position` counts samples since the start."""
+    """The local batches of one kind of dataset. `position` counts samples since the start."""
 
     seed: int
     position: int = 0
@@ -78,36 +79,38 @@ class Feed(ABC):
     @property
     @abstractmethod
     def epoch_size(self) -> int | None:
-        """Samples in an epoch; None as long as nobody knows."""
+        """Samples in an epoch; None while the number is not known."""
 
     @abstractmethod
     def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
-        """The shares from where it stands to the end of epoch `epochs`, with their values."""
+        """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
-        """Micro-batches of `sizes` samples each, fetched anew from position `first` on, or near it
-        where the epoch ends before; None where samples can't be fetched again."""
+        """Fetch micro-batches of `sizes` samples each again, from position `first` on.
+
+        Starts earlier if the epoch would end in them. Returns None if samples can't be fetched again.
+        """
         return None
 
     def held(self) -> dict[str, str]:
-        """Digests of the arrays that the user's dataset holds, by their names; see Source."""
+        """Return digests of the arrays that the user's dataset holds, by their names; see Source."""
         return {}
 
     @abstractmethod
     def consumed(self, share: Share) -> None:
-        """Go on after a share."""
+        """Move the position past a local batch."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Where it stands, and what that would mean nothing without."""
+        """Return the position, and the facts about the data and its order that it depends on."""
 
     @abstractmethod
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that has been checked."""
+        """Continue from a state that has been checked."""
 
 
 class PositionedSource(Feed):
-    """A source with a sample at every position, so that the position is all there is to know."""
+    """A source with a sample at every position, so that the position is its only state."""
 
     def __init__(self, source: BlockDataset, sampler: RankSampler, *, shuffle: bool) -> None:
         self.seed = sampler.seed
@@ -126,7 +129,7 @@ class PositionedSource(Feed):
         return self.sampler.epoch_size
 
     def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
-        """The shares from where it stands to the end of epoch `epochs`, with their values."""
+        """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
         until = epochs * self.sampler.epoch_size
         blocks = _Blocks(self.sampler, self.position, until, self.source.block)
         for values, seconds in fetch.items(self.source, blocks, self.position):
@@ -139,7 +142,7 @@ class PositionedSource(Feed):
         return self.source.held()
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
-        """Micro-batches of `sizes` samples each, fetched anew from position `first` on, or near it."""
+        """Fetch micro-batches of `sizes` samples each again, from position `first` on or before it."""
         length = self.sampler.epoch_size
         epoch, offset = divmod(first, length)
         offset = min(offset, length - sum(sizes))
@@ -153,11 +156,11 @@ class PositionedSource(Feed):
         return self.source[[share]][0]
 
     def consumed(self, share: Share) -> None:
-        """Go on after a share."""
+        """Move the position past a local batch."""
         self.position = share.first + share.size
 
     def state(self) -> dict[str, Any]:
-        """The position, and what it would mean nothing without."""
+        """Return the position, and the facts about the data and its order that it depends on."""
         state: dict[str, Any] = {
             "position": self.position,
             "size": self.source.size,
@@ -177,15 +180,15 @@ class PositionedSource(Feed):
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that has been checked."""
+        """Continue from a state that has been checked."""
         self.position = state["position"]
         if isinstance(self.sampler.order, Lanes):
-            # Made from the batch size of the first run; another one now must not change the order.
+            # The first run's batch size determined it; a different one now must not change the order.
             self.sampler.order.chunk = state["chunk"]
 
 
 class _Blocks:
-    """The sampler as torch's DataLoader wants it, keeping the blocks that are under way."""
+    """The sampler in the form of torch's DataLoader; keeps the blocks that are being loaded."""
 
     def __init__(self, sampler: RankSampler, position: int, until: int, block: int) -> None:
         self._arguments = (sampler, position, until, block)
@@ -204,11 +207,11 @@ STATE_WORDS = {
     "seed": ("seed {}", ""),
     "shuffle": ("shuffle={}", ""),
     "epoch_size": ("epochs of {:,} samples (drop_last, batch_size)", ""),
-    "order": ("an order of one's own (checksum {})", "no order of one's own"),
+    "order": ("a custom order (checksum {})", "no custom order"),
     "samples": ("samples of checksum {}", ""),
     "shards": ("shards and lanes of checksum {}", "a dataset without shards"),
 }
-"""By key of a state, how an error calls it, and how where there is none."""
+"""For each key of a state, its description in an error, and that of a missing value."""
 
 
 def check_state(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -233,10 +236,10 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _leave_the_end_to_the_rank(_: int) -> None:
-    """In a worker of a rank that handles SIGTERM, as with an open Run: end when the rank says so.
+    """End this worker only on SIGTERM from its rank, if the rank handles SIGTERM, as an open Run does.
 
     A scheduler sends SIGTERM to all processes of a job, and the rank may need one more batch before
-    it saves. Only a thread that waits for the signal learns who sent it.
+    it saves. Only a thread that waits for the signal learns which process sent it.
     """
     if callable(signal.getsignal(signal.SIGTERM)):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

@@ -1,4 +1,4 @@
-"""Rows of other ranks: what a loss that couples the samples of a batch (contrastive ones) needs."""
+"""Rows of other ranks, for losses that couple the samples of a batch, such as contrastive losses."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ if TYPE_CHECKING:
 
 
 class GatheredRows(NamedTuple):
-    """`all` rows of the data ranks in the order of their positions; this rank's begin at `start`."""
+    """`all` rows of the data ranks, ordered by position; this rank's rows begin at `start`."""
 
     all: Tensor
     start: int
 
 
 def gather(tensor: Tensor) -> GatheredRows:
-    """The rows of `tensor` from all data ranks, within the functions of a Task. Collective.
+    """Return the rows of `tensor` from all data ranks, within the functions of a Task. Collective.
 
-    `tensor` has shape (rows, ...), where ranks may have different numbers of rows; those of a stand-in
-    are left out. Gradients flow back to the rows of every rank: where each rank adds up the losses of
-    its own rows,
+    `tensor` has shape (rows, ...); ranks may have different numbers of rows. The rows of padding
+    samples are left out. Gradients flow back to the rows of every rank. If each rank adds up the
+    losses of its own rows,
 
         def loss(output, batch):
             everyone, start = shoal.gather(output)
             own = torch.arange(start, start + len(output))
             return F.cross_entropy(output @ everyone.T, own, reduction="sum"), len(output)
 
-    loss and gradient are those of one process. With several micro-batches each is coupled within
-    itself only, so these numbers depend on how many there are. A loop of one's own calls
+    loss and gradient are those of one process. Only samples of the same micro-batch are coupled, so
+    loss and gradient depend on the number of micro-batches. In a custom training loop, call
     `batch.gather`. Raises StepError outside a micro-batch.
     """
     micro = CURRENT_MICRO.get()
     if micro is None:
         raise StepError(
             given="shoal.gather(…)",
-            found="no Task is under way whose ranks could be asked",
-            fix="call it in the loss, inputs or model of a Task; batch.gather(…) in a loop of your own",
+            found="no function of a Task is running",
+            fix="call it in the loss, inputs or model of a Task; batch.gather(…) in a custom training "
+            "loop",
         )
     return gather_rows(tensor, micro)
 
 
 def gather_rows(tensor: Tensor, micro: Micro) -> GatheredRows:
-    """As `gather`, on a given micro-batch."""
+    """Return the rows of `tensor` from all data ranks, for a given micro-batch; see `gather`."""
     world = micro.world
     if world is None or world.data_group is None:
         return GatheredRows(tensor, 0)
-    # A stand-in keeps its place in the graph, so that its backward is collective too.
+    # A padding sample stays in the graph, so that its backward is collective too.
     own = tensor if micro.weight else tensor[:0]
     mine = torch.tensor(len(own), device=world.device)
     counts = [torch.zeros_like(mine) for _ in range(world.data_size)]
@@ -64,7 +65,7 @@ def gather_rows(tensor: Tensor, micro: Micro) -> GatheredRows:
 
 
 class _GatherRows(torch.autograd.Function):
-    """All-gather of rows; its transpose adds up what every rank's loss says of a rank's rows."""
+    """All-gather of rows; the backward sums the gradients of a rank's rows over all ranks' losses."""
 
     @staticmethod
     def forward(context: Any, own: Tensor, world: World, lengths: list[int]) -> Tensor:

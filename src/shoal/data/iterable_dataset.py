@@ -1,4 +1,4 @@
-"""Datasets that can only be iterated: read from their beginning, by every rank alike."""
+"""Datasets that can only be iterated: every rank reads them from the beginning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.util.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
-    """How global batches are cut out of what flows by."""
+    """The options with which a stream of samples is split into global batches."""
 
     batch_size: int
     ranks: int
@@ -39,11 +39,12 @@ class Cutting:
 
 
 class Flow(Feed):
-    """An IterableDataset: each rank reads all of it, keeps its share, and sees by itself where it ends.
+    """The source of an IterableDataset: each rank reads all of it and keeps its local batches.
 
-    So no rank asks another, and the number of ranks changes nothing. Its place is a number of samples
-    in an epoch: to go on there, those before are read and dropped. A dataset's own `state_dict` is not
-    used: that of a shuffled Hugging Face dataset loses what its buffer holds.
+    Each rank finds the end by itself, so ranks do not communicate, and the number of ranks does not
+    change the batches. The state is a number of samples in an epoch: on resume, the samples before it
+    are read and dropped. The dataset's own `state_dict` is not used, because that of a shuffled Hugging
+    Face dataset loses the samples in its buffer.
     """
 
     def __init__(self, dataset: Any, cutting: Cutting) -> None:
@@ -71,31 +72,31 @@ class Flow(Feed):
         return self._size
 
     def shares(self, epochs: int, fetch: Fetch) -> Iterator[tuple[Share, list[Any]]]:
-        """The shares from where it stands to the end of epoch `epochs`, with their values."""
+        """Yield the local batches from the position to the end of epoch `epochs`, with their values."""
         if self._epoch >= epochs:
             return iter(())
         if self._offset:
             fetch.world.print(
-                f"reading and dropping {self._offset:,} samples of an IterableDataset to go on after "
+                f"reading and dropping {self._offset:,} samples of an IterableDataset to resume after "
                 "them; a shoal.ShardedDataset of shards seeks"
             )
         reading = Reading(
             self._dataset, self._cutting, self.position, self._epoch, self._offset, epochs
         )
-        # Several workers would each read everything, or a part of their own choice.
+        # Several workers would each read everything, or a part that they choose themselves.
         fetch = replace(fetch, num_workers=min(1, fetch.num_workers))
         items = fetch.items(reading, None, self.position)
         return ((share._replace(load=seconds), values) for (share, values), seconds in items)
 
     def consumed(self, share: Share) -> None:
-        """Go on after a share."""
+        """Move the position past a local batch."""
         self.position = share.first + share.size
         self._offset += share.size
         if share.ends:
             self._epoch, self._offset, self._size = self._epoch + 1, 0, self._offset
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, and what that would mean nothing without."""
+        """Return the position, and the facts about the data and its order that it depends on."""
         return {
             "position": self.position,
             "kind": "iterated",
@@ -105,14 +106,14 @@ class Flow(Feed):
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that has been checked."""
+        """Continue from a state that has been checked."""
         self.position = state["position"]
         self._epoch = state["epoch"]
         self._offset = state["offset"]
 
 
 class Reading(IterableDataset[tuple[Share, list[Any]]]):
-    """The shares of one rank from a place in the flow on; what a worker iterates."""
+    """The local batches of one rank from a place in the stream on; a worker iterates over it."""
 
     def __init__(
         self, dataset: Any, cutting: Cutting, position: int, epoch: int, offset: int, until: int
@@ -123,7 +124,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
         self._until = until
 
     def __iter__(self) -> Iterator[tuple[Share, list[Any]]]:
-        # A worker that reads for nobody but itself: datasets would else divide or reseed by its number.
+        # Datasets must not see the worker: they would split or reseed themselves by its number.
         leave_worker()
         first, begun, offset = self._place
         size, drop = self._cutting.batch_size, self._cutting.drop_last
@@ -134,7 +135,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
                 raise self._nothing(epoch, len(held))
             ends = False
             while not ends:
-                # Only what follows says whether a batch is the last of its epoch.
+                # A batch is the last of its epoch if no samples follow it.
                 following = self._read(samples, first + len(held), size)
                 ends = len(following) < (size if drop else 1)
                 yield self._share(held, first, ends=ends)
@@ -152,7 +153,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
             raise DataError(
                 given=f"Loader({type(self._dataset).__name__}, …) that had given {offset:,} samples of "
                 f"epoch {epoch}",
-                found=f"it ends after {found:,} now",
+                found=f"the dataset now ends after {found:,}",
                 fix="train on the same data, or start afresh in another run directory",
             )
         return samples
@@ -178,6 +179,7 @@ class Reading(IterableDataset[tuple[Share, list[Any]]]):
         return DataError(
             given=f"Loader({type(self._dataset).__name__}, …)",
             found=f"epoch {epoch} gives {found} samples, and so no batch",
-            fix="its __iter__ must begin anew each time: `def __iter__(self): yield from …`, not "
+            fix="its __iter__ must start from the beginning each time: "
+            "`def __iter__(self): yield from …`, not "
             "`return self`; or a smaller batch_size with drop_last",
         )

@@ -1,4 +1,4 @@
-"""The global batch in, this rank's share out: exact at any number of ranks, resumable anywhere."""
+"""Global batches and their local batches: exact at any number of ranks, resumable at any sample."""
 
 from __future__ import annotations
 
@@ -34,24 +34,26 @@ from shoal.util.errors import DataError
 
 
 class Loader:
-    """Cuts a dataset into global batches and gives each rank its share of each.
+    """Splits a dataset into global batches and gives each rank its local batches.
 
-    `dataset` is a tensor, an array, a tuple or dict of them, any map-style dataset (of torch, of
-    Hugging Face), a ShardedDataset, or an IterableDataset, which every rank then reads whole and in
-    its own order. `batch_size` counts the samples of a *global* batch, over all ranks and
-    micro-batches; a TokenBudget decides it batch by batch. The order of an epoch depends on (seed,
-    epoch) only; `seed` is the world's unless given. `order` replaces shuffling: a WeightedSampling, a
-    torch Sampler that lists the same for the same epoch, or any object of the form of Ordering.
+    `dataset` is a tensor, an array, a tuple or dict of them, any map-style dataset (of torch or
+    Hugging Face), a ShardedDataset, or an IterableDataset. Every rank reads all of an IterableDataset,
+    in the dataset's order. `batch_size` is the number of samples in a *global* batch, over all ranks
+    and micro-batches; a TokenBudget chooses it batch by batch. The order of an epoch depends on (seed,
+    epoch) only. `seed` defaults to the seed of the World. `order` replaces shuffling: a
+    WeightedSampling, a torch Sampler that yields the same indices for the same epoch, or any object
+    that implements Ordering.
 
-    Random numbers of samples depend on (seed, epoch, position) alone, whoever loads them: a dataset
-    with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and `seed_transforms=True` sets
-    the generators of `random`, NumPy and torch before each sample.
+    The random numbers of a sample depend only on (seed, epoch, position), and not on the process that
+    loads it: a dataset with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and
+    `seed_transforms=True` seeds the generators of `random`, NumPy and torch before each sample.
 
-    The rest is torch's DataLoader, on which it stands: `collate_fn`, `num_workers` (kept for all
-    epochs), `prefetch_factor`, `pin_memory` (on CUDA unless given or the samples lie there).
+    The other options are those of torch's DataLoader, which loads the samples: `collate_fn`,
+    `num_workers` (kept for all epochs), `prefetch_factor`, `pin_memory`. Default of `pin_memory`: True
+    if the device of the World is CUDA and the samples are in host memory.
 
-    Its state is one number: the position, in samples since the start of training. Making one for a
-    ShardedDataset without lengths is collective.
+    The state of a Loader is one number: the position, in samples since the start of training. Creating
+    a Loader for a ShardedDataset without lengths is collective.
 
         >>> with shoal.init() as world:
         ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
@@ -60,7 +62,7 @@ class Loader:
     """
 
     load = 0.0
-    """Seconds that making the last batch took, in a worker if there are workers."""
+    """Seconds that loading the last batch took, in a worker if there are workers."""
 
     def __init__(
         self,
@@ -131,14 +133,14 @@ class Loader:
         self._loads = 0
         self._compared = False
         self.goal: int | None = None
-        """Where the loop over it is to end, in samples since the start; None where nobody knows."""
+        """The position at which the loop ends, in samples since the start; None if not known."""
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
+        """Return the number of global batches in an epoch."""
         if self.epoch_size is None or not isinstance(self._batch_size, int):
             raise DataError(
                 given="len(loader)",
-                found="how many batches an epoch has is known once it has been gone through",
+                found="the number of batches in an epoch is known only after the epoch",
                 fix="count them in the loop, or loader.epoch_size for samples, which may be None",
             )
         return math.ceil(self.epoch_size / self._batch_size)
@@ -155,13 +157,13 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a global batch, or in the largest that there may be."""
+        """Samples in a global batch; if sizes vary, in the largest possible one."""
         return self._batch_size if isinstance(self._batch_size, int) else self._batch_size.max_samples
 
     def compare_ranks(self) -> None:
-        """Raise AgreementError, on all ranks, where they have other data or another order. Collective.
+        """Raise AgreementError on all ranks if their data or orders differ. Collective.
 
-        Once: what has been compared, a Run's or a first batch's data, is not compared again.
+        Compares once: a second call, such as that of the first batch after a Run's, returns at once.
         """
         if not self._compared:
             check_same_data(self.world, self.state_dict())
@@ -169,17 +171,17 @@ class Loader:
             self._compared = True
 
     def again(self, first: int, sizes: tuple[int, ...]) -> list[Any] | None:
-        """Micro-batches of `sizes` samples each, fetched and collated anew, on the world's device.
+        """Fetch and collate micro-batches of `sizes` samples each again, on the world's device.
 
-        They begin at position `first`, or before it where the epoch would end in them. None where
-        samples can't be fetched again, as those of an IterableDataset, or an epoch has too few.
+        They begin at position `first`, or before it if the epoch would end in them. Returns None if
+        samples can't be fetched again, as with an IterableDataset, or if an epoch has too few.
         """
         values = self._feed.again(first, sizes)
         return None if values is None else [move(value, self.world.device) for value in values]
 
     @property
     def feed(self) -> Feed:
-        """What it draws from."""
+        """The source of its local batches."""
         return self._feed
 
     @property
@@ -189,7 +191,7 @@ class Loader:
         return min(1, workers) if isinstance(self._feed, Flow) else workers
 
     def fetched_by(self, workers: int) -> Loader:
-        """Another Loader of the same batches, from the same position on, with so many workers."""
+        """Return another Loader of the same batches, from the same position, with `workers` workers."""
         check_fetch(self._device, workers, self._fetch.pin_memory)
         other = copy.copy(self)
         other._feed = copy.copy(self._feed)
@@ -211,10 +213,10 @@ class Loader:
         )
 
     def epochs(self, count: int) -> Iterator[Batch]:
-        """The batches up to the end of epoch `count`, counted from the start of training.
+        """Yield the batches up to the end of epoch `count`, counted from the start of training.
 
-        After a restore it goes on in mid-epoch with the next sample that was not consumed. An epoch
-        ends on all ranks in the same step.
+        After a restore, iteration continues in mid-epoch with the next sample that was not consumed.
+        An epoch ends on all ranks in the same step.
         """
         if not is_integer(count):
             raise DataError(
@@ -226,9 +228,9 @@ class Loader:
         return self._all_batches(count)
 
     def after(self, steps: int) -> int:
-        """The position after so many more steps, in samples since the start.
+        """Return the position after `steps` more steps, in samples since the start.
 
-        Where the length of an epoch isn't known, or the sizes of batches, as if all were full.
+        Assumes full batches if the length of an epoch or the sizes of batches are not known.
         """
         size, epoch = self.batch_size, self.epoch_size
         if epoch is None or not isinstance(self._batch_size, int):
@@ -254,7 +256,7 @@ class Loader:
         timeline.begin()
         shares = on_device(self._feed.shares(count, self._fetch), self.world.device, timeline)
         while True:
-            with timeline.within(WAIT):  # a sample may fail, and somebody go on nevertheless
+            with timeline.within(WAIT):  # a sample may fail, and the caller may continue nevertheless
                 batch = self._next(shares)
             if batch is None:
                 return
@@ -287,18 +289,18 @@ class Loader:
         return self.last
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it would mean nothing without."""
+        """Return the position, and the facts about the data and its order that it depends on."""
         return self._feed.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position; DataError if the data or its order are not the same."""
+        """Continue from a saved position; raises DataError if the data or its order differ."""
         self.check_state(state)
         self._feed.load(state)
         self._loads += 1
         self.last = None
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise DataError if `state` is of other data or another order; nothing changes."""
+        """Raise DataError if `state` is of different data or a different order; changes nothing."""
         check_state(state, self._feed.state())
 
     def _order(self, dataset: Any, samples: BlockDataset, order: Any, shuffle: bool) -> Ordering:
@@ -317,7 +319,7 @@ class Loader:
 
 
 def _checked_world(dataset: Any, world: object) -> World:
-    """Return the second argument of a Loader; DataError where it is not a World."""
+    """Return the second argument of a Loader; raises DataError if it is not a World."""
     if not isinstance(world, World):
         raise DataError(
             given=f"Loader({type(dataset).__name__}, {type(world).__name__}, …)",
@@ -330,7 +332,7 @@ def _checked_world(dataset: Any, world: object) -> World:
 def check_sizes(
     batch_size: int | BatchSize, micro_batches: int, ranks: int
 ) -> tuple[int | BatchSize, int]:
-    """Both as plain integers; refuses batches that can't be cut into ranks x micro-batches."""
+    """Return both as plain integers; raises DataError if a batch has less than one sample per cell."""
     sizes = (getattr(batch_size, "max_samples", batch_size), micro_batches)
     if not all(is_integer(size, least=1) for size in sizes):
         raise DataError(
@@ -345,19 +347,19 @@ def check_sizes(
             given=f"batch_size={batch_size}, micro_batches={micro_batches}, on {ranks} data rank(s)",
             found=f"{batch_size} sample(s) for {ranks} x {micro_batches} micro-batches: "
             f"{ranks * micro_batches - batch_size} of them would never get one",
-            fix=f"batch_size={ranks * micro_batches} or more: it counts all ranks together",
+            fix=f"batch_size={ranks * micro_batches} or more: the number over all ranks",
         )
     return int(batch_size), int(micro_batches)
 
 
 def _fixed(batch_size: int | BatchSize, order: Any) -> int:
-    """The batch size of an IterableDataset."""
+    """Return the batch size of an IterableDataset; raises DataError if it is not constant."""
     if order is None and isinstance(batch_size, int):
         return batch_size
     raise DataError(
-        given="Loader(IterableDataset, …) with order= or a batch_size that is decided on",
-        found="it has no sample at a position",
-        fix="a map-style dataset, or yield samples in the order and groups that are wanted",
+        given="Loader(IterableDataset, …) with order= or a batch_size that varies",
+        found="an IterableDataset has no random access",
+        fix="a map-style dataset, or yield the samples in the order that you want",
     )
 
 
@@ -365,7 +367,7 @@ def _check_epoch(sampler: RankSampler, samples: BlockDataset, drop_last: bool) -
     if drop_last and not sampler.fixed:
         raise DataError(
             given=f"batch_size={type(sampler.batch_size).__name__}, drop_last=True",
-            found="batches of any size: none of them is short",
+            found="batches vary in size, so no batch is short",
             fix="leave drop_last out",
         )
     if sampler.epoch_size == 0:
@@ -388,6 +390,6 @@ def check_fetch(device: torch.device, num_workers: int, pin_memory: bool) -> Non
     if device.type != "cpu" and (num_workers or pin_memory):
         raise DataError(
             given=f"Loader(tensors on {device}, num_workers={num_workers}, pin_memory={pin_memory})",
-            found="worker processes can't read memory of the device, and only the host's is pinned",
-            fix="num_workers=0 without pin_memory: nothing has to be loaded any more; or tensor.cpu()",
+            found="worker processes can't read device memory, and only host memory can be pinned",
+            fix="num_workers=0 without pin_memory: the tensors are already loaded; or tensor.cpu()",
         )

@@ -1,4 +1,4 @@
-"""Map-style datasets: samples fetched one by one or together, with random numbers of their own."""
+"""Map-style datasets: samples fetched one by one or together, each with its own random numbers."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ GLOBAL_STREAM = 3
 
 
 class BlockDataset(Dataset[list[list[Any]]]):
-    """A dataset whose item is a block of shares and whose value is their micro-batches.
+    """A dataset whose index is a list of local batches and whose item is their micro-batches.
 
     This is what torch's DataLoader workers hold: one item per block, fetched at once.
     """
 
     size: int
     block: int
-    """How many global batches make a block."""
+    """The number of global batches in a block."""
     device = torch.device("cpu")
-    """Where the samples lie, as far as that is known before one is fetched."""
+    """The device of the samples, as far as it is known before one is fetched."""
 
     def __len__(self) -> int:
         return self.size
 
     def checksum(self) -> str | None:
-        """Something that other samples would change, if that costs next to nothing."""
+        """Return a value that changes with the samples, if it costs next to nothing, else None."""
         return None
 
     def held(self) -> dict[str, str]:
-        """Digests of a few rows of the arrays that the user's dataset holds, by their names."""
+        """Return digests of a few rows of the arrays that the user's dataset holds, by name."""
         return {}
 
 
 class Sampled(BlockDataset):
-    """A source of single samples, which a collate function makes into micro-batches."""
+    """A source of single samples; a collate function makes micro-batches from them."""
 
     block = 1
     watched = False
-    """Whether somebody is to be told if samples draw from generators that are not their own."""
+    """True if Shoal warns when samples draw from the global generators."""
 
     def __init__(self, collate: Collate, seed: int, *, seed_transforms: bool) -> None:
         self._collate = collate
@@ -62,7 +62,7 @@ class Sampled(BlockDataset):
         self._seed_transforms = seed_transforms
 
     def samples(self, share: Share) -> list[Any]:
-        """The samples of all cells of a share, one after the other."""
+        """Return the samples of all cells of a local batch, one after the other."""
         raise NotImplementedError
 
     def __getitem__(self, shares: list[Share]) -> list[list[Any]]:
@@ -92,7 +92,7 @@ class Mapped(Sampled):
     ) -> None:
         super().__init__(collate, seed, seed_transforms=seed_transforms)
         self._dataset = dataset
-        # Together they can't each have the global generators to themselves.
+        # Samples that are fetched together can't each seed the global generators.
         self._many = None if seed_transforms else getattr(dataset, "__getitems__", None)
         self._takes_rng = takes_rng(self._many or type(dataset).__getitem__)
         inner = dataset
@@ -105,7 +105,7 @@ class Mapped(Sampled):
         return {name: digest([array]) for name, array in arrays_in(self._dataset)}
 
     def samples(self, share: Share) -> list[Any]:
-        """The samples of all cells of a share, one after the other."""
+        """Return the samples of all cells of a local batch, one after the other."""
         indices = share.indices.tolist()
         own = draws(share, self._seed, SAMPLE_STREAM) if self._takes_rng else None
         if self._many is not None:
@@ -125,7 +125,7 @@ class Mapped(Sampled):
 
 
 def collated(samples: list[Any], share: Share, collate: Collate) -> list[Any]:
-    """The micro-batches of a share, from the samples of all its cells."""
+    """Return the micro-batches of a local batch, from the samples of all its cells."""
     values, taken = [], 0
     for cell in share.cells:
         count = cell.stop - cell.start
@@ -149,7 +149,7 @@ def _collate(samples: list[Any], collate: Collate) -> Any:
 
 
 def draws(share: Share, seed: int, stream: int) -> list[np.random.Generator]:
-    """A generator for each sample of a share, by its position since the start of training."""
+    """Return a generator for each sample of a local batch, by its position in training."""
     return [
         generator
         for cell in share.cells
@@ -160,7 +160,7 @@ def draws(share: Share, seed: int, stream: int) -> list[np.random.Generator]:
 
 
 def set_global_generators(generator: np.random.Generator) -> None:
-    """Set those of `random`, NumPy and torch (on the CPU) from a sample's own."""
+    """Seed the generators of `random`, NumPy and torch (on the CPU) from a sample's generator."""
     words = generator.integers(0, 2**32, size=4, dtype=np.uint32)
     random.seed(int(words[0]))
     np.random.seed(words[1])
@@ -168,7 +168,7 @@ def set_global_generators(generator: np.random.Generator) -> None:
 
 
 def _generators() -> tuple[Any, ...]:
-    """The states of the generators of `random`, NumPy and torch (on the CPU)."""
+    """Return the states of the generators of `random`, NumPy and torch (on the CPU)."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
@@ -192,7 +192,7 @@ def _tell_of_draws() -> None:
 
 @contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Afterwards those of `random`, NumPy and torch (on the CPU) are as they were."""
+    """Restore the generators of `random`, NumPy and torch (on the CPU) at the end of the block."""
     python, numpy, ours = _generators()
     try:
         yield
@@ -203,7 +203,7 @@ def global_generators_kept() -> Iterator[None]:
 
 
 def takes_rng(function: Any) -> bool:
-    """Whether a function has a parameter `rng`."""
+    """Return whether a function has a parameter `rng`."""
     try:
         return "rng" in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -222,7 +222,7 @@ def _refuse_to_hide(inner: Any, wrapper: Any) -> None:
 
 
 class ArrayDataset(Dataset[Any]):
-    """A tuple or mapping of arrays as samples, for a collate function of the user's own."""
+    """A tuple or mapping of arrays as samples, for a custom collate function."""
 
     def __init__(self, structure: Any, columns: Any) -> None:
         self._structure = structure
@@ -239,5 +239,5 @@ class ArrayDataset(Dataset[Any]):
 
 
 def values_of(columns: tuple[Any, ...] | Mapping[Any, Any]) -> Any:
-    """The columns of a tuple or mapping of them."""
+    """Return the columns of a tuple or mapping of columns."""
     return list(columns.values()) if isinstance(columns, Mapping) else columns

@@ -1,4 +1,4 @@
-"""Micro-batches: what one forward and backward of one rank runs on."""
+"""Micro-batches: the input of one forward and backward on one rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 class Micro(NamedTuple):
     """One micro-batch of one rank.
 
-    `value` is what the dataset and the collate function made of `samples` samples from position
-    `first` on. `weight` is 1, or 0 for the stand-in that a rank without samples runs in order to take
-    part in the collectives of the step. `world` are the processes that share the global batch, None
-    where nobody does.
+    `value` is the result of the collate function for `samples` samples from position `first` on.
+    `weight` is 1, or 0 for the padding sample that a rank without samples runs to take part in the
+    collectives of the step. `world` has the ranks of the global batch; None outside a World.
     """
 
     value: Any
@@ -25,5 +24,5 @@ class Micro(NamedTuple):
     world: World | None = None
 
 
-CURRENT_MICRO: ContextVar[Micro | None] = ContextVar("micro-batch under way", default=None)
-"""What a Task's functions are being called on, for those that talk to other ranks (`shoal.gather`)."""
+CURRENT_MICRO: ContextVar[Micro | None] = ContextVar("current micro-batch", default=None)
+"""The micro-batch of the running Task function, for functions such as `shoal.gather`."""

@@ -40,7 +40,7 @@ class Noise:
         self._generators: list[np.random.Generator] | None = None
 
     def named(self, name: str) -> Noise:
-        """The stream of this name, from its beginning: the same numbers wherever it is asked for.
+        """Return the stream of this name, from its beginning: the same numbers at every call.
 
         Streams of different names are independent, and so is each of what the Noise itself draws.
         Raises StepError for a name that is not text.
@@ -48,7 +48,7 @@ class Noise:
         if not isinstance(name, str):
             raise StepError(
                 given=f"noise.named({name!r})",
-                found="a stream is named by text",
+                found="the name of a stream is a str",
                 fix="noise.named('added').normal(8)",
             )
         digest = hashlib.sha256(name.encode()).digest()
@@ -57,7 +57,7 @@ class Noise:
         return Noise(self.seed, self.first, self.samples, stream=stream)
 
     def generators(self) -> list[np.random.Generator]:
-        """One NumPy generator per sample of the micro-batch, in its order; each call goes on."""
+        """Return one NumPy generator per sample of the micro-batch; later calls continue them."""
         if self._generators is None:
             keys = np.empty((self.samples, 2), np.uint64)
             keys[:, 0] = self.seed & _MASK
@@ -71,12 +71,12 @@ class Noise:
         return self._generators
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Standard normal numbers on the CPU, shape (samples, *shape)."""
+        """Return standard normal numbers on the CPU, shape (samples, *shape)."""
         rows = [generator.standard_normal(shape) for generator in self.generators()]
         return torch.from_numpy(np.stack(rows)).to(dtype)
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Numbers uniform in [0, 1) on the CPU, shape (samples, *shape)."""
+        """Return uniform numbers in [0, 1) on the CPU, shape (samples, *shape)."""
         rows = np.stack([generator.random(shape) for generator in self.generators()])
         grain = torch.finfo(dtype).eps / 2  # between numbers below 1; without it some round up to 1
         return torch.from_numpy(np.floor(rows / grain) * grain).to(dtype)

@@ -1,4 +1,4 @@
-"""Which sample stands at a position: shuffled, drawn by weight, or as a sampler of torch lists them."""
+"""Orders, position to sample index: shuffled, drawn by weight, or from a torch Sampler."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Ordering(Protocol):
     """
 
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """Return the number of samples in an epoch."""
         ...
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Sample indices (int64) at `positions`, each from 0 to the length, of an epoch from 0."""
+        """Return the sample indices (int64) at `positions` (0 to the length) of an epoch (from 0)."""
         ...
 
 
 class Shuffled:
-    """Every sample once in an epoch: in the order of `Permutation`, or as they lie."""
+    """Every sample once in an epoch: in the order of `Permutation`, or in the dataset's order."""
 
     def __init__(self, size: int, *, shuffle: bool) -> None:
         self._size = size
@@ -45,7 +45,7 @@ class Shuffled:
         return self._size
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Sample indices at `positions`."""
+        """Return the sample indices at `positions`."""
         order = self._order
         if order is None or (order.seed, order.epoch) != (seed, epoch):
             order = Permutation(self._size, seed=seed, epoch=epoch, shuffle=self._shuffle)
@@ -56,10 +56,10 @@ class Shuffled:
 class WeightedSampling:
     """Samples drawn with replacement, each with a probability proportional to its weight.
 
-    `weights` has one finite number >= 0 per sample of the dataset; an epoch has `size` draws, as many
-    as there are weights unless given. The draw at a position depends on (seed, epoch, position)
-    alone: SplitMix64 (Steele et al. 2014) at that counter, through the inverse of the distribution
-    function. Raises DataError for weights from which nothing can be drawn.
+    `weights` has one finite number >= 0 per sample of the dataset. An epoch has `size` draws. Default:
+    the number of weights. The draw at a position depends only on (seed, epoch, position): SplitMix64
+    (Steele et al. 2014) at that counter, through the inverse of the distribution function. Raises
+    DataError for weights from which nothing can be drawn.
     """
 
     def __init__(self, weights: npt.ArrayLike, *, size: int | None = None) -> None:
@@ -74,11 +74,11 @@ class WeightedSampling:
             raise DataError(
                 given=f"WeightedSampling(weights, size={size})",
                 found="an epoch has one draw or more",
-                fix="leave size out for as many draws as there are samples",
+                fix="leave size out for one draw per sample",
             )
         self.samples = len(table)
         self._size = self.samples if size is None else int(size)
-        # By a power of two, which is exact: sums of the largest would overflow, of the smallest vanish.
+        # Scaling by a power of two is exact. Unscaled sums could overflow or underflow.
         self._sums = np.cumsum(np.ldexp(table, -np.frexp(table.max())[1]))
         self._last = int(np.flatnonzero(table)[-1])  # rounding must not draw a weight of 0 behind it
 
@@ -86,7 +86,7 @@ class WeightedSampling:
         return self._size
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Sample indices at `positions`."""
+        """Return the sample indices at `positions`."""
         wanted = uniform(positions, seed=seed, epoch=epoch) * self._sums[-1]
         found = np.searchsorted(self._sums, wanted, side="right")
         indices: Indices = np.minimum(found, self._last).astype(np.int64)
@@ -94,7 +94,7 @@ class WeightedSampling:
 
 
 def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.float64]:
-    """A number uniform in [0, 1) for each position, by SplitMix64 keyed with (seed, epoch)."""
+    """Return a uniform number in [0, 1) for each position, by SplitMix64 keyed with (seed, epoch)."""
     digest = hashlib.sha256(f"shoal.Weighted/1 seed={seed} epoch={epoch}".encode()).digest()
     key = np.uint64(int.from_bytes(digest[:8], "little"))
     word = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
@@ -105,7 +105,7 @@ def uniform(positions: Indices, *, seed: int, epoch: int) -> npt.NDArray[np.floa
 
 
 class Listed:
-    """A sampler of torch, listed once an epoch; refused unless (epoch) alone decides what it lists."""
+    """A torch Sampler, listed once per epoch; DataError unless the list depends on epoch only."""
 
     def __init__(self, sampler: Sampler[Any]) -> None:
         self._sampler = sampler
@@ -123,7 +123,7 @@ class Listed:
         return len(self._listed[1])
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Sample indices at `positions`; the sampler has a seed of its own."""
+        """Return the sample indices at `positions`; the sampler has its own seed."""
         if epoch != self._listed[0]:
             listed = self._list(epoch)
             if len(listed) != len(self):
@@ -146,12 +146,15 @@ class Listed:
 
 def _refuse_known(sampler: Sampler[Any]) -> None:
     if isinstance(sampler, DistributedSampler):
-        found, fix = "the Loader itself gives each rank its share", "leave order out, or shuffle=True"
+        found, fix = (
+            "the Loader itself splits the batches over ranks",
+            "leave order out, or shuffle=True",
+        )
     elif isinstance(sampler, WeightedRandomSampler):
         found = "it draws from a generator whose state no position gives back"
         fix = "order=shoal.WeightedSampling(weights)"
     elif isinstance(sampler, BatchSampler):
-        found = "it lists batches; their size is a matter of its own"
+        found = "it yields batches; batch_size is a separate option"
         fix = (
             "order=sampler.sampler with batch_size=512, or batch_size=shoal.TokenBudget(lengths, 8192)"
         )
@@ -161,13 +164,13 @@ def _refuse_known(sampler: Sampler[Any]) -> None:
 
 
 def ordering(order: Any, size: int) -> Ordering:
-    """The user's `order` of a dataset of `size` samples, checked as far as it can be."""
+    """Return the user's `order` of a dataset of `size` samples, checked as far as possible."""
     if isinstance(order, Sampler):
         order = Listed(order)
     if not hasattr(order, "take") or not hasattr(order, "__len__") or isinstance(order, Permutation):
         raise DataError(
             given=f"Loader(order={type(order).__name__})",
-            found="no sample can be asked of it at (seed, epoch, position)",
+            found="it has no method that returns the sample at (seed, epoch, position)",
             fix="shoal.WeightedSampling(weights), a torch Sampler, or an object with __len__() and "
             "take(positions, *, seed, epoch) -> indices",
         )
@@ -182,7 +185,7 @@ def ordering(order: Any, size: int) -> Ordering:
 
 
 class Checked:
-    """An ordering of the user's own, whose indices are looked at before they are used."""
+    """A custom order whose indices are checked before they are used."""
 
     def __init__(self, order: Ordering, size: int) -> None:
         self._order = order
@@ -193,7 +196,7 @@ class Checked:
         return self._size
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Sample indices at `positions`; DataError if they are none of the dataset's."""
+        """Return the sample indices at `positions`; raises DataError for an index out of range."""
         indices = np.asarray(self._order.take(positions, seed=seed, epoch=epoch))
         shaped = indices.shape == positions.shape and indices.dtype.kind in "iu"
         if not shaped or (len(indices) and not 0 <= indices.min() <= indices.max() < self._samples):
@@ -207,7 +210,7 @@ class Checked:
         return indices.astype(np.int64)
 
     def fingerprint(self, seed: int) -> int:
-        """What tells this order from others: a checksum over a few positions of two epochs."""
+        """Return a checksum over a few positions of two epochs, which identifies the order."""
         probes = np.unique(np.linspace(0, self._size - 1, PROBES).astype(np.int64))
         taken = [self.take(probes, seed=seed, epoch=epoch) for epoch in (0, 1)]
         return zlib.crc32(np.concatenate(taken).astype("<i8").tobytes())

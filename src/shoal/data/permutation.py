@@ -78,7 +78,7 @@ class Permutation:
             yield from block.tolist()
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Sample indices at positions [start, stop): int64, one per position.
+        """Return the sample indices at positions [start, stop): int64, one per position.
 
         Memory beyond the result is constant (about 1.3 MiB).
         """
@@ -88,7 +88,7 @@ class Permutation:
         return self._network.walk(range(start, stop), self.size)
 
     def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Sample indices at `positions` (int64, any order), one per position."""
+        """Return the sample indices at `positions` (int64, any order), one per position."""
         if len(positions):
             self._checked(int(positions.min()), int(positions.max()) + 1)
         return self._network.walk(positions, self.size) if self.shuffle else positions
@@ -96,7 +96,7 @@ class Permutation:
     def blocks(
         self, start: int, stop: int, *, block: int = 8 * _PASS
     ) -> Iterator[npt.NDArray[np.int64]]:
-        """`indices(start, stop)` in consecutive arrays of at most `block`, in constant memory."""
+        """Yield `indices(start, stop)` in consecutive arrays of at most `block`, in constant memory."""
         start, stop = self._checked(start, stop)
         block = _integer(block, "block")
         if block < 1:
@@ -155,7 +155,7 @@ class _Network:
         low = bits // 2
         rounds = max(12, 64 // low)
         digest = hashlib.shake_256(label.encode()).digest(8 + 8 * rounds)
-        # Little-endian by decree, so that a big-endian machine reads the same keys.
+        # Explicitly little-endian, so that a big-endian machine reads the same keys.
         words = np.frombuffer(digest, dtype="<u4", offset=8).astype(np.uint32).reshape(rounds, 2)
         words[:, 0] |= 1  # an even multiplier would lose bits
         keys = tuple((word[0, ...], word[1, ...]) for word in words)
@@ -163,7 +163,7 @@ class _Network:
         return cls(low=low, high=bits - low, offset=offset, keys=keys)
 
     def walk(self, positions: range | npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
-        """Permute `positions` until each lies below `size` (cycle walking).
+        """Permute `positions` until each is less than `size` (cycle walking).
 
         Values that are still outside after a pass head the next one, which is topped up with new
         positions: every pass but the last few is full, however many values walk.

@@ -1,4 +1,4 @@
-"""Moving batches to the device, one ahead of the computation."""
+"""Prefetching of batches to the device, one ahead of the computation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Item = TypeVar("Item")
 def on_device(
     items: Iterable[tuple[Item, list[Any]]], device: torch.device, timeline: Timeline
 ) -> Iterator[tuple[Item, list[Any]]]:
-    """The items with their values on `device`.
+    """Yield the items with their values on `device`.
 
-    On CUDA the copy of the next item runs on a stream of its own while the current one is computed
-    on; copies overlap only from pinned memory. On the CPU the items pass as they are. What the
-    computation waits for is marked on the `timeline`.
+    On CUDA the copy of the next item runs on a separate stream during the computation on the current
+    one; copies overlap only from pinned memory. On the CPU the items pass unchanged. The `timeline`
+    records the waits of the computation.
     """
     if device.type != "cuda":
         yield from items

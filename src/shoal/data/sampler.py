@@ -1,8 +1,8 @@
-"""Which samples a rank takes of each global batch: pure arithmetic on positions.
+"""The samples of each global batch that a rank processes: pure arithmetic on positions.
 
-A global batch of B samples starts at some position of the epoch's order. It is cut into ranks x
-micro-batches cells, rank by rank, as evenly as whole samples allow. Nothing depends on the number of
-ranks or micro-batches but where the cuts are.
+A global batch of B samples starts at some position of the epoch's order. It is split into ranks x
+micro-batches cells, rank by rank, whose sizes differ by at most one. Only the boundaries of the cells
+depend on the number of ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORDER_BLOCK = 4096
 
 
 class Cell(NamedTuple):
-    """Positions [start, stop) relative to the batch; `weight` 0 marks a stand-in.
+    """Positions [start, stop) relative to the batch; `weight` 0 marks a padding sample.
 
     Every rank runs the same number of micro-batches. One without samples runs the batch's first
     sample with weight 0, because an empty batch breaks collate functions, reshapes and means.
@@ -35,11 +35,11 @@ class Cell(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one rank takes of one global batch: its cells, and the dataset indices of all of them.
+    """The local batch of one rank: its cells, and the dataset indices of all of them.
 
-    `first` is the position of the batch's first sample since the start of training. `ends` is set by
-    those who know no other way to tell that a batch is the last of its epoch. `load` is the seconds
-    that making its values took, once they are there.
+    `first` is the position of the batch's first sample since the start of training. Sources without a
+    known length set `ends` for the last batch of an epoch. `load` is the number of seconds that
+    loading the values took, once they are loaded.
     """
 
     first: int
@@ -51,7 +51,7 @@ class Share(NamedTuple):
 
 
 def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[Cell, ...]:
-    """The cells of `rank` in a batch of `size` samples; sizes of cells differ by one at most."""
+    """Return the cells of `rank` in a batch of `size` samples; their sizes differ by at most one."""
     total = ranks * micro_batches
     cells = []
     for number in range(rank * micro_batches, (rank + 1) * micro_batches):
@@ -62,10 +62,10 @@ def cut(size: int, *, ranks: int, rank: int, micro_batches: int) -> tuple[Cell, 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSampler:
-    """The shares of one rank from any position on: the order cut into batches and cells.
+    """The local batches of one rank from any position on: the order, split into batches and cells.
 
-    `batch_size` is the size of every global batch, or decides on each from the samples that come
-    next. With `drop_last` an epoch ends before a batch that would be short.
+    `batch_size` is the size of every global batch, or a function that chooses it from the next
+    samples. With `drop_last` an epoch ends before a batch that would be short.
     """
 
     order: Ordering
@@ -84,12 +84,12 @@ class RankSampler:
 
     @property
     def fixed(self) -> bool:
-        """Whether all batches, but for the last of an epoch, have the same size."""
+        """True if all batches except the last of an epoch have the same size."""
         return isinstance(self.batch_size, int)
 
     @cached_property
     def largest(self) -> int:
-        """The size of the largest batch that there may be."""
+        """The largest possible size of a batch."""
         return self.batch_size if isinstance(self.batch_size, int) else self.batch_size.max_samples
 
     @cached_property
@@ -100,9 +100,9 @@ class RankSampler:
         return cut(size, ranks=self.ranks, rank=self.rank, micro_batches=self.micro_batches)
 
     def shares(self, position: int, until: int, block: int) -> Iterator[list[Share]]:
-        """The shares of the batches from `position` to `until`, in lists of up to `block`.
+        """Yield the local batches from `position` to `until`, in lists of up to `block`.
 
-        A list stays within an epoch. The order is evaluated for many batches at once.
+        All batches of a list are of one epoch. The order is evaluated for many batches at once.
         """
         while position < until:
             epoch, offset = divmod(position, self.epoch_size)
@@ -137,9 +137,9 @@ class RankSampler:
         size = rule if isinstance(rule, int) else rule(upcoming)
         if not isinstance(size, int | np.integer) or not 1 <= size <= len(upcoming):
             raise DataError(
-                given=f"batch_size={type(rule).__name__}, asked with {len(upcoming)} samples to come",
-                found=f"it takes {size!r} of them",
-                fix="return a whole number from 1 to len(indices)",
+                given=f"batch_size={type(rule).__name__}, called with the next {len(upcoming)} samples",
+                found=f"it returned {size!r}",
+                fix="return an integer from 1 to len(indices)",
             )
         return int(size)
 

@@ -1,4 +1,4 @@
-"""Samples in shards: files, archives, tables that are read from some sample on, not at random."""
+"""Samples in shards: files, archives and tables that are read in sequence from a given sample."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from shoal.util.errors import DataError
 Shard = TypeVar("Shard")
 
 GROUPS = 4
-"""Batches to a round over all lanes, so that each of 1, 2 or 4 workers has lanes of its own."""
+"""Batches per round over all lanes, so that each of 1, 2 or 4 workers has its own lanes."""
 SKIPPED = 1024
-"""Samples that are rather read and dropped than the shard opened anew."""
+"""The most samples to read and drop before the shard is opened again instead."""
 
 
 class ShardedDataset(Generic[Shard]):
@@ -61,7 +61,7 @@ class ShardedDataset(Generic[Shard]):
         if not self.shards or interleave < 1:
             raise DataError(
                 given=f"ShardedDataset of {len(self.shards)} shards, interleave={interleave}",
-                found="nothing to read, or nobody to read it",
+                found="no shards, or interleave below 1",
                 fix="shoal.ShardedDataset(sorted(folder.glob('*.jsonl')), read)",
             )
         if self.lengths is not None and (
@@ -70,11 +70,11 @@ class ShardedDataset(Generic[Shard]):
             raise DataError(
                 given=f"ShardedDataset of {len(self.shards)} shards with {len(self.lengths)} lengths",
                 found="not one number of samples >= 0 for each",
-                fix="leave lengths out, and the shards are counted",
+                fix="leave lengths out, and Shoal counts the samples",
             )
 
     def count(self, shard: int) -> int:
-        """The samples of shard number `shard`, by reading it."""
+        """Count the samples of shard number `shard` by reading it."""
         return sum(1 for _ in self.read(self.shards[shard], 0))
 
 
@@ -99,7 +99,7 @@ class Lanes:
         return self._size
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Sample indices at `positions`, in the numbering of the shards as they were given."""
+        """Return the sample indices at `positions`, numbered in the order of the user's shards."""
         self._lay(seed, epoch)
         places = self.places(positions)
         found = np.searchsorted(self._ends, places, side="right")
@@ -109,13 +109,13 @@ class Lanes:
         return indices
 
     def places(self, positions: Indices) -> Indices:
-        """Where in the shards laid end to end the `positions` are."""
+        """Return the places of `positions` in the concatenated shards."""
         begins = np.arange(self._lanes + 1, dtype=np.int64) * self._size // self._lanes
         whole = self._size // self._lanes // self.chunk * self.chunk
         number, within = np.divmod(positions, self.chunk)
         turn, lane = np.divmod(number, self._lanes)
         in_turn = begins[lane] + turn * self.chunk + within
-        # After the whole rounds each lane has less than a chunk and a sample left, taken one by one.
+        # After the full rounds each lane has at most a chunk left, which is taken sample by sample.
         rest = begins - whole * np.arange(self._lanes + 1)
         left = np.maximum(positions - whole * self._lanes, 0)
         last = np.minimum(np.searchsorted(rest, left, side="right") - 1, self._lanes - 1)
@@ -123,12 +123,12 @@ class Lanes:
         return np.where(positions < whole * self._lanes, in_turn, leftover)
 
     def fingerprint(self) -> int:
-        """A checksum of what the order rests on."""
+        """Return a checksum of the inputs of the order."""
         what = np.concatenate([[self._lanes], self._lengths]).astype("<i8")
         return zlib.crc32(what.tobytes())
 
     def _lay(self, seed: int, epoch: int) -> None:
-        """Find the shards in the order of an epoch, and where each ends."""
+        """Find the shards in the order of an epoch, and the end of each."""
         order = self._order
         if order is None or (order.seed, order.epoch) != (seed, epoch):
             order = Permutation(len(self._lengths), seed=seed, epoch=epoch, shuffle=self._shuffle)
@@ -138,7 +138,7 @@ class Lanes:
 
 
 class Streamed(Sampled):
-    """A stream as a source: shards stay open between shares and are read on where they stand."""
+    """The source of a ShardedDataset: shards stay open between local batches and are read on."""
 
     def __init__(
         self, stream: ShardedDataset[Any], collate: Collate, seed: int, *, seed_transforms: bool
@@ -151,7 +151,7 @@ class Streamed(Sampled):
         self.size = int(self._lengths.sum())
 
     def checksum(self) -> str | None:
-        """Of the names of the shards, where they are files: those of one length may change places."""
+        """Return a checksum of the file names: shards of equal length may have changed places."""
         shards = self._stream.shards
         names = [Path(shard).name for shard in shards if isinstance(shard, str | os.PathLike)]
         if len(names) < len(shards):
@@ -159,7 +159,7 @@ class Streamed(Sampled):
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
     def samples(self, share: Share) -> list[Any]:
-        """The samples of all cells of a share, one after the other."""
+        """Return the samples of all cells of a local batch, one after the other."""
         shards = np.searchsorted(self._ends, share.indices, side="right")
         offsets = share.indices - (self._ends - self._lengths)[shards]
         generators = draws(share, self._seed, GLOBAL_STREAM) if self._seed_transforms else None
@@ -172,7 +172,7 @@ class Streamed(Sampled):
         return found
 
     def _at(self, shard: int, offset: int) -> Iterator[Any]:
-        """The shard from sample `offset` on: one that is open shortly before it, or opened there."""
+        """Return the shard from sample `offset` on: one open shortly before it, or opened there."""
         near = range(offset - 1, offset - 1 - SKIPPED, -1)
         behind = [place for number, place in self._open if number == shard and place in near]
         if behind:
@@ -192,7 +192,7 @@ class Streamed(Sampled):
         if offset + 1 < length:
             self._open[shard, offset + 1] = samples
         elif next(samples, _END) is not _END:
-            raise self._other_length(shard, f"it goes on after {length:,} samples")
+            raise self._other_length(shard, f"it continues after {length:,} samples")
         return sample
 
     def _other_length(self, shard: int, found: str) -> DataError:
@@ -209,7 +209,7 @@ _END = object()
 
 
 def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
-    """The lengths of a stream's shards, counted by all ranks together if not known. Collective."""
+    """Return the lengths of a stream's shards; all ranks together count unknown ones. Collective."""
     if stream.lengths is None:
         begun = time.perf_counter()
         mine: list[int] = []
@@ -226,7 +226,7 @@ def counted(stream: ShardedDataset[Any], world: World) -> list[int]:
                 raise DataError(
                     given=f"ShardedDataset of {len(stream.shards)} shards, counted",
                     found=f"rank {rank} could not read one: {failure}",
-                    fix="see that rank's own error; shoal.ShardedDataset(…, lengths=…) counts nothing",
+                    fix="see that rank's own error; ShardedDataset(…, lengths=…) needs no counting",
                 )
         stream.lengths = [parts[n % world.size][0][n // world.size] for n in range(len(stream.shards))]
         world.print(

@@ -1,4 +1,4 @@
-"""Where samples come from: tensors and arrays in blocks of shares; what serves any other dataset."""
+"""The sources of samples: tensors and arrays, and the choice of a source for other datasets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Arrays(BlockDataset):
         return [values[start : start + count] for start in range(0, len(values), count)]
 
     def checksum(self) -> str:
-        """Of the first, the middle and the last sample."""
+        """Return a checksum of the first, the middle and the last sample."""
         return digest(self._tensors.values())
 
     def _value(self, pieces: tuple[Tensor, ...]) -> Any:
@@ -62,7 +62,7 @@ class Arrays(BlockDataset):
 def source(
     dataset: Any, collate: Collate | None, share: int, *, seed: int = 0, seed_transforms: bool = False
 ) -> BlockDataset:
-    """What serves `dataset`; `share` is the samples a rank takes of a full batch.
+    """Return the source for `dataset`; `share` is the number of samples in a full local batch.
 
     Raises DataError for datasets without samples, without a length, or of uneven tensors.
     """
@@ -94,7 +94,7 @@ def source(
     else:
         raise DataError(
             given=f"Loader({type(dataset).__name__}, …)",
-            found="it lacks __len__ or __getitem__, by which samples are found at a position",
+            found="it lacks __len__ or __getitem__, which random access needs",
             fix="a map-style dataset, tensors or NumPy arrays, for example list(samples); of a "
             "DataLoader its .dataset",
         )
@@ -108,7 +108,7 @@ def source(
 
 
 def _arrays(dataset: Any) -> tuple[Any, dict[Any, Tensor]] | None:
-    """(structure, tensors) of a dataset that is nothing but tensors or arrays, else None."""
+    """Return (structure, tensors) of a dataset that has only tensors or arrays, else None."""
     if isinstance(dataset, TensorDataset):
         return tuple, dict(enumerate(dataset.tensors))
     if isinstance(dataset, Tensor | np.ndarray):

@@ -1,4 +1,4 @@
-"""Global batches of as many samples as fit: sizes from the samples, not from a number."""
+"""Global batches whose sizes depend on their samples: token budgets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from shoal.util.errors import DataError
 
 
 class BatchSize(Protocol):
-    """How many samples a global batch takes, decided from those that come next in the order."""
+    """A rule that chooses the size of each global batch from the next samples in the order."""
 
     @property
     def max_samples(self) -> int:
-        """Never more than this: so far the Loader looks ahead."""
+        """The largest size: the number of samples that the Loader looks ahead."""
         ...
 
     def __call__(self, indices: npt.NDArray[np.int64], /) -> int:
-        """The size of the batch that starts with `indices`: the next `max_samples` or, at the end of an
-        epoch, fewer. It must be a pure function of them."""
+        """Return the size of the batch that starts with `indices`.
+
+        `indices` are the next `max_samples` or, at the end of an epoch, fewer. The size must be a pure
+        function of them.
+        """
         ...
 
 
@@ -45,7 +48,7 @@ class TokenBudget:
             raise DataError(
                 given=f"TokenBudget(lengths of shape {table.shape}, dtype {table.dtype}, {max_tokens}, "
                 f"max_samples={max_samples})",
-                found="not one whole number >= 0 per sample, or a limit below 1",
+                found="not one integer >= 0 per sample, or a limit below 1",
                 fix="shoal.TokenBudget([len(text) for text in texts], 8192)",
             )
         self._lengths = table.astype(np.int64)
@@ -54,7 +57,7 @@ class TokenBudget:
         self._padded = padded
 
     def __call__(self, indices: npt.NDArray[np.int64], /) -> int:
-        """As many of `indices` as fit, one at least."""
+        """Return how many of `indices` fit into the budget, at least one."""
         if int(indices.max()) >= len(self._lengths):
             raise DataError(
                 given=f"TokenBudget of {len(self._lengths):,} lengths",

@@ -1,4 +1,4 @@
-"""When a training run ends before its time: evaluations that grow no better."""
+"""Early stopping: end training when evaluations no longer improve."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Validation:
                 )
 
     def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Validation:
-        """This Validation, with the `collate_fn` given where it has none of its own."""
+        """Return this Validation, with `collate_fn` if it has none."""
         return self if self.collate_fn is not None else replace(self, collate_fn=collate_fn)
 
     def compared(self, metrics: Mapping[str, Any]) -> float:
-        """The number of an evaluation's `metrics` that decides. Raises StepError if it is none."""
+        """Return the monitored number of `metrics`. Raises StepError if it is not one number."""
         try:
             return float(metrics[self.monitor])
         except (TypeError, ValueError, RuntimeError):
@@ -108,22 +108,22 @@ class EarlyStoppingState:
 
     @property
     def _by(self) -> str:
-        """By what evaluations are compared."""
+        """The criterion by which evaluations are compared."""
         way = "higher" if self._higher else "lower"
         return "" if self.evaluation is None else f"{way} {self.evaluation.monitor}"
 
     @property
     def impatient(self) -> bool:
-        """Whether training should stop for want of a better one."""
+        """True if training should stop because no evaluation was better for too long."""
         patience = None if self.evaluation is None else self.evaluation.patience
         return patience is not None and self.since >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, the evaluations since, and the last one's metrics: numbers and tensors."""
+        """Return the best value, the number of evaluations since, and the last metrics."""
         return {"best": self.best, "since": self.since, "metrics": self._kept, "by": self._by}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; the best by another metric is none."""
+        """Load a state that `state_dict` returned; drops the best value if it is of another metric."""
         self.metrics = self._kept = state["metrics"]
         if state["by"] == self._by:
             self.best, self.since = state["best"], state["since"]

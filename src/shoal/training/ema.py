@@ -28,7 +28,7 @@ class EMA:
         if not isinstance(decay, int | float) or not 0.0 <= decay < 1.0:
             raise StepError(
                 given=f"EMA(decay={decay!r})",
-                found="the share of the old average is a number, at least 0 and below 1",
+                found="decay is a number, at least 0 and below 1",
                 fix="decay=0.999, which averages over about 1,000 steps",
             )
         self.decay = decay
@@ -50,7 +50,7 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with averaged parameters; afterwards it has its own again."""
+        """Use the averaged parameters inside the block; restore the model's own at its end."""
         self._swap()
         try:
             yield
@@ -58,16 +58,16 @@ class EMA:
             self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name, and how many updates they have seen.
+        """Return the averages by parameter name, and the number of updates.
 
-        As in a model's own state_dict, a tied parameter is there by each of its names.
+        As in the model's state_dict, a tied parameter is present under each of its names.
         """
         averages = {name: self._averages[first] for name, first in self._names.items()}
         return {"updates": self.updates, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned; CheckpointError if it is of another model."""
+        """Load a state that `state_dict` returned; raises CheckpointError if it is of another model."""
         averages: Mapping[str, Tensor] = state["averages"]
         here = {name: tuple(self._averages[first].shape) for name, first in self._names.items()}
         there = {name: tuple(tensor.shape) for name, tensor in averages.items()}
@@ -84,7 +84,7 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        # Values move and tensors stay, so that views, buckets and optimizers go on pointing at them.
+        # Copy values and keep the tensors, so that views, buckets and optimizers stay valid.
         for name, parameter in self._parameters.items():
             kept = parameter.detach().clone()
             parameter.copy_(self._averages[name])

@@ -1,4 +1,4 @@
-"""Exact evaluation: every sample once at any number of processes; sums and counts, never means."""
+"""Exact evaluation: each sample once at any number of ranks; sums and counts, never means."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Metric(Protocol):
     """A metric that is a mean: a function of (output, target) that returns (sum, count)."""
 
     def __call__(self, output: Any, target: Any, /) -> tuple[Tensor, Count]:
-        """(sum over the samples, count)."""
+        """Return (sum over the samples, count)."""
         ...
 
 
 class Accuracy:
-    """The share of correct classes: scores of shape (…, classes), targets of shape (…).
+    """The fraction of correct classes: scores of shape (…, classes), targets of shape (…).
 
     Targets equal to `ignore_index` (torch's default, -100) are not counted. Raises DataError for an
     output that is not a tensor, and for targets of another shape.
@@ -50,7 +50,7 @@ class Accuracy:
         self.ignore_index = ignore_index
 
     def __call__(self, output: Tensor, target: Tensor, /) -> tuple[Tensor, Tensor]:
-        """(correct, counted)."""
+        """Return (correct, counted)."""
         if not isinstance(output, Tensor):
             raise DataError(
                 given=f"shoal.Accuracy of an output of type {type(output).__name__}",
@@ -61,7 +61,7 @@ class Accuracy:
             raise DataError(
                 given=f"Accuracy with scores of shape {tuple(output.shape)}",
                 found=f"targets of shape {tuple(target.shape)}, not {tuple(output.shape[:-1])}",
-                fix="classes in the last dimension of the output, or a metric of your own: "
+                fix="classes in the last dimension of the output, or a custom metric: "
                 "metrics={'accuracy': lambda output, target: (correct, counted)}",
             )
         counted = target != self.ignore_index
@@ -83,8 +83,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return the loss and the `metrics` of a model over `dataset`. Collective.
 
-    `model` is a Step or, in your own loop, a parallelized model together with a `task` that has the
-    loss function. Every sample is visited once, in eval mode, without gradients, in the Step's
+    `model` is a Step or, in a custom training loop, a parallelized model together with a `task` that
+    has the loss function. Every sample is visited once, in eval mode, without gradients, in the Step's
     precision (for a model, that of a `torch.autocast` around the call); the modes of all modules are
     restored. A metric is a function (output, target) -> (sum, count), or any torchmetrics Metric.
     `targets(batch)` returns the target (default: the second element of a tuple, "labels" of a
@@ -99,7 +99,7 @@ def evaluate(
     world = engine.world
     metrics = _checked({} if metrics is None else metrics)
     with world.timeline.during(EVALUATION):
-        # First, since ranks may be fewer then, which divide the dataset.
+        # First, since fewer ranks may be left afterwards, and the dataset is split over them.
         engine.synchronize(subject.optimizer)
         loader = Loader(
             dataset,
@@ -119,8 +119,8 @@ def evaluate(
                     samples += micro.samples if micro.weight else 0
                     if output is None and not engine.reports_loss:
                         continue
-                    # A stand-in goes through everything too, and so does what peers repeat: what can't
-                    # work fails on all ranks, and a loss that runs another model is collective.
+                    # Padding samples and repeated outputs are evaluated too, so that an error occurs
+                    # on all ranks, and because a loss that runs another model is collective.
                     weight = micro.weight if engine.reports_loss else 0.0
                     moved = engine.move_targets(output, micro)
                     sums.add("loss", task.reduce(output, moved, batch.seed), weight)
@@ -129,7 +129,7 @@ def evaluate(
                         kinds.add(sums, (outputs or _same)(output), target, weight)
         result: dict[str, Any] = sums.means(world)
         visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
-        # Ranks of one data rank share samples.
+        # All ranks of one data-parallel rank visit the same samples.
         result["samples"] = visits * world.data_size // world.size
         return result | {name: _merged(metric, world) for name, metric in kinds.foreign.items()}
 
@@ -157,7 +157,7 @@ class _Metrics:
 
 
 class _Subject(NamedTuple):
-    """What is evaluated, and how."""
+    """The model to evaluate, its task and its inference function."""
 
     engine: Engine
     task: Task
@@ -176,8 +176,8 @@ def _subject(model: Step | nn.Module, task: Task | None) -> _Subject:
         + (")" if task is None else f", task={type(task).__name__})"),
         found="a Step, which has its own Task"
         if isinstance(model, Step)
-        else "neither a Step nor a model with a Task, so the loss can't be known",
-        fix="shoal.evaluate(step, data), or in your own loop "
+        else "neither a Step nor a model with a Task, so the loss function is unknown",
+        fix="shoal.evaluate(step, data), or in a custom training loop "
         "shoal.evaluate(model, data, task=shoal.Task(loss))",
     )
 
@@ -206,7 +206,7 @@ class Sums:
             total[1] += count
 
     def means(self, world: World) -> dict[str, float]:
-        """Σ sum / Σ count over all ranks; NaN where nothing was counted."""
+        """Return Σ sum / Σ count over all ranks; NaN if the count is 0."""
         table = torch.tensor(list(self._totals.values()), dtype=torch.float64, device=world.device)
         world.all_reduce(table)
         return {
@@ -216,7 +216,7 @@ class Sums:
 
 
 def default_targets(value: Any) -> Any:
-    """What metrics compare with where `evaluate` is not told."""
+    """Return the target of a batch for `evaluate` without `targets`."""
     if isinstance(value, Mapping) and "labels" in value:
         return value["labels"]
     if isinstance(value, tuple | list) and len(value) > 1:
@@ -230,14 +230,14 @@ def default_targets(value: Any) -> Any:
 
 
 def _checked(metrics: object) -> dict[str, Any]:
-    """`metrics` by name; StepError for what is no mapping of metrics."""
+    """Return `metrics` as a dict; raises StepError for anything but a mapping of metrics."""
     fix = "metrics={'accuracy': shoal.Accuracy()}"
     if not isinstance(metrics, Mapping):
         kind = type(metrics).__name__
-        raise StepError(given=f"metrics of type {kind}", found="metrics have no names there", fix=fix)
+        raise StepError(given=f"metrics of type {kind}", found="metrics is a mapping of names", fix=fix)
     for name, metric in metrics.items():
         if name in ("loss", "samples"):
-            found = f"{name!r} is what evaluate itself returns under this name"
+            found = f"evaluate itself returns {name!r} under this name"
         elif isinstance(metric, type):
             found = f"{metric.__name__} is a class; a metric is an object made from it"
         elif not callable(metric):
@@ -253,7 +253,7 @@ def _foreign(metric: Any) -> bool:
 
 
 def _local(name: str, metric: Any, world: World) -> Any:
-    """A fresh copy of a torchmetrics Metric that never talks to other ranks by itself."""
+    """Return a reset copy of a torchmetrics Metric that does not synchronize with other ranks."""
     if reductions(metric) is None:
         raise StepError(
             given=f"metrics={{{name!r}: {type(metric).__name__}}}",
@@ -267,7 +267,7 @@ def _local(name: str, metric: Any, world: World) -> Any:
 
 
 def _update(name: str, metric: Any, output: Any, target: Any) -> None:
-    """Give a torchmetrics Metric the next samples; StepError for an output that it can't take."""
+    """Update a torchmetrics Metric; raises StepError for an output that it can't take."""
     try:
         metric.update(output, target)
     except Exception as error:
@@ -282,7 +282,7 @@ def _update(name: str, metric: Any, output: Any, target: Any) -> None:
 
 
 def _choice_of(output: object) -> str:
-    """What to write so that a metric gets one tensor of an output that is none."""
+    """Return the call that selects one tensor of an output for a metric."""
     if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
         chosen = "output[0]"
     elif isinstance(output, Mapping):
@@ -295,10 +295,10 @@ def _choice_of(output: object) -> str:
 
 
 def _merged(metric: Any, world: World) -> Any:
-    """The value of a metric over all ranks, from the states of those that saw samples.
+    """Return the value of a metric over all ranks, from the states of those that saw samples.
 
-    The reductions are the metric's own. torchmetrics' synchronisation would expect every rank to
-    have seen a sample, which a small or ragged dataset does not grant.
+    Uses the metric's reductions. torchmetrics' synchronization would require that every rank has
+    seen a sample, which is not so for a small or ragged dataset.
     """
     states = world.gather(_plain(metric.metric_state) if metric.update_count else None)
     seen = [state for state in states if state is not None]

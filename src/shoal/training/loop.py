@@ -1,4 +1,4 @@
-"""The loop given: training with evaluation, best checkpoint and early stopping, from public parts."""
+"""`shoal.train`: the training loop with validation, best checkpoint and early stopping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shoal.util.errors import StepError
 
 
 class TrainingStatus(NamedTuple):
-    """What a callback is told: after each step, each evaluation, and at the end.
+    """The argument of a callback: after each step, after each evaluation, and at the end.
 
     `kind` is "step", "evaluation" or "end". `result` is the step's, `metrics` the last evaluation's.
     """
@@ -48,10 +48,11 @@ class TrainingStatus(NamedTuple):
 
 
 class TrainResult(NamedTuple):
-    """How a training run ended: `reason` is "epochs", "steps", "patience", "max_time" or "callback".
+    """The result of `shoal.train`.
 
-    `metrics` are those of the last evaluation, `best` is the value of the metric compared, and `ema`
-    holds the averaged parameters if they were asked for.
+    `reason` is the cause of its end: "epochs", "steps", "patience", "max_time" or "callback".
+    `metrics` are those of the last evaluation, `best` is the best value of the monitored metric, and
+    `ema` has the averaged parameters, or is None without `ema=`.
     """
 
     model: nn.Module
@@ -93,15 +94,16 @@ def train(
     callbacks: Sequence[Callable[[TrainingStatus], object]] = (),
     max_time: float | None = None,
 ) -> TrainResult:
-    """Train `model` on `dataset` for `epochs` or `steps`, going on where `directory` ends. Collective.
+    """Train `model` on `dataset` for `epochs` or `steps`, resuming from `directory`. Collective.
 
-    `model` is a module, or what makes one: it is then called with the random streams of `seed`, the
-    same on all ranks. `optimizer` makes the optimizer from the parallelized model. `batch_size` is
-    global. `schedule(optimizer, total)` makes a torch scheduler over all optimizer steps: a
-    `shoal.LRSchedule`. `save` is as for `Run.tick(every=…)`, an epoch unless given; there is always one
-    at the end; `checkpoints` and `keep` are as for `Run`. `ema` is the decay of averaged parameters,
-    then evaluated. `max_time` ends training, with a checkpoint, after so many seconds. Where `epochs`
-    and `steps` are given the schedule spans the epochs, the steps end the run: `steps=2` is a dry run.
+    `model` is a module, or a function that returns one: Shoal calls it with the random streams of
+    `seed`, the same on all ranks. `optimizer` is a function of the parallelized model that returns the
+    optimizer. `batch_size` is global. `schedule(optimizer, total)` returns a torch scheduler over all
+    optimizer steps: a `shoal.LRSchedule`. `save` is the interval of `Run.tick(every=…)`. Default: each
+    epoch. The last checkpoint is saved at the end. `checkpoints` and `keep` are as for `Run`. `ema` is
+    the decay of averaged parameters, which are then evaluated. `max_time` is the number of seconds
+    after which training ends with a checkpoint. If both `epochs` and `steps` are given, the schedule
+    spans the epochs and the steps end the run: `steps=2` is a dry run.
 
     Callbacks are called on all ranks; one that returns True at an evaluation, on any rank, ends
     training. Before the first step one batch of the evaluation is tried, so that what can't be
@@ -195,7 +197,7 @@ class _Loop:
         self.deadline = deadline
 
     def run_to_end(self, epochs: int | None, steps: int | None, *, save: Every | None) -> TrainResult:
-        """Restore, train, and save what came of it."""
+        """Restore, train, save, and return the result."""
         self.run.restore()
         reason = self.train(epochs, steps, save=save)
         self.run.save()
@@ -204,7 +206,7 @@ class _Loop:
         return TrainResult(model, self.step, self.verdict.metrics, best, self.ema, reason)
 
     def train(self, epochs: int | None, steps: int | None, *, save: Every | None) -> str:
-        """Run up to the end; which end it was."""
+        """Run up to the end; return its reason."""
         loader, evaluation = self.run.loader, self.verdict.evaluation
         if self.verdict.impatient:
             return "patience"
@@ -239,7 +241,7 @@ class _Loop:
         return "epochs"
 
     def tell(self, kind: str) -> list[object]:
-        """Call the callbacks; what they returned."""
+        """Call the callbacks; return their results."""
         moment = TrainingStatus(kind, self.run, self.step.model, self.step.last, self.verdict.metrics)
         return [callback(moment) for callback in self.callbacks]
 
@@ -279,7 +281,7 @@ class _Loop:
 
 
 def _is_true(answer: object) -> bool:
-    """Whether a callback says True: Python's own, or NumPy's or torch's, as their comparisons do."""
+    """Return whether a callback returned True: a bool of Python, NumPy or torch."""
     if isinstance(answer, Tensor):
         return answer.dtype == torch.bool and answer.numel() == 1 and bool(answer)
     return isinstance(answer, bool | np.bool_) and bool(answer)

@@ -1,9 +1,9 @@
-"""Stopping before the end because a signal, or a rank, asks for it: all ranks after the same tick.
+"""Early stop of all ranks after the same tick, on a signal or at the request of one rank.
 
-Steps cost nothing more. A thread of each rank sleeps in a connection of its own to the store until
-somebody asks. It then posts how many ticks this rank has begun, after which the main thread begins
-one more at most and waits there. When all have posted, all stop after the largest number plus one.
-The threads answer whatever the main threads are in: a forward, an evaluation, a save, a data loader.
+Steps cost no extra time. On each rank a thread waits on its own connection to the store for a
+request. It then posts the number of ticks that this rank has begun, after which the main thread begins
+at most one more and waits in it. When all ranks have posted, all stop after the largest number plus
+one. The threads answer during a forward, an evaluation, a save or data loading of the main threads.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shoal.distributed.world import World
 from shoal.util.errors import LaunchError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What asks a run to stop."""
+"""The signals that stop a run."""
 
 ANSWER_SECONDS = 60.0
-"""How long all ranks have to answer. It takes milliseconds, unless one holds Python's lock in C."""
+"""Seconds in which all ranks must answer. It takes milliseconds unless C code holds the GIL."""
 
 _SLEEP = timedelta(days=1)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 _JOIN_SECONDS = 5.0
 _HINT = b"shoal: saving after this step; Ctrl-C again ends at once\n"
 _CLEAR_LINE = b"\r\x1b[2K"
-"""In a terminal the line of progress stands there, and is drawn again below."""
+"""Clears the progress bar in a terminal, which is drawn again below."""
 
 Kind = Literal["preempted", "interrupted", "failed"]
 _CODES: dict[Kind, int] = {"preempted": REQUEUE, "interrupted": 128 + signal.SIGINT, "failed": 1}
@@ -49,7 +49,7 @@ _CODES: dict[Kind, int] = {"preempted": REQUEUE, "interrupted": 128 + signal.SIG
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why a run stops: of what kind it is, what happened ("SIGTERM") and on which rank."""
+    """The reason of a stop: its kind, the event ("SIGTERM") and the rank."""
 
     kind: Kind
     what: str
@@ -57,7 +57,7 @@ class Reason:
 
     @property
     def code(self) -> int:
-        """The exit code that tells launchers."""
+        """The exit code for the launcher."""
         return _CODES[self.kind]
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Reason:
 
 
 class Stopped(SystemExit):
-    """Ends a process that has stopped, with the code of its reason; `except Exception` lets it pass."""
+    """Ends a stopped process with the exit code of its reason; `except Exception` does not catch it."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.code)
@@ -73,9 +73,9 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """Has all ranks of a world stop after the same tick, when one of SIGNALS or `request` asks for it.
+    """Stops all ranks of a World after the same tick, on one of SIGNALS or `request`.
 
-    The main thread calls `due` once in each tick. A world of one needs neither store nor threads.
+    The main thread calls `due` once in each tick. A World of size 1 needs neither store nor threads.
     """
 
     def __init__(self, world: World) -> None:
@@ -83,7 +83,7 @@ class Stopping:
         self._rank, self._size = world.rank, world.size  # those of the beginning: ranks may be lost
         survivors = world.membership.survivors
         self._members = range(world.size) if survivors is None else list(survivors.members)
-        """The ranks by their first numbers: some may have been lost before this run."""
+        """The original numbers of the ranks: some ranks may have been lost before this run."""
         self._pid = os.getpid()
         self._former: dict[int, Any] = {}
         self._requests: SimpleQueue[Reason | None] = SimpleQueue()
@@ -102,7 +102,7 @@ class Stopping:
     def start(self) -> None:
         """Listen to the other ranks and, in the main thread, handle signals. Collective.
 
-        A handler of the user's own is called after Shoal's. A signal that is ignored stays ignored.
+        The user's handlers are called after Shoal's. An ignored signal stays ignored.
         """
         if self._size > 1:
             prefix = f"shoal/stopping/{self._world.broadcast(uuid.uuid4().hex)}"
@@ -117,11 +117,11 @@ class Stopping:
                 if former not in (signal.SIG_IGN, None):
                     self._former[signum] = former
                     signal.signal(signum, self._handle)
-        # A thread in a call of the store's, while the interpreter ends, would abort the process.
+        # A thread that is still in a store call when the interpreter exits would abort the process.
         atexit.register(self.stop)
 
     def request(self, what: str, *, kind: Kind = "preempted") -> None:
-        """Have all ranks stop; from any rank and thread, and from signal handlers. The first counts."""
+        """Stop all ranks; callable on any rank and thread, and in signal handlers. The first counts."""
         reason = Reason(kind=kind, what=what, rank=self._rank)
         if self._size == 1:
             self._reason = self._reason or reason
@@ -130,11 +130,12 @@ class Stopping:
         self._asked = True
 
     def due(self) -> Reason | None:
-        """Why to stop in this tick; None to go on. Once asked it waits for the ranks to agree.
+        """Return the reason to stop in this tick, or None to continue.
 
-        Raises LaunchError where a rank doesn't answer, or the store is gone.
+        After a request it waits until the ranks have agreed on a tick. Raises LaunchError if a rank
+        doesn't answer or the store is gone.
         """
-        # First counted, then looked: `_agree` sets the mark first and then reads the count.
+        # Count before the check: `_agree` sets the flag before it reads the count.
         self._ticks += 1
         if not self._asked:
             return None
@@ -148,10 +149,10 @@ class Stopping:
         return self._reason
 
     def stop(self) -> None:
-        """Handle signals no more and end the threads; twice is fine.
+        """Restore the signal handlers and end the threads; a second call does nothing.
 
-        When this rank has been told to stop, the process is ending, and schedulers repeat themselves:
-        but for Ctrl-C, signals stay without effect.
+        If `due` has returned a reason, the process is about to exit, and schedulers may repeat the
+        signal: all signals except Ctrl-C remain without effect.
         """
         if self._stopped or os.getpid() != self._pid:
             return
@@ -176,8 +177,8 @@ class Stopping:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         former = self._former[signum]
         if os.getpid() != self._pid:
-            # In a process that the rank has forked. What all processes of a job are sent is for the
-            # rank to act upon; but it must be possible to end this one.
+            # In a process that the rank has forked. The rank handles signals to all processes of a
+            # job; but SIGTERM must still end this process.
             if signum == signal.SIGTERM:
                 signal.signal(signum, former)
                 os.kill(os.getpid(), signum)
@@ -187,7 +188,7 @@ class Stopping:
         kind: Kind = "preempted"
         if signum == signal.SIGINT:
             kind = "interrupted"
-            # A rank in a collective would not hear a handler in Python.
+            # Python handlers do not run while a rank is in a collective.
             signal.signal(signum, former if self._size == 1 else signal.SIG_DFL)
             if self._world.is_rank_zero:
                 os.write(2, _CLEAR_LINE * os.isatty(2) + _HINT)
@@ -196,7 +197,7 @@ class Stopping:
             former(signum, frame)
 
     def _pass_on(self, store: Store) -> None:
-        """Wait for a request on this rank; the first one of all ranks wakes them."""
+        """Wait for a request on this rank; the first request of all ranks wakes every rank."""
         reason = self._requests.get()
         if reason is None:
             return
@@ -209,11 +210,11 @@ class Stopping:
             self._fail(error)
 
     def _listen(self, shared: Store) -> None:
-        """Sleep until this rank is woken; where somebody has asked, agree on the tick."""
+        """Sleep until this rank is woken; after a request, agree on the tick."""
         wake = self._wake(self._rank)
         try:
-            # Whoever waits in a connection keeps all others waiting who use it. It is made here, since
-            # torch looks up names for it, which takes seconds where the name service stalls.
+            # A thread that waits on a connection blocks all its other users, so this one has its own.
+            # It is made in this thread, since torch looks up host names, which can take seconds.
             store: Store = shared.clone()  # type: ignore[attr-defined]
             while not store.check([wake]):
                 with suppress(DistStoreError):  # the time is up: it can't be infinite
@@ -248,10 +249,10 @@ class Stopping:
             self._reason = Reason(**json.loads(store.get("reason")))
 
     def _answer(self, store: Store, ticks: str) -> None:
-        """Post, once, the ticks begun, "" where this rank ticks no more; the last to post concludes.
+        """Post the number of ticks begun, once, or "" after the last; the last rank to post concludes.
 
-        Where one ticks no more nobody stops: all others end after the same tick too, or it has failed
-        and couldn't save with them.
+        If one rank posts "", no rank stops early: either all others end after the same tick too, or
+        that rank has failed and could not save with them.
         """
         if self._answered:
             return
@@ -261,7 +262,7 @@ class Stopping:
             self._conclude(store, range(self._size))
 
     def _pass_over(self, store: Store) -> None:
-        """Conclude without the ranks that have ended, where all others have answered."""
+        """Conclude without the ranks that have ended, if all others have answered."""
         survivors = self._world.membership.survivors
         missing = self._missing(store) if survivors is not None else []
         asked = [self._members[rank] for rank in missing]
@@ -273,7 +274,7 @@ class Stopping:
         store.set("last", str(max(map(int, posts)) + 1) if all(posts) else "")
 
     def _missing(self, store: Store) -> list[int]:
-        """The ranks that have not answered."""
+        """Return the ranks that have not answered."""
         return [rank for rank in range(self._size) if not store.check([self._at(rank)])]
 
     def _silent(self, store: Store) -> LaunchError:
@@ -282,14 +283,14 @@ class Stopping:
         return LaunchError(
             given=f"{Reason(**json.loads(store.get('reason')))}: all ranks stop after the same step",
             found=f"rank {names} of {self._size} did not answer within {ANSWER_SECONDS:g} s",
-            fix="see that rank's own error; the same command goes on from the newest checkpoint",
+            fix="see that rank's own error; the same command resumes from the newest checkpoint",
         )
 
     def _fail(self, error: RuntimeError) -> None:
         self._error = LaunchError(
-            given="a request to stop, on which ranks agree through the store of rank 0 or its launcher",
-            found=f"it can't be reached any more: {str(error).splitlines()[0]}",
-            fix="see rank 0's own error; the same command goes on from the newest checkpoint",
+            given="a request to stop, through the store of rank 0 or its launcher",
+            found=f"the store can't be reached any more: {str(error).splitlines()[0]}",
+            fix="see rank 0's own error; the same command resumes from the newest checkpoint",
         )
         self._settled.set()
 

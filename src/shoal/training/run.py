@@ -34,26 +34,26 @@ from shoal.util.text import shown
 class Run:
     """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
 
-    `model` is a Step or, for your own loop, a parallelized model with its `optimizer` and, if it has
-    one, its `schedule`. For several models (two for a GAN) pass dicts with the same names. The step
-    number of the Run is that of the first one: a Step counts its own steps, and for a model each
-    `batch.finish` counts. Your own loop steps the schedule, once after each optimizer step or once
-    after each epoch; the Run saves and restores it.
+    `model` is a Step or, for a custom training loop, a parallelized model with its `optimizer` and, if
+    it has one, its `schedule`. For several models (two for a GAN) pass dicts with the same names. The
+    step number of the Run is that of the first one: a Step counts its own steps, and for a model each
+    `batch.finish` counts. A custom training loop steps the schedule, once after each optimizer step or
+    once after each epoch; the Run saves and restores it.
 
     `state` holds other objects with `state_dict` and `load_state_dict`, by name. Their state must be
     the same on all ranks: if it differs, a save raises CheckpointError with the entry and the ranks.
-    `config` holds plain values that checkpoints keep for people: rates, paths. The newest `keep`
-    checkpoints are kept, and those of every `keep_every`-th step. They are kept in `checkpoints`,
-    where that is given: another directory, or a URL of a file system that fsspec knows
-    (`s3://bucket/run`). A save that fails while training continues is reported, and ends the run where
-    `must_save` is set. `trackers` take what `world.log` is given: TensorBoard if it is installed,
-    unless others are chosen; () is none. torch's profiler records the steps from the first to the last
-    of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
+    `config` holds plain values that checkpoints record for users: learning rates, paths. The Run keeps
+    the newest `keep` checkpoints and those of every `keep_every`-th step. `checkpoints` is where to
+    keep them: another directory, or a URL of a file system that fsspec supports (`s3://bucket/run`).
+    Default: `checkpoints/` in the run directory. If a background save fails, the next `tick` reports
+    it; with `must_save` it ends the run. `trackers` receive the values passed to `world.log`. Default:
+    TensorBoard if it is installed; () for none. torch's profiler records the steps from the first to
+    the last of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
 
-    As long as it is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank lets all save in the same
-    tick and exit: with code 75, which asks to be started again, or 130 after Ctrl-C.
+    While the Run is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank makes all ranks save in the
+    same tick and exit: with code 75, which requests a restart, or 130 after Ctrl-C.
 
-    Raises CheckpointError, on all ranks, when the directory or `checkpoints` can't be written, and for
+    Raises CheckpointError, on all ranks, if the directory or `checkpoints` can't be written, and for
     an entry of a model's state_dict that a checkpoint can't hold.
     """
 
@@ -81,7 +81,7 @@ class Run:
         if not isinstance(loader, Loader):
             raise DataError(
                 given=f"shoal.Run(directory, model, {type(loader).__name__})",
-                found="it does not know the global batch or where it stands",
+                found="it has no global batch and no position",
                 fix="loader = shoal.Loader(dataset, world, batch_size=512)",
             )
         self.loader = loader
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def steps(self) -> dict[str, Step]:
-        """The Steps that it was given, by name; a single one is "step"."""
+        """The Steps of this Run, by name; a single one is "step"."""
         return {name: each for name, each in self.train_states.items() if isinstance(each, Step)}
 
     @property
@@ -121,14 +121,14 @@ class Run:
         return next(iter(self.train_states.values())).number
 
     def restore(self) -> Restored | None:
-        """Go on from the newest complete checkpoint; None if there is none yet. Collective.
+        """Resume from the newest complete checkpoint; return None if there is none yet. Collective.
 
-        Damaged checkpoints are skipped, and it is said which and why. On as many ranks as before,
-        random states come back too and the run ends bit-equal to an uninterrupted one; on another
-        number the data goes on from the exact sample.
+        Rank 0 prints which damaged checkpoints were skipped, and why. On the same number of ranks,
+        random states are restored too, and the run ends bit-equal to an uninterrupted one. On a
+        different number, the data continues from the exact sample.
 
-        Raises CheckpointError when there are checkpoints but none that can be trusted, or when they
-        are of another model.
+        Raises CheckpointError if there are checkpoints but none is valid, or if they are of another
+        model.
         """
         self._check_open()
         restored = self._restore()
@@ -156,14 +156,14 @@ class Run:
         return restored
 
     def tick(self, *, every: Every | None = None) -> None:
-        """After each batch: record the steps taken on it, show progress, and save. Collective.
+        """Record the steps on a batch, show progress, and save if due. Collective. Call it per batch.
 
-        A checkpoint is saved after `every` optimizer steps of the first Step; or after some time, a
-        timedelta, by rank 0's clock; or as often as a `shoal.YoungDaly` finds best. The step waits only
-        while the state is copied, the rest is done aside; what became of it is told at a later tick.
+        `every` is a number of optimizer steps of the first Step, a timedelta by rank 0's clock, or a
+        `shoal.YoungDaly`, which chooses the interval. The step waits only while the state is copied.
+        The checkpoint is written in the background, and a later `tick` reports the result.
 
-        Raises SystemExit, after a save, when a signal on any rank has asked to stop; CheckpointError
-        where a save has failed that had not to.
+        Raises SystemExit, after a save, if a signal on any rank requested a stop. With `must_save`,
+        raises CheckpointError if a save failed.
         """
         timeline = self.world.timeline
         before = timeline.enter(UPDATE)
@@ -187,9 +187,9 @@ class Run:
         if batch is not None and all(each.last is None for each in self.train_states.values()):
             raise StepError(
                 given="run.tick() after a batch",
-                found="no Step of this Run has taken one, nor batch.finish(model) on its model",
-                fix="step(batch) with the Step that the Run was given, or batch.finish(model) with its "
-                "model, then run.tick()",
+                found="no Step of this Run has processed a batch, nor batch.finish(model) on its model",
+                fix="step(batch) with the Step of the Run, or batch.finish(model) with its model, then "
+                "run.tick()",
             )
         for each in self.train_states.values():
             each.check_schedule(epoch_ended=batch is not None and batch.ends_epoch)
@@ -204,13 +204,13 @@ class Run:
             self.save(wait=False)
 
     def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
-        """Commit a checkpoint of everything from which the run goes on; its directory. Collective.
+        """Commit a complete checkpoint of the run and return its directory. Collective.
 
-        Without `wait` it returns when the state has been copied, and the directory is there once the
-        rest is done aside. Called again before anything has moved, it returns the checkpoint that it
-        committed then; with user state, which may have changed since, that one is replaced.
-        `to="best"` keeps it in `best/` instead, beside `checkpoints/`, in the place of the one before;
-        `restore` does not look there. Of a directory at a URL, `str` gives its URL.
+        With `wait=False` it returns once the state has been copied; the directory appears when the
+        background save has committed. If no step was taken since the last save, it returns that
+        checkpoint; with user state, which may have changed, it replaces the checkpoint. `to="best"`
+        saves into `best/`, next to `checkpoints/`, and replaces the previous checkpoint there;
+        `restore` does not read it. For a checkpoint at a URL, `str` of the result is the URL.
         """
         with self.world.timeline.during(CHECKPOINT):
             return self._save(to, wait=wait)
@@ -223,12 +223,12 @@ class Run:
         if to is None and self._saved is not None and self._saved[0] == at and not self.state:
             _, path, job = self._saved
             if not wait:
-                return path  # whatever becomes of it: not all ranks may know yet
+                return path  # even if the save fails: not all ranks may know yet
             job.join()
             if not job.failed:
                 return path
         checkpoints = self.files.checkpoints if to is None else self.files.checkpoints_in(to)
-        self.events.flush()  # what a checkpoint contains has been recorded, whatever happens next
+        self.events.flush()  # so that a failure from here on loses no event of the steps in it
         self._curves.flush()
         with self.world.preparing():  # one rank may take long to write, and the others wait for it
             job = self._saves.start(
@@ -248,7 +248,7 @@ class Run:
                 self._saves.forget(job)
 
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Record an event of your own: its kind, the step, and numbers or texts by name."""
+        """Record a custom event: its kind, the step, and numbers or texts by name."""
         plain = {
             name: value if isinstance(value, str | int | float) else shown(value)
             for name, value in values.items()
@@ -256,9 +256,9 @@ class Run:
         self.events.write(kind, {"step": self.step, "position": self.loader.position, **plain})
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record numbers of the present step: as an event, and on rank 0 in the trackers.
+        """Record numbers of the current step: as an event, and on rank 0 in the trackers.
 
-        Numbers are floats or tensors of one element. Rank 0's are what people see; see `World.log`.
+        Numbers are floats or tensors of one element. Trackers get those of rank 0; see `World.log`.
         """
         self._check_open()
         numbers = {name: float(value) for name, value in values.items()}
@@ -266,21 +266,21 @@ class Run:
         self._curves.write(numbers, self.step)
 
     def _leave(self, reason: Reason) -> NoReturn:
-        """Save, and end this process with the code that tells its launcher why."""
+        """Save, and end this process with the exit code of the reason."""
         if reason.kind == "failed":
             self._saves.hear(wait=True)  # not all ranks may know by now
             self._saves.check()
         path = self.save()
         self.note(reason.kind, {"by": reason.what, "on": reason.rank, "path": path})
         self.world.print(
-            f"{reason}: saved step {self.step:,} in {path}; the same command goes on from there"
+            f"{reason}: saved step {self.step:,} in {path}; the same command resumes from there"
         )
         raise Stopped(reason)
 
     def close(self) -> None:
-        """Wait for a save under way, write what is left of the events, leave signals as they were.
+        """Wait for a running save, write the remaining events, restore the signal handlers.
 
-        Raises CheckpointError where a save has failed that had not to.
+        With `must_save`, raises CheckpointError if a save failed.
         """
         self._end(None, sys.exception())
 
@@ -315,7 +315,10 @@ class Run:
         self._end(error, error)
 
     def _position(self) -> int:
-        """Where the samples begin that no step has taken: a loop may end with a batch in its hands."""
+        """Return the position of the first sample that no step has processed.
+
+        A loop may end with a batch that it has fetched and not processed.
+        """
         last, position = self.loader.last, self.loader.position
         left = last is not None and not last.taken and last.first + last.size == position
         return last.first if last is not None and left else position
@@ -330,13 +333,13 @@ class Run:
 
     def _begin(self) -> None:
         self.files.check_unused()
-        # The first save may be the last chance there is: what no checkpoint can hold is told before.
-        # One rank may take long over it, as in a save.
+        # A value that no checkpoint can hold must raise now, not at the first save, which may come
+        # with a preemption. One rank may take long over the check, as over a save.
         with self.world.timeline.during(CHECKPOINT), self.world.preparing():
             self.files.checkpoints.check_state(self.contents.form(), self.contents.info())
         self._begun = True
         self.world.watchdog.begin_step()
-        # By rank 0's clock on all ranks: it names the attempt, whoever took part in it.
+        # By rank 0's clock on all ranks: it identifies the attempt.
         began = self.world.broadcast(round(time.time(), 6))
         self._recording.start(began, self._config)
 

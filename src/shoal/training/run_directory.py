@@ -156,7 +156,7 @@ def _check_folder(name: object) -> None:
         return
     raise CheckpointError(
         given=f"run.save(to={name!r})",
-        found="no name that a directory beside checkpoints/ could have: letters, digits, _ and -, and "
+        found="not a valid name of a directory next to checkpoints/: letters, digits, _ and -, and "
         f"none of {', '.join(sorted(_OWN))}",
         fix="run.save(to='best')",
     )

@@ -1,4 +1,4 @@
-"""What a run records of itself: how it began, each step with where its time went, how it ended."""
+"""The events of a run: its start, each step with the time of its parts, its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RunEvents:
-    """The events of a run's beginning, of its steps and of its end; several Steps have names."""
+    """Writes the events of a run's start, steps and end; several Steps have names."""
 
     def __init__(self, events: Events, steps: Mapping[str, TrainState], loader: Loader) -> None:
         self._events = events
@@ -33,14 +33,14 @@ class RunEvents:
         self.rewind()
 
     def rewind(self) -> None:
-        """What has been taken is recorded, and time until the next batch is asked for is no step's."""
+        """Count earlier steps as recorded, and the time until the next batch as outside a step."""
         self._recorded = self._numbers()
         begun = self._timeline.pause()
         self._events.begin(begun)
         self._division = TickTimes(begun)
 
     def start(self, began: float, config: Mapping[str, Any]) -> None:
-        """Record where and as what this rank runs. Collective."""
+        """Record the placement, versions and options of this rank. Collective."""
         world = self._loader.world
         step = next(iter(self._steps.values()))
         found = versions()
@@ -77,7 +77,7 @@ class RunEvents:
         )
 
     def tick(self, now: float) -> bool:
-        """Record the steps taken since the last tick; whether the first Step took one."""
+        """Record the steps taken since the last tick; return whether the first Step took one."""
         recorded, steps = self._recorded, self._steps
         taken = [name for name, step in steps.items() if step.number != recorded[name]]
         if not taken:
@@ -96,7 +96,7 @@ class RunEvents:
         return taken[0] == self._first
 
     def end(self, error: BaseException | None) -> None:
-        """Record that the run closes, and by what if that is an error."""
+        """Record the end of the run, with the error if there is one."""
         step = next(iter(self._steps.values())).number
         if error is None or isinstance(error, Stopped):
             self._events.write("end", {"step": step, "reason": "closed"})
@@ -115,7 +115,7 @@ class RunEvents:
 
 
 def _own(result: StepResult) -> dict[int, int]:
-    """The nanoseconds of a step itself, by part."""
+    """Return the nanoseconds of a step by part."""
     seconds = {
         FORWARD: result.forward,
         BACKWARD: result.backward,

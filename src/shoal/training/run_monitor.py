@@ -1,4 +1,4 @@
-"""What is seen of a Run besides its steps: traffic, memory, power, and FLOPs counted once."""
+"""Monitoring of a Run: network traffic, memory, power, and the FLOPs of one step."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ WINDOW_SECONDS = 10.0
 LOOK_SECONDS = 0.1
 REQUEST_SECONDS = 2.0
 _COUNTED_TICK = CHECKED_STEPS + 2
-"""At which tick the step after it is prepared to be counted: the first ones do more than others."""
+"""The tick before the step whose FLOPs are counted: the first steps do additional work."""
 
 
 class RunMonitor:
-    """Looks at a rank from a thread of its own, from `begin` to `end`; `tick` writes what it noted.
+    """Samples the usage of a rank in a separate thread; `tick` writes the samples as events.
 
-    `profile` are steps to be recorded by torch's profiler. Whatever fails in it is told once and ends
-    that part of it, never the run.
+    torch's profiler records the steps of `profile`. A failure is reported once and ends that part of
+    the monitoring, never the run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunMonitor:
         self._counted: dict[str, tuple[int, Counting]] = {}
 
     def begin(self) -> None:
-        """Begin to look. Records of before do not count."""
+        """Start sampling. Earlier records do not count."""
         jobs = [
             PeriodicTask(
                 name="what this process uses",
@@ -85,7 +85,7 @@ class RunMonitor:
                     name="how long it takes", seconds=LOOK_SECONDS, run=traffic.look, jitter=True
                 ),
             ]
-        # The thread holds neither this nor the model, and ends with a Run that nobody has closed.
+        # The thread has no reference to this or to the model, so it ends with a Run that is not closed.
         first = weakref.ref(self._first)
 
         def number() -> int:
@@ -96,7 +96,7 @@ class RunMonitor:
         weakref.finalize(self, self._sampler.let_go)
 
     def tick(self) -> None:
-        """Write what has been noted; count the FLOPs of one step. Collective."""
+        """Write the samples; count the FLOPs of one step. Collective."""
         self._ticks += 1
         if self._sampler is not None:
             self._write(self._sampler)
@@ -110,7 +110,7 @@ class RunMonitor:
         self._recorder.tick(self._first.number)
 
     def end(self) -> None:
-        """Look once more, write that, and end the thread."""
+        """Take the last samples, write them, and end the thread."""
         self._recorder.end()
         for step in self._steps.values():
             step.counting = nullcontext()
@@ -124,7 +124,7 @@ class RunMonitor:
             self._events.write(kind, fields)
 
     def _conclude(self) -> None:
-        """Of each Step that has gone on since: what it took, of all ranks together."""
+        """Write the FLOPs of each Step that has run since, summed over all ranks."""
         batch = self._loader.last
         for name, (number, counting) in list(self._counted.items()):
             step = self._steps[name]
@@ -136,9 +136,9 @@ class RunMonitor:
             why_not = next((reason for flops, reason in of_all if flops is None), None)
             fields: dict[str, Any] = {"name": name, "step": step.number}
             if why_not is None:
-                # Divided layers count whole on each rank that has a part of them.
-                alike = self._world.layout.degree("tensor")
-                fields["per_sample"] = sum(flops for flops, _ in of_all) / alike / batch.size
+                # Each tensor-parallel rank counts the FLOPs of the complete layers.
+                degree = self._world.layout.degree("tensor")
+                fields["per_sample"] = sum(flops for flops, _ in of_all) / degree / batch.size
                 fields["how"] = "counted in one step, by the formulas of torch's FlopCounterMode"
             else:
                 fields["how"] = f"not counted: {why_not}"
@@ -149,7 +149,9 @@ class RunMonitor:
 
     def _why_not(self, step: TrainState, counting: Counting) -> str:
         if step.compiled:
-            return "compiled code runs no operations that could be seen"
+            return "the operations of compiled code can't be counted"
         return (
-            step.engine.flops_unknown or counting.failed or "your own loop does not compute in a Step"
+            step.engine.flops_unknown
+            or counting.failed
+            or "a custom training loop does not compute in a Step"
         )

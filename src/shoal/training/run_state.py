@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run takes it back."""
+"""The contents of a run's checkpoints, and restoring a run from them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 
 class Stateful(Protocol):
-    """User state that goes along with a checkpoint: an EMA, a best value, a tokenizer's counters."""
+    """User state in a checkpoint: an EMA, a best value, a tokenizer's counters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, arrays and plain values, nested in dicts, lists and tuples."""
+        """Return tensors, arrays and plain values, nested in dicts, lists and tuples."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
-        """Take back what `state_dict` returned."""
+        """Load a state that `state_dict` returned."""
         ...
 
 
 def check_options(state: object, config: object) -> None:
-    """Raise CheckpointError where a Run can't take these along."""
+    """Raise CheckpointError if a Run can't save these options."""
     for name, given in (("state", state), ("config", config)):
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise CheckpointError(
@@ -67,7 +67,7 @@ def check_options(state: object, config: object) -> None:
 
 
 def settings(config: Any) -> Any:
-    """`config` as plain values: mappings of any class are dicts, paths are text."""
+    """Return `config` as plain values: mappings of any class become dicts, paths become text."""
     if isinstance(config, Mapping):
         return {key: settings(value) for key, value in config.items()}
     if type(config) in (list, tuple):
@@ -85,7 +85,7 @@ class Restored(NamedTuple):
 
 
 class RunState:
-    """Steps, user state and the position in the data, by names; `config` is kept for people."""
+    """Steps, user state and the position in the data, by name; `config` is information for users."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class RunState:
 
     @property
     def in_parts(self) -> bool:
-        """Whether ranks hold different parts of a model, and not shares of the same tensors."""
+        """True if ranks hold different modules of a model, and not shards of the same tensors."""
         return self._world.layout.degree("pipeline") > 1
 
     def take(self, position: int) -> dict[str, Any]:
-        """The state, this rank's own, and what is told to people, by these names. Collective."""
+        """Return "state", "rank_state" (this rank's) and "info" (for users). Collective."""
         state = {
             "steps": {name: step.state_dict() for name, step in self._steps.items()},
             "state": {name: item.state_dict() for name, item in self._state.items()},
@@ -117,7 +117,7 @@ class RunState:
         self._check_same(state["state"])
         held = self._world.gather(list(shapes(state["state"]))) if self.in_parts else []
         if not self._world.is_rank_zero:
-            # Else each tensor would be that of the rank which happens to write it.
+            # Otherwise each tensor would be that of the rank which happens to write it.
             before = {at for paths in held[: self._world.rank] for at in paths}
             state["state"] = some(
                 state["state"],
@@ -127,7 +127,7 @@ class RunState:
         return {"state": state, "rank_state": random_state(), "info": info}
 
     def info(self) -> dict[str, Any]:
-        """What is told to people about a checkpoint that is made now."""
+        """Return the information for users in a checkpoint that is saved now."""
         return {
             "epoch": self._loader.epoch,
             "time": time.time(),
@@ -138,14 +138,14 @@ class RunState:
         }
 
     def form(self) -> dict[str, Any]:
-        """What there is to save by now, to see whether it can be; nothing is made equal. Collective."""
+        """Return the state to save, to check it, without synchronizing it over ranks. Collective."""
         return {
             "steps": {name: step.form() for name, step in self._steps.items()},
             "state": {name: item.state_dict() for name, item in self._state.items()},
         }
 
     def template(self) -> dict[str, Any]:
-        """Where the tensors of a state are to be read to that this rank holds parts of."""
+        """Return the tensors to read a state into, of which this rank holds shards."""
         own = {name: item.state_dict() for name, item in self._state.items()}
         return {
             "steps": {name: step.template() for name, step in self._steps.items()},
@@ -153,7 +153,7 @@ class RunState:
         }
 
     def elsewhere(self) -> set[str]:
-        """The paths of what other ranks hold and this one need not read. Collective."""
+        """Return the paths of entries that only other ranks hold and read. Collective."""
         if not self.in_parts:
             return set()
         own = list(shapes({name: item.state_dict() for name, item in self._state.items()}))
@@ -172,7 +172,7 @@ class RunState:
         """
         saved = loaded.state
         self._check_names(saved, given)
-        # All are asked before the first one changes.
+        # Check all of them before the first one changes.
         for name, step in self._steps.items():
             step.check_state(saved["steps"][name])
         self._loader.check_state(saved["loader"])
@@ -205,10 +205,10 @@ class RunState:
                     ) from None
 
     def _check_same(self, state: Mapping[str, Any]) -> None:
-        """Raise CheckpointError, on all ranks, where their user state differs: one is kept for all.
+        """Raise CheckpointError, on all ranks, if user state differs: a checkpoint has one for all.
 
-        Collective. Ranks that take steps of their own (LocalSGD, Hogwild) have averages of their own
-        too, of which rank 0's are kept.
+        Collective. Ranks that take independent steps (LocalSGD, Hogwild) also have different averages;
+        the checkpoint keeps those of rank 0.
         """
         if (
             not state

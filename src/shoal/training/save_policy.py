@@ -1,4 +1,4 @@
-"""When a run is saved, what is under way, and what became of it."""
+"""The intervals between saves, the running save, and its result."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shoal.telemetry.events import Events
 from shoal.util.errors import CheckpointError
 
 FIRST_COST = 1.0
-"""Seconds that a save is taken to cost before one has been measured."""
+"""The assumed seconds that a save blocks training, until one has been measured."""
 LAST_WAIT = 300.0
-"""Seconds that a run which ends by an error gives the save that is under way."""
+"""Seconds that a run which ends with an error waits for a running save."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class YoungDaly:
-    """Save so often that saves, and what failures make one repeat, cost least time together.
+    """The save interval that minimizes the time lost to saves and to steps repeated after failures.
 
-    `mtbf` is the mean time between failures of the whole job: that of a node divided by how many
-    there are. A save costs what it keeps the step waiting, which is measured. (Young 1974; Daly 2006,
-    equation 37.)
+    `mtbf` is the mean time between failures of the job: that of one node divided by the number of
+    nodes. The cost of a save is the measured time for which it blocks training. (Young 1974; Daly
+    2006, equation 37.)
 
         run.tick(every=shoal.YoungDaly(mtbf=timedelta(hours=8)))
     """
@@ -38,12 +38,12 @@ class YoungDaly:
         if not isinstance(self.mtbf, timedelta) or not self.mtbf > timedelta(0):
             raise CheckpointError(
                 given=f"shoal.YoungDaly(mtbf={self.mtbf})",
-                found="the mean time between failures is a timedelta, and more than none",
+                found="the mean time between failures is a positive timedelta",
                 fix="shoal.YoungDaly(mtbf=timedelta(hours=8))",
             )
 
     def seconds(self, cost: float) -> float:
-        """How many seconds of training lie between saves that cost `cost` seconds each."""
+        """Return the seconds of training between saves that cost `cost` seconds each."""
         mean = self.mtbf.total_seconds()
         if cost >= 2 * mean:
             return mean
@@ -52,11 +52,14 @@ class YoungDaly:
 
 
 Every = int | timedelta | YoungDaly
-"""After how many optimizer steps, or how much time, a run is saved."""
+"""The interval between saves: optimizer steps, time, or a YoungDaly."""
 
 
 def check_every(every: object, call: str) -> Every:
-    """`every` if saves can follow it, else CheckpointError; `call` is the call, with a `{}` for it."""
+    """Return `every` if it is a valid interval; raises CheckpointError otherwise.
+
+    `call` is the user's call, with `{}` in place of the value.
+    """
     if isinstance(every, YoungDaly):
         return every
     if isinstance(every, timedelta) and every > timedelta(0):
@@ -65,7 +68,7 @@ def check_every(every: object, call: str) -> Every:
         return every
     raise CheckpointError(
         given=call.format(repr(every)),
-        found="a checkpoint is saved every so many steps, 1 or more, or after some time",
+        found="the interval between saves is a number of steps, 1 or more, or a time",
         fix=f"{call.format(500)}, or in place of the number timedelta(minutes=10), or "
         "shoal.YoungDaly(mtbf=timedelta(hours=8))",
     )
@@ -73,7 +76,7 @@ def check_every(every: object, call: str) -> Every:
 
 @dataclass(frozen=True)
 class Saving:
-    """A save under way, of which step, and for how many seconds it kept training waiting."""
+    """A running save, its step, and the seconds for which it blocked training."""
 
     job: BackgroundSave[AnyPath]
     step: int
@@ -81,10 +84,10 @@ class Saving:
 
 
 class SavePolicy:
-    """The saves of a run: one is under way at a time, and what became of it is told.
+    """The saves of a run: at most one runs at a time, and its result is reported.
 
-    Where `must` is set, one that failed ends the run: at a tick on which all ranks agree, at the next
-    save, or when the run is closed.
+    With `must`, a failed save ends the run: at a tick on which all ranks agree, at the next save, or
+    when the run is closed.
     """
 
     def __init__(self, world: World, events: Events, *, must: bool) -> None:
@@ -98,7 +101,10 @@ class SavePolicy:
         self._cost, self._took = FIRST_COST, 0.0
 
     def due(self, every: Every, step: int) -> bool:
-        """Whether to save after this optimizer step, on all ranks alike. Collective if time decides."""
+        """Return whether to save after this optimizer step, the same on all ranks.
+
+        Collective if the interval is a time.
+        """
         if isinstance(every, int):
             return step % every == 0
         if every != self._every:
@@ -114,9 +120,9 @@ class SavePolicy:
         *,
         join: bool,
     ) -> BackgroundSave[AnyPath]:
-        """Begin a save of what `gather` returns: "state", "rank_state" and "info". Collective.
+        """Start a save of the "state", "rank_state" and "info" that `gather` returns. Collective.
 
-        Raises CheckpointError where one before has failed, and had not to.
+        With `must`, raises CheckpointError if an earlier save failed.
         """
         begun = time.perf_counter()
         self.hear(wait=True)
@@ -130,9 +136,9 @@ class SavePolicy:
         return job
 
     def hear(self, *, wait: bool = False, within: float | None = None) -> None:
-        """Tell what became of the save under way, if it has ended.
+        """Report the result of the running save, if it has ended.
 
-        With `wait` until it has, but no longer than `within` seconds.
+        With `wait`, wait until it has, but no longer than `within` seconds.
         """
         saving = self._saving
         if saving is not None and wait:
@@ -148,7 +154,7 @@ class SavePolicy:
             if not self._must:
                 self._world.print(
                     f"shoal: the checkpoint of step {saving.step:,} was not saved: {error.found}; "
-                    f"training goes on ({error.fix})"
+                    f"training continues ({error.fix})"
                 )
             return
         self._took = saving.job.seconds
@@ -163,7 +169,7 @@ class SavePolicy:
         )
 
     def forget(self, job: BackgroundSave[AnyPath]) -> None:
-        """A save whose outcome its caller has heard is not told again."""
+        """Do not report a save again whose result its caller has received."""
         if self._saving is not None and self._saving.job is job:
             if job.failed:
                 self._saving = None
@@ -171,11 +177,11 @@ class SavePolicy:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has heard of a save that failed and had not to."""
+        """True with `must`, if this rank knows of a failed save."""
         return self._must and self._failure is not None
 
     def check(self) -> None:
-        """Raise the error of a save that failed and had not to."""
+        """Raise the error of a failed save, with `must`."""
         failure, self._failure = self._failure, None
         if failure is not None and self._must:
             raise failure
@@ -186,6 +192,6 @@ class SavePolicy:
         if isinstance(every, timedelta):
             seconds = every.total_seconds()
         elif isinstance(every, YoungDaly):
-            # Sooner, the one before would still be under way.
+            # Any sooner, the previous save would still be running.
             seconds = max(every.seconds(self._cost), self._took)
         self._deadline = Deadline(seconds, self._world)

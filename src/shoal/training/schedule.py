@@ -31,7 +31,7 @@ class LRSchedule:
     Steps are optimizer steps, never ranks or micro-batches. `LRSchedule(…)(optimizer, total)` returns
     a torch scheduler for `Step(schedule=…)`.
 
-    Raises StepError for an unknown shape, a `warmup_steps` that is not a whole number of steps, a
+    Raises StepError for an unknown shape, a `warmup_steps` that is not an integer, a
     fraction outside 0 to 1, and where both `warmup_steps` and `warmup_ratio` are given.
 
         >>> rates = LRSchedule(decay="linear", warmup_steps=2, min_ratio=0.1)
@@ -82,7 +82,7 @@ class LRSchedule:
             )
 
     def factor(self, step: int, total: int) -> float:
-        """What the optimizer's own rate is multiplied by at `step`, from 0, of `total`."""
+        """Return the factor on the optimizer's learning rate at `step`, from 0, of `total`."""
         # The product of 0.07 and 100 is above 7, and would be rounded up to 8.
         warmup = self.warmup_steps or math.ceil(round(self.warmup_ratio * total, 6))
         if step < warmup:

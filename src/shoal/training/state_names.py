@@ -110,11 +110,11 @@ def check_optimizer(
 def numbered(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], names: list[str]
 ) -> dict[str, Any]:
-    """What this rank's optimizer takes of the `state` that `_named` made."""
+    """Return the part of a `state` from `named` that belongs to this rank's optimizer."""
     groups = optimizer.state_dict()["param_groups"]
     numbers = {name: number for number, name in enumerate(names)}
     return {
-        # What belongs to no parameter keeps its key; a name that is not here is another rank's.
+        # An entry without a parameter keeps its key; an unknown name belongs to another rank.
         "state": {
             numbers.get(name, name): item
             for name, item in state["state"].items()

@@ -58,7 +58,7 @@ class LossScale:
 
 
 class Step(TrainState):
-    """Takes a Batch through forward, backward and one optimizer step, equally at any split.
+    """Forward, backward and one optimizer step on a Batch, exact at any number of ranks.
 
     `precision` is "fp32" (the parameters' own dtype, no autocast), "bf16" or "fp16" (autocast; fp16
     with loss scaling). `clip` bounds the global gradient norm. `schedule` is stepped once per
@@ -91,7 +91,7 @@ class Step(TrainState):
         if not isinstance(task, Task):
             raise StepError(
                 given=f"Step(model, optimizer, {type(task).__name__})",
-                found="the third is a Task, which says what is computed from a batch",
+                found="the third argument is a Task, which defines inputs and loss",
                 fix="shoal.Step(model, optimizer, shoal.Task(loss))",
             )
         super().__init__(engine_of(model), optimizer, schedule)
@@ -108,17 +108,17 @@ class Step(TrainState):
         self._tried = False
 
     def __call__(self, batch: Batch) -> StepResult:
-        """One optimizer step on the global batch. Collective.
+        """Take one optimizer step on the global batch. Collective.
 
-        Raises StepError, on all ranks alike, when loss or gradients are not finite (with fp16 the
-        step is skipped and the scale lowered instead); the parameters are untouched then. Where each
-        rank takes steps of its own (Hogwild, LocalSGD, DiLoCo) it is raised on that rank alone, and
-        whoever catches it has taken a step without a sample.
+        Raises StepError, on all ranks, if loss or gradients are not finite; the parameters do not
+        change. With fp16 the step is skipped and the loss scale is halved instead. Under strategies in
+        which each rank takes independent steps (Hogwild, LocalSGD, DiLoCo), only that rank raises it;
+        if the caller catches it, the step counts as one without samples.
         """
         if not isinstance(batch, Batch):
             raise StepError(
                 given=f"step({type(batch).__name__})",
-                found="no Batch of a Loader, so the size of the global batch is unknown",
+                found="not a Batch of a Loader, so the size of the global batch is unknown",
                 fix="for batch in loader.epochs(10): step(batch)",
             )
         timeline = self.engine.world.timeline
@@ -133,7 +133,7 @@ class Step(TrainState):
         return self.count(StepResult(decided.loss, decided.norm, decided.counted, skipped, *times))
 
     def _advance(self, batch: Batch) -> tuple[Correction, bool]:
-        """One optimizer step; whether it was skipped."""
+        """Take one optimizer step; return its totals, and whether it was skipped."""
         self.engine.world.watchdog.begin_step()
         if not self._prepared:
             self._prepare(batch)
@@ -147,7 +147,7 @@ class Step(TrainState):
                 totals = self.engine.gradients(self.task, batch, autocast=self._autocast, scale=scale)
             decided = correct(totals, size=batch.size, scale=scale, clip=self.clip)
         except BaseException:
-            self.engine.discard()  # whoever catches it goes on with the next batch
+            self.engine.discard()  # a caller that catches the error continues with the next batch
             self._fail(batch)
             raise
         skipped = self._scale is not None and math.isfinite(decided.loss) and not decided.finite
@@ -160,7 +160,7 @@ class Step(TrainState):
                 self._follow_schedule()  # others may have stepped
             elif not skipped:
                 self._fail(batch)
-                over = "this rank's share" if self.engine.independent_steps else "all ranks"
+                over = "this rank's local batch" if self.engine.independent_steps else "all ranks"
                 raise not_finite(decided, batch, over=over)
         if self._scale is not None:
             self._scale.adapt(finite=decided.finite)
@@ -168,7 +168,7 @@ class Step(TrainState):
         return decided, skipped
 
     def _fail(self, batch: Batch) -> None:
-        """Where the others may have taken this step, count it here too, as one without a sample."""
+        """Count a failed step, as one without samples, if other ranks may have taken it."""
         if self.engine.independent_steps:
             batch.taken = True
             self._follow_schedule()
@@ -191,7 +191,7 @@ class Step(TrainState):
             shown = ", ".join(f"{name}={value}" for name, value in given.items())
             raise StepError(
                 given=f"shoal.Step(model, optimizer, task, {shown}) and batch.backward on its model",
-                found=f"in your own loop these options have no effect: {', '.join(given)}",
+                found=f"in a custom training loop these options have no effect: {', '.join(given)}",
                 fix="; ".join(self._written_in_a_loop(name) for name in given)
                 + "; or step(batch) in place of the loop over the batch",
             )
@@ -208,30 +208,30 @@ class Step(TrainState):
         }[option]
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
-        """Nothing to check: the Step itself steps its schedule."""
+        """Do nothing: the Step itself steps its schedule."""
 
     def try_loss(self, batch: Batch) -> None:
         """Try the Task's loss function on `batch`, once. Collective.
 
-        Raises StepError, on all ranks, where it returns a mean for a sum.
+        Raises StepError, on all ranks, if it returns a mean instead of a sum.
         """
         if not self._tried:
             check_loss_adds_up(self.engine, self.task, batch, autocast=self._autocast)
             self._tried = True
 
     def infer(self, micro: Micro, seed: int) -> Any:
-        """The model's output on a micro-batch in this step's precision. Collective."""
+        """Return the model's output on a micro-batch in this step's precision. Collective."""
         return self.engine.infer(self.task, micro, seed, autocast=self._autocast)
 
     def form(self) -> dict[str, Any]:
-        """What `state_dict` returns, but for values that still differ between ranks. Collective."""
+        """Return a state as `state_dict` does, without synchronizing values over ranks. Collective."""
         state = super().form()
         if self._scale is not None:
             state["scale"] = {"value": self._scale.value, "good": self._scale.good}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises CheckpointError before anything changes, as `check_state` does.
         """
@@ -242,12 +242,12 @@ class Step(TrainState):
 
     @property
     def compiled(self) -> bool:
-        """Whether forward and backward are run by other code than the model's."""
+        """True if compiled code runs forward and backward."""
         return self._compile is not None or super().compiled
 
     @property
     def dtype(self) -> torch.dtype:
-        """What most of the model computes in: that of mixed precision, or of its parameters."""
+        """The compute dtype of most of the model: that of mixed precision, or of its parameters."""
         return self._autocast or super().dtype
 
     def _options(self) -> dict[str, object]:
@@ -268,15 +268,15 @@ def train_states(
     optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     schedule: LRScheduler | Mapping[str, LRScheduler] | None = None,
 ) -> dict[str, TrainState]:
-    """By name what `shoal.Run` is given: each Step as it is, each model with what belongs to it.
+    """Return the Steps and models of a Run by name, each model with its optimizer and schedule.
 
-    A single one has the name "step". Raises StepError for what a Run can't save and count.
+    A single one has the name "step". Raises StepError for an object that a Run can't save and count.
     """
     models: dict[str, Step | nn.Module] = _by_name(model)
     optimizers, schedules = _by_name(optimizer), _by_name(schedule)
     given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
     if not models:
-        raise _not_trainable(given, "no Step and no model whose progress could be counted")
+        raise _not_trainable(given, "neither a Step nor a model")
     alone = {name for name, each in models.items() if not isinstance(each, Step)}
     for what, names in (("optimizer", optimizers.keys()), ("schedule", schedules.keys())):
         if not names <= alone:
@@ -300,21 +300,22 @@ def _train_state(
     if not (isinstance(name, str) and name.isprintable()):
         raise StepError(
             given=f"shoal.Run(directory, {{{name!r}: …}}, loader)",
-            found=f"{name!r} is no name that could be printed",
+            found=f"{name!r} is not a printable str",
             fix="a short text for each Step or model, such as 'generator'",
         )
     if isinstance(model, Step):
         return model
     given = f"shoal.Run(directory, {type(model).__name__}, loader, …)"
     if not isinstance(model, nn.Module):
-        raise _not_trainable(given, "no Step and no model whose progress could be counted")
+        raise _not_trainable(given, "neither a Step nor a model")
     engine = engine_of(model)
     if optimizer is None:
         raise _not_trainable(given, "a model without optimizer=, which a checkpoint has to hold")
     if engine.loop is None:
         raise StepError(
             given=given,
-            found="the strategy of this model takes whole steps, so your own loop can't train it",
+            found="the strategy of this model runs complete steps, so a custom training loop can't "
+            "train it",
             fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader)",
         )
     return TrainState(engine, optimizer, schedule)
@@ -324,7 +325,7 @@ def _not_trainable(given: str, found: str) -> StepError:
     return StepError(
         given=given,
         found=found,
-        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader); for your own loop "
-        "shoal.Run(directory, model, loader, optimizer=optimizer), or of several models "
+        fix="shoal.Run(directory, shoal.Step(model, optimizer, task), loader); for a custom training "
+        "loop shoal.Run(directory, model, loader, optimizer=optimizer), or for several models "
         "shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
     )

@@ -1,4 +1,4 @@
-"""A window of steps recorded by torch's profiler on each rank, into a file of its own."""
+"""A window of steps recorded by torch's profiler on each rank, into one file per rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shoal.telemetry.step_timer import OTHER
 
 @dataclass
 class _Recording:
-    """What is under way: when steps began, by this rank's clock, and how that stands to rank 0's."""
+    """A running record: the starts of steps by this rank's clock, and its offset from rank 0's."""
 
     window: Window
     profiler: profile
     name: str
-    """The same on all ranks, and on no other of their records."""
+    """The same on all ranks, and different for each of their records."""
     begins: list[tuple[int, int]] = field(default_factory=list)
     mark: record_function | None = None
     offsets: list[Offset] = field(default_factory=list)
@@ -37,7 +37,7 @@ class _Recording:
 class Recorder:
     """Records the steps of `wanted`, and of requests in the run's directory; `tick` follows each step.
 
-    What fails in it is told and ends the record, never the run.
+    A failure is reported and ends the record, never the run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Recorder:
         self.requests = Requests(self._folder, store=store, rank=world.rank, size=world.size)
 
     def tick(self, step: int) -> None:
-        """After each step, of which `step` have been taken: begin, go on or end. Collective."""
+        """Start, continue or end a record, after step number `step`. Collective."""
         if step == self._step:
             return
         self._step = step
@@ -80,14 +80,14 @@ class Recorder:
             )
 
     def end(self) -> None:
-        """Drop what is under way: the run ends before the window does."""
+        """Drop a running record: the run ends before the window."""
         recording, self._under_way = self._under_way, None
         if recording is not None:
             self._close(recording)
             recording.profiler.stop()
 
     def _start(self, window: Window, step: int) -> None:
-        if step >= window.last:  # a run that was resumed behind it
+        if step >= window.last:  # the run was resumed after the window
             return
         devices = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
@@ -108,7 +108,7 @@ class Recorder:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """What others may wait for, and no part of a step: a tick would count it as the optimizer's."""
+        """Count the block as "other" time, not as part of the update; other ranks may wait for it."""
         with self._world.preparing(), self._world.timeline.during(OTHER):
             yield
 

@@ -1,4 +1,4 @@
-"""A model in training with its optimizer and schedule: what a checkpoint holds of it, steps counted."""
+"""The train state of a model: parameters, optimizer, schedule and step number, for checkpoints."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class TrainState:
-    """A parallelized model, its optimizer and schedule, and how many optimizer steps they have taken.
+    """A parallelized model, its optimizer and schedule, and the number of optimizer steps taken.
 
-    A Step is one that takes the steps itself. By a plain one a Run saves and counts what your own loop
-    does: it counts each `batch.finish` on the model, and the loop steps optimizer and schedule.
+    Step is the subclass that takes the steps itself. For a custom training loop, a Run saves a plain
+    TrainState: it counts each `batch.finish` on the model, and the loop steps optimizer and schedule.
     """
 
     precision = "chosen in the loop"
-    """What the events of a run say of the dtype that it computes in."""
+    """The compute dtype in the events of a run."""
 
     def __init__(
         self, engine: Engine, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None = None
@@ -53,14 +53,14 @@ class TrainState:
         self.number = 0
         self.last: StepResult | None = None
         self.counting: AbstractContextManager[object] = nullcontext()
-        """Forward and backward run in it, so that their FLOPs can be counted."""
+        """The context of forward and backward, in which their FLOPs can be counted."""
         self._epoch_ended = False
         self._follow_schedule_from_here()
         if engine.loop is not None:
             engine.loop.count_in(self)
 
     def count(self, result: StepResult) -> StepResult:
-        """Count an optimizer step that came to `result`."""
+        """Count an optimizer step with this result."""
         if self.number == self._number_began:
             self._follow_schedule_from_here()  # the script may have loaded its state until now
         self.number += 1
@@ -68,15 +68,15 @@ class TrainState:
         return result
 
     def check_loop(self) -> None:
-        """Raise StepError where this can't stand for a model that `batch.backward` trains."""
+        """Raise StepError if `batch.backward` can't train the model of this state."""
 
     def try_loss(self, batch: Batch) -> None:
-        """Try the loss function on the first batch of your own loop, where there is one. Collective."""
+        """Try the loss function, if any, on the first batch of a custom training loop. Collective."""
 
     def check_schedule(self, *, epoch_ended: bool) -> None:
-        """Raise StepError where the loop has stepped the schedule too often, or not once in an epoch.
+        """Raise StepError if the loop has stepped the schedule too often, or not at all in an epoch.
 
-        Called after each batch; `epoch_ended` says whether an epoch ended with it.
+        Called after each batch; `epoch_ended` is true for the last batch of an epoch.
         """
         now = getattr(self.schedule, "last_epoch", None)  # ChainedScheduler has none
         if now is None or self._schedule_began is None:
@@ -94,12 +94,12 @@ class TrainState:
         self._epoch_ended = self._epoch_ended or epoch_ended
 
     def state_dict(self) -> dict[str, Any]:
-        """All from which training goes on, the optimizer's state by parameter name. Collective."""
+        """Return the complete train state, with the optimizer state by parameter name. Collective."""
         self.engine.synchronize(self.optimizer)
         return self.form()
 
     def form(self) -> dict[str, Any]:
-        """What `state_dict` returns, but for values that still differ between ranks. Collective."""
+        """Return a state as `state_dict` does, without synchronizing values over ranks. Collective."""
         state: dict[str, Any] = {
             "model": storable(self.model.state_dict()),
             "optimizer": named(self.optimizer, self._names),
@@ -111,7 +111,7 @@ class TrainState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises CheckpointError before anything changes, as `check_state` does.
         """
@@ -128,7 +128,7 @@ class TrainState:
         self._follow_schedule_from_here()
 
     def template(self) -> dict[str, Any]:
-        """Where the tensors of a state are to be read to that this rank holds parts of."""
+        """Return the tensors to read a state into, of which this rank holds shards."""
         parameters = dict(self.model.named_parameters())
         return {
             "model": divided(self.model.state_dict(), torch.empty_like),
@@ -136,19 +136,19 @@ class TrainState:
         }
 
     def elsewhere(self) -> list[tuple[str, ...]]:
-        """Where in a state is what other ranks hold and this one does not. Collective."""
+        """Return the paths in a state of entries that only other ranks hold. Collective."""
         own = self.model.state_dict().keys()
         others = [name for name in self._of_all_ranks(dict.fromkeys(own)) if name not in own]
         return [*(("model", n) for n in others), *(("optimizer", "state", n) for n in others)]
 
     def elements(self) -> int:
-        """How many elements the parameters of the model have, over all ranks. Collective."""
+        """Return the number of elements of the model's parameters, over all ranks. Collective."""
         mine = {name: p.numel() for name, p in self.model.named_parameters()}
         return sum(self._of_all_ranks(mine).values())
 
     @property
     def compiled(self) -> bool:
-        """Whether forward and backward are run by other code than the model's."""
+        """True if compiled code runs forward and backward."""
         return has_compiled_call(self.model)
 
     @property
@@ -162,7 +162,7 @@ class TrainState:
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if `state` is of another model, optimizer, schedule or precision.
 
-        Collective: ranks may hold parts of the model, and `state` is of all of it.
+        Collective: ranks may hold parts of the model, and `state` covers all of it.
         """
         here = self._of_all_ranks(shapes(self.model.state_dict()))
         check_model(self.model, state["model"], here)
@@ -173,12 +173,12 @@ class TrainState:
                 raise CheckpointError(
                     given=f"a Step {'with' if own is not None else 'without'} a {part}",
                     found=f"a checkpoint {'with' if part in state else 'without'} one",
-                    fix="give the Step or the Run what the run that wrote the checkpoint had "
-                    "(schedule=, precision=), or start afresh: shoal.Run('runs/b', …)",
+                    fix="use the same schedule= and precision= as the run that wrote the checkpoint, "
+                    "or start afresh: shoal.Run('runs/b', …)",
                 )
 
     def _options(self) -> dict[str, object]:
-        """What a state may have or lack, by name."""
+        """The optional entries of a state, by name; None for a missing one."""
         return {"schedule": self.schedule}
 
     @property
@@ -198,7 +198,7 @@ class TrainState:
 
 
 def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """`schedule` if it can be stepped without a metric and steers `optimizer`."""
+    """Return `schedule` if it needs no metric and controls `optimizer`; raises StepError otherwise."""
     if schedule is None:
         return None
     kind = type(schedule).__name__
@@ -207,14 +207,13 @@ def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> LRSch
     elif isinstance(schedule, ReduceLROnPlateau):
         found = "it is stepped with a metric after validation, not with each optimizer step"
     elif schedule.optimizer is not optimizer:
-        found = f"it steers another {type(schedule.optimizer).__name__} than the one given"
+        found = f"its optimizer is another {type(schedule.optimizer).__name__} than the one given"
     else:
         return schedule
     raise StepError(
         given=f"schedule={kind}",
         found=found,
-        fix="shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a scheduler of torch's; a "
-        "plateau is "
-        "yours to step: plateau.step(shoal.evaluate(step, data)['loss']), "
+        fix="shoal.LRSchedule(warmup_steps=100)(optimizer, steps), or a torch scheduler; step "
+        "ReduceLROnPlateau yourself: plateau.step(shoal.evaluate(step, data)['loss']), "
         "Run(…, state={'plateau': plateau})",
     )
