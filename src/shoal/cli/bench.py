@@ -248,7 +248,9 @@ _First = Annotated[Path, typer.Argument(metavar="A", help="A study's directory."
 _Second = Annotated[Path, typer.Argument(metavar="B", help="The directory of another study.")]
 _Out = Annotated[
     Path | None,
-    typer.Option("-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."),
+    typer.Option(
+        "-o", "--out", metavar="DIR", help="Directory of the page (default: B/compared-with-A)."
+    ),
 ]
 
 
