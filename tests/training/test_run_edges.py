@@ -198,7 +198,7 @@ def test_where_a_run_keeps_nothing_apart(world: shoal.World, tmp_path: Path, nam
         for batch in data.epochs(1):
             step(batch)
             run.tick(every=1)
-        with pytest.raises(CheckpointError, match="beside checkpoints/"):
+        with pytest.raises(CheckpointError, match="next to checkpoints/"):
             run.save(to=name)
     assert len(list((tmp_path / "a" / "checkpoints").iterdir())) == 3
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
