@@ -100,14 +100,13 @@ def train(
     `seed`, the same on all ranks. `optimizer` is a function of the parallelized model that returns the
     optimizer. `batch_size` is global. `schedule(optimizer, total)` returns a torch scheduler over all
     optimizer steps: a `shoal.LRSchedule`. `save` is the interval of `Run.tick(every=…)`. Default: each
-    epoch. A last checkpoint is saved at the end. `checkpoints` and `keep` are as for `Run`. `ema` is the
-    decay of averaged parameters, which are then evaluated. `max_time` is in seconds and ends training
-    with a checkpoint. With both `epochs` and `steps`, the schedule spans the epochs and the steps end
-    the run: `steps=2` is a dry run.
+    epoch. A last checkpoint is saved at the end. `checkpoints` and `keep` are as for `Run`. `ema` is
+    the decay of averaged parameters, which are then evaluated. `max_time` is in seconds and ends
+    training with a checkpoint. With both `epochs` and `steps`, the schedule spans the epochs
+    and the steps end the run: `steps=2` is a dry run.
 
-    Callbacks are called on all ranks; one that returns True at an evaluation, on any rank, ends
-    training. Before the first step, Shoal evaluates one batch, so that errors appear early. Errors of
-    Loader, Step, Run and evaluate are passed on.
+    Callbacks run on all ranks; one that returns True at an evaluation, on any rank, ends training.
+    Before the first step, Shoal evaluates one batch, so that errors appear early.
     """
     _check(epochs, steps, save, max_time, optimizer)
     with ExitStack() as stack:
