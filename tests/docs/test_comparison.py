@@ -196,3 +196,12 @@ def test_samples_of_an_epoch_and_of_an_evaluation(tool: str, found: list[dict[st
     seen = sorted(found[0]["indices"] + found[1]["indices"])
     assert (seen == list(range(101))) is EXPECTED[tool][1]
     assert found[0]["counted"] == EXPECTED[tool][2]
+
+
+def test_the_readme_has_the_table_of_the_page(repository: Path) -> None:
+    def rows(name: str) -> list[str]:
+        lines = (repository / name).read_text().splitlines()
+        begin = next(i for i, line in enumerate(lines) if "| Shoal | DDP + torchrun |" in line)
+        return lines[begin + 1 : begin + 10]
+
+    assert rows("README.md") == rows("docs/migration/comparison.md")
