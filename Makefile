@@ -26,10 +26,11 @@ demo: venv ## train with 1 and 3 processes, kill, resume, compare
 docs: venv ## build the guide and the reference into build/docs; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
-lint: venv ## ruff and mypy
+lint: venv ## ruff, mypy and the words of the documentation
 	@$(PY) -m ruff check $(CODE) docs/migration/scripts
 	@$(PY) -m ruff format --check $(CODE) docs/migration/scripts
 	@$(PY) -m mypy $(CODE)
+	@$(PY) scripts/check_language.py
 
 test: lint ## lint, then the tests that need neither root nor system packages
 	@$(PY) -m pytest $(IN_PARALLEL) -m 'not system and not full and not long'

@@ -1,7 +1,7 @@
 """Report words that Shoal's texts avoid: `python scripts/check_language.py [FILE ...]`.
 
 The words, with their replacements, are in docs/contributing/terms.toml. Without files, check the
-README, the documentation, and the docstrings, comments and messages of the code.
+README, the documentation, and the packages whose docstrings, comments and messages are rewritten.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TERMS = ROOT / "docs" / "contributing" / "terms.toml"
 CHECKED = (
     "*.md",
     "docs/**/*.md",
-    "src/**/*.py",
-    "examples/**/*.py",
-    "benchmarks/**/*.py",
+    "examples/*.md",
     "scripts/**/*.py",
+    "src/shoal/cli/**/*.py",
+    "src/shoal/data/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

@@ -57,11 +57,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[shoal.ShoalError], str]]
         shoal.DataError,
         "num_workers=4",
     ),
-    "batch size as text": (
-        lambda g: shoal.Loader(DATA, g.world, batch_size="4"),  # type: ignore[arg-type]
-        shoal.DataError,
-        "batch_size=512",
-    ),
     "parallelize, arguments swapped": (
         lambda g: shoal.parallelize(g.world, nn.Linear(2, 2)),  # type: ignore[arg-type]
         shoal.StepError,

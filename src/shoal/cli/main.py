@@ -15,6 +15,7 @@ from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
 from shoal.cli.examples import examples
 from shoal.cli.report import report
+from shoal.cli.submit_options import ScriptArgs
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ _Processes = Annotated[
         "-n", "--processes", "--nproc-per-node", metavar="N", help="Number of processes on this node."
     ),
 ]
-_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
 _Restarts = Annotated[
     str,
     typer.Option(
@@ -138,7 +138,7 @@ def run(
     *,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
     processes: _Processes = None,
-    args: _Args = None,
+    args: ScriptArgs = None,
     restarts: _Restarts = "0",
     preemptions: _Preemptions = "0",
     port: _Port = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.examples import examples
-from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, Site
+from shoal.cli.submit_options import Account, Cpus, Directive, Force, Partition, Qos, ScriptArgs, Site
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ sites = typer.Typer(
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
 _Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")]
-_Args = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")]
 _Time = Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit of the job; required.")]
 _Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")]
 _Gpus = Annotated[int, typer.Option(min=0, metavar="N", help="GPUs per node, one process each.")]
@@ -97,7 +96,7 @@ def script_arguments(words: list[str] | None) -> list[str]:
 def submit(
     *,
     script: _Script,
-    args: _Args = None,
+    args: ScriptArgs = None,
     time: _Time = "",
     nodes: _Nodes = 1,
     gpus_per_node: _Gpus = 0,

@@ -1,4 +1,4 @@
-"""Options that `shoal submit` and `shoal bench scaling --submit` share."""
+"""Options of several commands: `shoal run`, `submit` and `bench scaling --submit`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+ScriptArgs = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
+]
 Site = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Cluster profile of `shoal sites ls` (default: by host name)."),
