@@ -91,15 +91,6 @@ def test_no_python_is_out_of_reach(name: str) -> None:
         assert (FOLDER.parent / path).is_file()
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    listed = [
-        line.removeprefix("::: shoal.")
-        for line in (FOLDER / "reference" / "python.md").read_text().splitlines()
-        if line.startswith(":::")
-    ]
-    assert sorted(listed) == sorted(shoal.__all__)
-
-
 def test_blocks_are_read_with_their_lines_and_output() -> None:
     text = (
         "# Title\n\n```python\nx = 1\nprint(x)\n```\n\n```text\n1\n```\n\n```\nshell\n```\n\n"

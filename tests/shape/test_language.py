@@ -2,55 +2,43 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+import check_language as checker
 
 PAGE_WORDS = 1500
 
 
-@pytest.fixture(scope="module")
-def checker(repository: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("checker", repository / "scripts/check_language.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def found(checker: ModuleType, path: Path, text: str) -> list[str]:
+def found(path: Path, text: str) -> list[str]:
     path.write_text(text)
     return [line.removeprefix(f"{path}:") for line in checker.findings(path, checker.read_terms())]
 
 
-def test_words_to_avoid_are_found_with_their_line(checker: ModuleType, tmp_path: Path) -> None:
+def test_words_to_avoid_are_found_with_their_line(tmp_path: Path) -> None:
     page = (
         "# Title\n\nNobody knows `beside`.\n\n```\nbeside\n```\n\n"
         "It stands\nbeside [the door](beside.md).\n"
     )
-    lines = found(checker, tmp_path / "page.md", page)
+    lines = found(tmp_path / "page.md", page)
     assert [line.split(": write")[0] for line in lines] == ["10: “beside”", "3: “Nobody”"]
 
 
-def test_docstrings_messages_and_comments_are_read(checker: ModuleType, tmp_path: Path) -> None:
+def test_docstrings_messages_and_comments_are_read(tmp_path: Path) -> None:
     code = (
         '"""What runs first."""\n\nx = 1  # goes on for ever\n'
         'y = f"rank {x} is told\\nto stop"\nbeside = "beside"\n'
     )
-    lines = found(checker, tmp_path / "module.py", code)
+    lines = found(tmp_path / "module.py", code)
     assert sorted(line.split(":")[0] for line in lines) == ["1", "3", "4"]
 
 
-def test_sentences_that_begin_with_a_what_clause_are_found(checker: ModuleType, tmp_path: Path) -> None:
+def test_sentences_that_begin_with_a_what_clause_are_found(tmp_path: Path) -> None:
     page = "What is read is kept. What is it? See what happens.\n\nWhat a save costs: see below.\n"
-    assert len(found(checker, tmp_path / "page.md", page)) == 2
+    assert len(found(tmp_path / "page.md", page)) == 2
 
 
-def test_exceptions_of_a_term_hold(checker: ModuleType, tmp_path: Path) -> None:
-    assert found(checker, tmp_path / "page.md", "The share of time that a rank waits.\n") == []
+def test_exceptions_of_a_term_hold(tmp_path: Path) -> None:
+    assert found(tmp_path / "page.md", "The share of time that a rank waits.\n") == []
 
 
 def count_words(page: str) -> int:
