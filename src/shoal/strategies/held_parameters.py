@@ -242,4 +242,4 @@ def as_scalar(count: Count, like: Tensor) -> Tensor:
     """Return `count` as a tensor without dimensions, with the dtype and on the device of `like`."""
     if isinstance(count, Tensor):
         return count.detach().reshape(()).to(like)
-    return torch.as_tensor(count, dtype=like.dtype, device=like.device)
+    return like.new_full((), count)  # a kernel that fills, where a copy from the host would block

@@ -1,0 +1,293 @@
+"""Steps of one rank of many on a simulated accelerator: `python -m helpers.simulated_device …`.
+
+The device "sim" is torch's PrivateUse1 in Python, its tensors are fake (they have a device, a shape and
+a dtype, and no values), and torch's fake process group, which serves no CPU tensors, stands for all
+other ranks. torch raises where an operation mixes devices or a CPU tensor enters a collective. A
+dispatch mode counts what would block the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed import fake_pg
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+DEVICE = "sim"
+
+
+class Stream:
+    """A stream on which everything has already been done."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = torch.device(DEVICE, 0)
+
+    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_event(self, event: Event) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """An event that has already happened."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def record(self, stream: Stream | None = None) -> None: ...
+    def wait(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0
+
+
+class DeviceModule(_DummyBackendModule):
+    """What FSDP2 and Shoal ask `torch.cuda` for."""
+
+    _streams: ClassVar[list[Stream]] = []
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self._streams[-1]
+
+    def default_stream(self, device: object = None) -> Stream:
+        return self._streams[0]
+
+    @contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        self._streams.append(stream or self._streams[-1])
+        yield
+        self._streams.pop()
+
+    def set_device(self, device: object) -> None: ...
+    def synchronize(self, device: object = None) -> None: ...
+    def manual_seed(self, seed: int) -> None: ...
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, device: object = None) -> Tensor:
+        return torch.empty(8, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None: ...
+
+
+class Simulation(FakeTensorMode):
+    """Fake tensors, whose operations that would block the host are counted by their place."""
+
+    WAITING = ("aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten._unique")
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        name = str(function)
+        if name.startswith("aten._local_scalar_dense"):
+            if arguments[0].device.type == DEVICE:
+                self.note("item")
+            return 1.0
+        if name == "aten.equal.default":
+            self.note("equal")
+            return True
+        if name.startswith("aten._to_copy"):
+            source = arguments[0]
+            self.copied(source, torch.device(keywords.get("device") or source.device), keywords)
+        elif name.startswith("aten.copy_"):
+            asynchronous = {"non_blocking": len(arguments) > 2 and arguments[2], **keywords}
+            self.copied(arguments[1], arguments[0].device, asynchronous)
+        elif name.startswith(self.WAITING):
+            self.note(name)
+        return super().__torch_dispatch__(function, types, arguments, keywords)
+
+    def copied(self, source: Tensor, target: torch.device, keywords: dict[str, Any]) -> None:
+        if source.device.type != target.type and not keywords.get("non_blocking"):
+            self.note(f"copy {source.device.type} to {target.type}")
+
+    def note(self, what: str) -> None:
+        frames = [f for f in traceback.extract_stack() if "src/shoal" in f.filename]
+        place = f"{frames[-1].filename.split('src/')[-1]}:{frames[-1].name}" if frames else "torch"
+        self.found[f"{what} in {place}"] += 1
+
+
+DeviceModule.Stream = Stream  # type: ignore[attr-defined]
+DeviceModule.Event = Event  # type: ignore[attr-defined]
+
+
+class Block(nn.Module):
+    """A residual block, whose parts tensor parallelism can divide."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        return x + added
+
+
+class Net(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+
+
+def real(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a mesh that computes with values, which fake tensors do not have."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with unset_fake_temporarily():
+            return method(*arguments, **keywords)
+
+    return call
+
+
+def setup() -> None:
+    """Register the device and a process group that serves nothing else."""
+    _setup_privateuseone_for_python_backend(DEVICE, backend_module=DeviceModule())
+    DeviceModule._streams.append(Stream())
+    torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
+    dist.Backend.register_backend(
+        "sim_fake", fake_pg._create_fake_pg, extended_api=True, devices=[DEVICE]
+    )
+    nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign]
+    for name in ("__init__", "__getitem__", "_flatten"):
+        setattr(DeviceMesh, name, real(getattr(DeviceMesh, name)))
+    AUTOCAST.fallback(torch.library.fallthrough_kernel)
+    for layer in (nn.Linear, nn.LayerNorm):  # fake tensors have no values to draw
+        layer.reset_parameters = lambda self: None  # type: ignore[method-assign]
+
+
+def make_world(size: int, layout: str) -> Any:
+    """Return the world of rank 0 of `size`, whose other ranks do not exist."""
+    from shoal.distributed import env_vars, initialize, world
+    from shoal.distributed.layout import Layout
+    from shoal.distributed.watchdog.diagnosis import WaitLimits
+    from shoal.distributed.watchdog.world_watchdog import Watchdog
+
+    local = min(8, size)
+    os.environ |= {
+        **{"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(local)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "simulated"},
+        **{"GROUP_RANK": "0", "NODE_RANK": "0"},
+    }
+    dist.init_process_group(f"{DEVICE}:sim_fake", store=HashStore(), rank=0, world_size=size)
+    device = torch.device(DEVICE, 0)
+
+    class Alone(Watchdog):
+        """No other rank can be asked."""
+
+        def __init__(self, group: object, **options: Any) -> None:
+            super().__init__(None, **options)
+
+    class SimulatedWorld(world.World):
+        """A world in which every rank gives the same values as this one."""
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value] * self.size
+
+        def broadcast(self, value: Any, source: int = 0) -> Any:
+            return value
+
+    world.Watchdog = Alone  # type: ignore[attr-defined]
+    joined = initialize.Joined(
+        placement=env_vars.placement(),
+        layout=Layout.parse(layout).resolve(size),
+        device=device,
+        devices=(device,),
+        group=dist.group.WORLD,
+        choices=(),
+        told="",
+    )
+    return SimulatedWorld(joined, 0, WaitLimits(step=600, prepare=3600))
+
+
+def main() -> None:
+    """Take three steps and print what blocked in the last, as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("size", type=int)
+    parser.add_argument("layout")
+    parser.add_argument("strategy", help="an expression, such as shoal.FSDP()")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--micro-batches", type=int, default=2)
+    options = parser.parse_args()
+    setup()
+    world = make_world(options.size, options.layout)
+    import shoal
+    from shoal.data.batch import Batch
+    from shoal.data.micro import Micro
+
+    if world.size > 1:
+        assert world.mesh  # outside fake tensors, which its ranks are not
+    simulation = Simulation()
+    with simulation:
+        with torch.device(DEVICE, 0):
+            net = Net()
+        model = shoal.parallelize(net, world, eval(options.strategy, {"shoal": shoal}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        task = shoal.Task(
+            lambda output, batch: (F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1]))
+        )
+        step = shoal.Step(model, optimizer, task, clip=1.0, precision=options.precision)
+        step._prepared = True
+        count = options.micro_batches
+        for _ in range(3):
+            simulation.found.clear()
+            micros = []
+            for index in range(count):
+                value = (
+                    torch.empty(8, 64, device=DEVICE),
+                    torch.empty(8, dtype=torch.long, device=DEVICE),
+                )
+                micros.append(Micro(value, 8 * index, 8, 1.0, world))
+            step(Batch(0, 8 * world.data_size * count, micros, seed=0, world=world))
+    devices = sorted({p.device.type for p in model.parameters()})
+    print(json.dumps({"blocking": simulation.found, "devices": devices}))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
