@@ -297,6 +297,28 @@ def test_a_pipeline_that_waits_for_a_message_is_seen(start: Start) -> None:
 
 
 @pytest.mark.full
+def test_a_collective_of_a_thread_that_python_did_not_start_is_seen(start: Start) -> None:
+    """As those of a backward on a GPU, which a thread of autograd begins."""
+    run = start(
+        """
+        import _thread
+
+        def backward():
+            threading.current_thread()  # as logging does: Python now knows the thread
+            dist.all_reduce(torch.ones(3))
+
+        if rank == 1:
+            event.wait()  # asleep
+        _thread.start_new_thread(backward, ())
+        event.wait()
+        """
+    )
+    seconds, ended = run.end_hung()
+    check_end(run, seconds, ended)
+    assert f"rank 1 of 3 on {HOST} did not arrive" in the_line(ended.err)
+
+
+@pytest.mark.full
 def test_an_exception_is_reported_and_not_the_wait_for_its_rank(start: Start) -> None:
     run = start(
         """

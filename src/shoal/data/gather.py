@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.data.micro import CURRENT_MICRO, Micro
+from shoal.distributed import objects
 from shoal.util.errors import StepError
 
 if TYPE_CHECKING:
@@ -56,10 +57,7 @@ def gather_rows(tensor: Tensor, micro: Micro) -> GatheredRows:
         return GatheredRows(tensor, 0)
     # A padding sample stays in the graph, so that its backward is collective too.
     own = tensor if micro.weight else tensor[:0]
-    mine = torch.tensor(len(own), device=world.device)
-    counts = [torch.zeros_like(mine) for _ in range(world.data_size)]
-    dist.all_gather(counts, mine, group=world.data_group)
-    lengths = [int(count) for count in counts]
+    lengths = objects.gather_numbers(len(own), world.data_group)
     rows: Tensor = _GatherRows.apply(own, world, lengths)
     return GatheredRows(rows, sum(lengths[: world.data_rank]))
 

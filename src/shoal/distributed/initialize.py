@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from shoal._torch.names import note_untested
 from shoal.distributed import cpu_affinity, env_vars, interfaces, mpi, objects
 from shoal.distributed import rendezvous as meeting
+from shoal.distributed.backend import MPI, backends
 from shoal.distributed.cluster_env import Placement
 from shoal.distributed.device import choose_device, neighbours
 from shoal.distributed.layout import Layout
@@ -31,7 +32,6 @@ from shoal.util.errors import LaunchError, LayoutError
 
 LAYOUT = "replicate=-1"
 TIMEOUT, PREPARE_TIMEOUT = 600.0, 3600.0
-MPI = "mpi"
 LONGEST = 365 * 86400.0
 """The longest time limit in seconds: torch can't count to infinity."""
 
@@ -96,7 +96,7 @@ def join(
             name, stands_on = mpi.serve(placement)
             means = dataclasses.replace(means, reason=f"{means.reason}; {stands_on}")
         way, written = _choose_way(placement, store, name, prepare_timeout)
-        group = _form(placement, store, name, prepare_timeout)
+        group = _form(placement, store, backends(name, place.value), prepare_timeout)
         placement, machines = _share_machine(placement, group)
         count = cpu_affinity.threads(
             placement.cores, now=now, variable=variable, launcher=placement.launcher

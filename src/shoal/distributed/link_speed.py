@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shoal.distributed.backend import backend_of
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class _Probe:
 
     def __init__(self, world: World, bytes: int, repeats: int) -> None:
         # Gloo and MPI send what is in the CPU's memory, wherever the model computes.
-        on_device = dist.get_backend(world.group) == "nccl"
+        on_device = world.group and backend_of(world.group, world.device) == "nccl"
         self._device = world.device if on_device else torch.device("cpu")
         self._group = world.group
         self._large = torch.empty(bytes, dtype=torch.uint8, device=self._device).fill_(1)

@@ -22,6 +22,22 @@ def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return parts.read(received)
 
 
+def gather_numbers(number: int, group: dist.ProcessGroup) -> list[int]:
+    """Return the number of each rank, in the order of ranks. Collective."""
+    mine = torch.tensor([number], device=_device(group))
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    numbers: list[int] = torch.cat(everyone).tolist()
+    return numbers
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    """Wait until every rank of the group has called this. Collective."""
+    arrived = torch.zeros((), device=_device(group))
+    dist.all_reduce(arrived, group=group)
+    arrived.item()  # on a GPU only the stream has waited so far
+
+
 def collect(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Everyone's value on the first rank of the group, nothing elsewhere. Collective."""
     parts = _padded(encode(value), group)
@@ -108,10 +124,7 @@ class _Parts:
 
 def _padded(data: bytes, group: dist.ProcessGroup) -> _Parts:
     device = _device(group)
-    mine = torch.tensor([len(data)], device=device)
-    sizes = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(sizes, mine, group=group)
-    found = [int(size) for size in sizes]
+    found = gather_numbers(len(data), group)
     return _Parts(_bytes(data + b"\0" * (max(found) - len(data)), device), found)
 
 

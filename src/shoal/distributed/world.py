@@ -171,8 +171,9 @@ class World:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if not self._alone:
-            self.all_reduce(torch.zeros((), device=self.device))
+        if not self._alone and self.group is not None:
+            self.membership.meet()
+            objects.barrier(self.group)
 
     def agree(self, value: Any, what: str) -> Any:
         """Return `value` if every rank has the same; raise AgreementError naming the odd ones."""

@@ -118,18 +118,21 @@ class RecordingGroup(Protocol):
         """Give each operation that begins from now on so much time."""
 
 
-def newest_record() -> int:
-    """The number of the newest record; those of worlds that are over are not newer."""
-    return max((entry["record_id"] for entry in _dumped()), default=-1)
+def newest_records() -> dict[str, int]:
+    """Return the number of each recorder's newest record; those of earlier worlds are not newer."""
+    return {
+        name: max((entry["record_id"] for entry in entries), default=-1)
+        for name, entries in _dumped().items()
+    }
 
 
-def recorded_collectives(after: int) -> list[Collective]:
-    """All recorded collectives, oldest first; of torch's records those with numbers above `after`."""
+def recorded_collectives(after: Mapping[str, int]) -> list[Collective]:
+    """Return all recorded collectives, oldest first; of each recorder those above its number."""
     return [entry.collective for entry in _entries(after)]
 
 
-def oldest_outstanding(after: int, threads: Collection[str]) -> Collective | None:
-    """The oldest collective that has not ended; those that `threads` began do not count."""
+def oldest_outstanding(after: Mapping[str, int], threads: Collection[str]) -> Collective | None:
+    """Return the oldest collective that has not ended; those that `threads` began do not count."""
     for entry in _entries(after):
         if not entry.collective.done and entry.thread not in threads:
             return entry.collective
@@ -183,14 +186,15 @@ def describe_tensors(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> s
     return f"{text} and {len(sizes) - 1} more" if len(sizes) > 1 else text
 
 
-def _entries(after: int) -> list[CollectiveEntry]:
+def _entries(after: Mapping[str, int]) -> list[CollectiveEntry]:
     entries = [
         CollectiveEntry(entry["time_created_ns"], entry["thread_id"], _read(entry))
-        for entry in _dumped()
-        if entry["record_id"] > after
+        for name, found in _dumped().items()
+        for entry in found
+        if entry["record_id"] > after.get(name, -1)
     ]
-    own = [entry for group in recording_groups() for entry in group.recorded()]
-    return sorted([*entries, *own], key=lambda entry: entry.begun) if own else entries
+    entries += [entry for group in recording_groups() for entry in group.recorded()]
+    return sorted(entries, key=lambda entry: entry.begun)
 
 
 def recording_groups() -> Iterator[RecordingGroup]:
@@ -199,9 +203,8 @@ def recording_groups() -> Iterator[RecordingGroup]:
     return (group for group in known if isinstance(group, RecordingGroup))
 
 
-def _dumped() -> list[Mapping[str, Any]]:
-    dumps = recorder_dumps().values()
-    return [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
+def _dumped() -> dict[str, list[Mapping[str, Any]]]:
+    return {name: json.loads(dump()).get("entries", []) for name, dump in recorder_dumps().items()}
 
 
 def _above(text: bytes, number: int) -> list[Mapping[str, Any]]:

@@ -28,6 +28,7 @@ from shoal.bench.collectives.message_sizes import parse_sizes
 from shoal.bench.processor import processor_name
 from shoal.bench.scaling.interrupt import InterruptFlag
 from shoal.distributed import env_vars, link_speed
+from shoal.distributed.backend import backend_of
 from shoal.distributed.init import init
 from shoal.distributed.world import World
 from shoal.launcher.local import run_job
@@ -144,7 +145,7 @@ def measure_on_ranks(asked: CollectivesOptions) -> int:
         init(backend=first, device=device, prepare_timeout=JOIN_SECONDS) as world,
     ):
         began, begun = datetime.now(UTC), perf_counter()
-        backends = asked.backends or (str(dist.get_backend(world.group)),)
+        backends = asked.backends or (_backend(world),)
         screen = plain_console(stderr=True)
         outcome = measure_collectives(
             world,
@@ -193,7 +194,7 @@ def _describe(
         links=None
         if pairs is None
         else LinkTable(
-            backend=_spoken(str(dist.get_backend(world.group))),
+            backend=_backend(world),
             bytes=pairs.bytes,
             bandwidth=pairs.bandwidth,
             latency=pairs.latency,
@@ -230,8 +231,9 @@ def _file_name(machine: MachineFile) -> str:
     return f"machine-{machine.hosts[0]}-{len(machine.hosts)}-{stamp}.json"
 
 
-def _spoken(backend: str) -> str:
-    return backend if backend in BACKENDS else "mpi"
+def _backend(world: World) -> str:
+    name = "gloo" if world.group is None else backend_of(world.group, world.device)
+    return name if name in BACKENDS else "mpi"
 
 
 def _device_name(device: torch.device) -> str:

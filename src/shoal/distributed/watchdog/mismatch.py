@@ -97,7 +97,8 @@ class Matching:
             self._compare(group, operation, tensors, sized)
 
     def _compares(self) -> bool:
-        main = threading.current_thread() is threading.main_thread()
+        # current_thread() would make autograd's threads known to Python.
+        main = threading.get_ident() == threading.main_thread().ident
         return self._comparing and self.current is None and main
 
     def _before(self, call: _ComparedCollective, *arguments: Any) -> None:

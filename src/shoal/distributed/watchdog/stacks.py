@@ -98,6 +98,17 @@ def communication(lines: Sequence[StackLine]) -> str:
     return last.function if torchs or last.file.endswith(_INBOX) else ""
 
 
+def background_threads() -> set[str]:
+    """Return the ids of the threads that Python has started.
+
+    Autograd's threads for GPUs, which begin the collectives of a backward, are none of them. Python
+    learns of such a thread when it calls `threading.current_thread`, and names it "Dummy-1".
+    """
+    main = threading.main_thread()
+    others = [thread for thread in threading.enumerate() if thread is not main]
+    return {str(thread.ident) for thread in others if not thread.name.startswith("Dummy-")}
+
+
 def all_stacks() -> str:
     """The stacks of all threads as text, the main thread's first, innermost lines last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}

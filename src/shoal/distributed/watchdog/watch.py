@@ -93,7 +93,7 @@ class Watch:
         everyone = objects.gather((mine, secrets.token_hex(16)), group)
         self._peers: list[Peer] = [peer for peer, _ in everyone]
         self._token: str = everyone[0][1]
-        self._before = flight_recorder.newest_record()
+        self._before = flight_recorder.newest_records()
         self._answers = 0
         self._left = -math.inf
         self._decided = False
@@ -302,10 +302,10 @@ class Watch:
         )
 
     def _waits(self, lines: Sequence[stacks.StackLine]) -> Collective | None:
-        """What this rank waits in. Threads beside the main one wait for themselves."""
-        main = threading.main_thread()
-        aside = {str(thread.ident) for thread in threading.enumerate() if thread is not main}
-        recorded = self._checked() or flight_recorder.oldest_outstanding(self._before, aside)
+        """Return what this rank waits in. What its background threads wait in does not count."""
+        recorded = self._checked() or flight_recorder.oldest_outstanding(
+            self._before, stacks.background_threads()
+        )
         called = stacks.communication(lines)
         if recorded is not None or not called:
             return recorded
