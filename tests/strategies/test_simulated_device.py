@@ -12,6 +12,11 @@ import pytest
 TENSOR_FSDP = "[shoal.TensorParallel(), shoal.FSDP()]"
 ONE_READ = {"item in shoal/strategies/mesh_reducer.py:world_totals": 3}
 """Loss, count and norm, in one transfer before the optimizer step."""
+OFFLOADED = {
+    "copy sim to cpu in shoal/strategies/comm_timing.py:marked": 26,  # of gradients, by FSDP2
+    "copy cpu to sim in shoal/strategies/mesh_reducer.py:world_totals": 1,  # of their norm
+    **ONE_READ,
+}
 FEW = [
     (1, "replicate=1", "shoal.SingleProcess()", (), {"item in shoal/strategies/reducer.py:totals": 3}),
     (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
@@ -22,6 +27,7 @@ MORE = [
     (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", (), ONE_READ),
     (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),
     (8, "tensor=8", "shoal.TensorParallel()", (), ONE_READ),
+    (8, "shard=8", "shoal.FSDP(cpu_offload=True)", (), OFFLOADED),
     (8, "shard=2,tensor=4", TENSOR_FSDP, ("--micro-batches", "4"), ONE_READ),
 ]
 
@@ -44,5 +50,5 @@ def test_a_step_on_a_simulated_device(
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["devices"] == ["sim"]
+    assert found["devices"] == ["cpu" if "cpu_offload" in strategy else "sim"]
     assert found["blocking"] == blocking

@@ -8,6 +8,7 @@ import sys
 import torch
 
 from shoal.distributed import env_vars
+from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import LAYOUT, PREPARE_TIMEOUT, TIMEOUT, join
 from shoal.distributed.layout import Layout
 from shoal.distributed.watchdog.diagnosis import WaitLimits
@@ -45,14 +46,19 @@ def init(
     Raises LaunchError for an environment that contradicts itself or a group that can't form,
     LayoutError for a layout that does not fit.
     """
-    joined = join(
-        layout=layout,
-        backend=backend,
-        device=device,
-        devices_per_rank=devices_per_rank,
-        timeout=timeout,
-        prepare_timeout=prepare_timeout,
-    )
+    deterministic_mode = DeterministicMode(enabled=deterministic)  # NCCL's groups read it
+    try:
+        joined = join(
+            layout=layout,
+            backend=backend,
+            device=device,
+            devices_per_rank=devices_per_rank,
+            timeout=timeout,
+            prepare_timeout=prepare_timeout,
+        )
+    except BaseException:
+        deterministic_mode.restore()
+        raise
     if joined.told:
         with contextlib.suppress(OSError):  # as in `World.print`
             print(f"shoal: {joined.told}", file=sys.stderr, flush=True)
@@ -62,4 +68,4 @@ def init(
 
         report_into(folder, rank=joined.placement.rank, size=joined.placement.size)
     limits = WaitLimits(step=timeout, prepare=prepare_timeout)
-    return World(joined, seed, limits, deterministic=deterministic)
+    return World(joined, seed, limits, deterministic_mode=deterministic_mode)

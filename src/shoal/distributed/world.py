@@ -23,7 +23,7 @@ from shoal._torch import c10d, mesh
 from shoal.distributed import env_vars, mpi, objects
 from shoal.distributed.determinism import DeterministicMode
 from shoal.distributed.initialize import LAYOUT, Joined
-from shoal.distributed.layout import AXES, Layout
+from shoal.distributed.layout import AXES, DATA_AXES, Layout
 from shoal.distributed.membership import Membership
 from shoal.distributed.rank_zero_first import RankZeroFirst
 from shoal.distributed.run_log import RunLog
@@ -60,7 +60,7 @@ class World:
         seed: int,
         limits: WaitLimits,
         *,
-        deterministic: bool = False,
+        deterministic_mode: DeterministicMode,
     ) -> None:
         placement, layout = joined.placement, joined.layout
         self.placement = placement
@@ -81,7 +81,7 @@ class World:
         self._provided: dict[type, object] = {}
         self._before_closing: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
-        self._deterministic_mode = DeterministicMode(enabled=deterministic)
+        self._deterministic_mode = deterministic_mode
         self.decisions = (*joined.choices, self._deterministic_mode.decision)
         self.reseed("weights", by_rank=False)
         self.run_log: Final = RunLog()
@@ -124,7 +124,14 @@ class World:
         if self._mesh is None:
             degrees = tuple(self.layout.degree(axis) for axis in AXES)
             self._mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=AXES)
+            self.watchdog.extend_torch_timeouts()
         return self._mesh
+
+    def flat_mesh(self, *axes: str, name: str) -> DeviceMesh:
+        """Return the mesh over `axes` as one dimension, called `name`. Collective, once."""
+        flat = mesh.flatten(self.mesh[axes], name)
+        self.watchdog.extend_torch_timeouts()
+        return flat
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
@@ -132,8 +139,7 @@ class World:
         if self.group is None or self.data_size == self.size:
             return self.group
         if self._data_group is None:
-            axes = self.mesh["replicate", "shard"]
-            self._data_group = mesh.flatten(axes, "data").get_group()
+            self._data_group = self.flat_mesh(*DATA_AXES, name="data").get_group()
         return self._data_group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

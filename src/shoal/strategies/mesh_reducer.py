@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal._torch.mesh import flatten
 from shoal.data.batch import Count
 from shoal.data.micro import Micro
 from shoal.distributed.layout import AXES, DATA_AXES
@@ -101,7 +100,8 @@ class MeshReducer(Reducer):
 
 def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> Totals:
     """Return the sums over the world, of the losses and of this rank's part of the norm."""
-    zero = norm.new_zeros((), dtype=torch.float64)
+    # Not on the device of the norm, which gradients that are offloaded have on the CPU.
+    zero = torch.zeros((), dtype=torch.float64, device=held.world.device)
     losses = [one for one in held.losses if one[2]] if reports_loss else []
     held.losses.clear()
     local = torch.stack((*sums(losses, zero), norm.to(zero).square()))
@@ -137,7 +137,7 @@ def summing_group(world: World) -> dist.ProcessGroup | None:
     """Return the group of ranks that have other samples, or other slices of them; None without."""
     if world.layout.degree("context") == 1:
         return data_group(world)
-    return flatten(world.mesh[(*DATA_AXES, "context")], "slices").get_group()
+    return world.flat_mesh(*DATA_AXES, "context", name="slices").get_group()
 
 
 def broadcast_buffers(held: HeldParameters, group: dist.ProcessGroup | None) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 
 from shoal._torch.autograd import in_backward
 from shoal._torch.fsdp import drop_accumulated
-from shoal._torch.mesh import concatenate, flatten
+from shoal._torch.mesh import concatenate
 from shoal.data.batch import Batch, Count
 from shoal.data.micro import Micro
 from shoal.distributed.world import World
@@ -200,7 +200,7 @@ def _mesh(world: World) -> DeviceMesh:
     """Return the mesh over which parameters are divided, slices of sequences included, and copied."""
     divided = world.mesh["shard"]
     if world.layout.degree("context") > 1:
-        divided = flatten(world.mesh["shard", "context"], "shard_context")
+        divided = world.flat_mesh("shard", "context", name="shard_context")
     if world.layout.degree("replicate") == 1:
         return divided
     return concatenate([world.mesh["replicate"], divided])

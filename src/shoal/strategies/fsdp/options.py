@@ -67,7 +67,7 @@ class FSDP:
 
     def apply(self, model: nn.Module, world: World) -> Engine:
         """Divide the model in place; in a world of one there is nothing to divide."""
-        if self.cpu_offload and world.device.type != "cuda":
+        if self.cpu_offload and world.device.type == "cpu":
             raise StepError(
                 given="shoal.FSDP(cpu_offload=True) on the CPU",
                 found="the shares are in its memory already",

@@ -20,6 +20,7 @@ def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGro
         group = dist.new_group(list(members)) if len(members) > 1 else None
         if world.rank in members:
             found = members, group
+    world.watchdog.extend_torch_timeouts()
     return found
 
 
