@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,19 @@ class GradientReducer:
         ):
             required(self._reducer, name, "DataParallel")  # now, and not in the midst of training
         required(self._ddp, "_sync_buffers", "DataParallel")
+
+    def splitting(self) -> AbstractContextManager[None]:
+        """Return a context in which torch.compile splits its graphs where buckets end.
+
+        A graph returns all its gradients at once, at its end. Without the split no reduction would
+        start before backward has ended. Does nothing where torch lacks the name, or where buckets are
+        smaller than torch's first one, for which torch can't split.
+        """
+        first = getattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20)
+        if self._ddp.bucket_bytes_cap < first:
+            return nullcontext()
+        inside = getattr(self._ddp, "_inside_ddp_forward", nullcontext)
+        return cast(AbstractContextManager[None], inside())
 
     def begin(self, roots: Sequence[Tensor] = ()) -> None:
         """Reduce the gradients of the next backward.

@@ -52,7 +52,7 @@ class LocalRunner(Runner):
         """Run the forward compiled by torch.compile ("inductor") or by TorchScript ("script")."""
         self._check_whole(f"compile={how!r}")
         if how == "inductor":
-            self.call = torch.compile(self._module)
+            self.call = self.reducer.compiled(torch.compile(self._module))
             return
         if self._world.layout.degree("context") > 1:
             raise StepError(
@@ -86,7 +86,7 @@ class LocalRunner(Runner):
             # In a frame of its own: torch compiles none that begins in a layer of torch's.
             return call_uncompiled(module, *arguments, **named)
 
-        self.call = compiler(call)
+        self.call = self.reducer.compiled(compiler(call))
         set_compiled_call(module, self.call)  # as in module.compile(): your own loop calls it too
 
     def _check_whole(self, given: str) -> None:

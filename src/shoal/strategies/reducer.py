@@ -7,7 +7,7 @@ which are divided over axes of the mesh (mesh_reducer.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +38,10 @@ class Reducer(ABC):
 
         Collective.
         """
+
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call`, a compiled forward, such that its backward delivers gradients as it goes."""
+        return call
 
     @property
     def pending(self) -> bool:

@@ -190,6 +190,15 @@ class DDPReducer(Reducer):
         if last:
             self._check_reduced()
 
+    def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call` with its graphs split where buckets end, as torch does for its own DDP."""
+
+        def split(*arguments: Any, **named: Any) -> Any:
+            with self._reducer.splitting():
+                return call(*arguments, **named)
+
+        return split
+
     def totals(self) -> Totals:
         """Return the tally's sums and the norm; then rank 0's buffers go to all, as DDP has it."""
         self.held.check()
