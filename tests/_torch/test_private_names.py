@@ -161,6 +161,23 @@ def test_reducer(group: Any) -> None:
     assert buckets == [0]
 
 
+def test_graphs_are_split_where_buckets_end(group: Any) -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    for size, expected in ((1.0, 2), (0.5, 1)):  # torch can't split for the smaller one
+        model = nn.Sequential(*(nn.Linear(384, 384) for _ in range(4)))
+        reducer = ddp.GradientReducer(model, process_group=group, bucket_cap_mb=size)
+        torch.compiler.reset()
+        graphs.clear()
+        with reducer.splitting():
+            torch.compile(model, backend=backend)(torch.ones(1, 384))
+        assert len(graphs) == expected
+
+
 def test_delay_all_reduce(group: Any) -> None:
     model = nn.Linear(2, 1)
     reducer = ddp.GradientReducer(model, process_group=group, static_graph=True)

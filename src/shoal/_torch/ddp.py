@@ -35,12 +35,7 @@ class GradientReducer:
             warnings.simplefilter("ignore", FutureWarning)
             self._ddp = nn.parallel.DistributedDataParallel(module, **options)
         self._reducer: Any = self._ddp.reducer
-        for name in (
-            "prepare_for_forward",
-            "prepare_for_backward",
-            "_rebuild_buckets",
-            "_delay_all_reduce",
-        ):
+        for name in _OF_REDUCERS:
             required(self._reducer, name, "DataParallel")  # now, and not in the midst of training
         required(self._ddp, "_sync_buffers", "DataParallel")
 

@@ -27,6 +27,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.distributed:Reducer._delay_all_reduce",
         "torch.nn.parallel:DistributedDataParallel._sync_buffers",
     ),
+    "compiled models under DDP send their gradients after backward": (
+        "torch.nn.parallel:DistributedDataParallel._inside_ddp_forward",
+        "torch.distributed:_DEFAULT_FIRST_BUCKET_BYTES",
+    ),
     "FSDP stops with an error when it is set up": (
         "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
         f"{_FSDP_MODULES}_fsdp_state:FSDPState()._fsdp_param_group",
