@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("strategy", help="an expression, such as shoal.FSDP()")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--evaluate", action="store_true", help="count an evaluation in place of a step")
     options = parser.parse_args()
     setup()
     world = make_world(options.size, options.layout)
@@ -290,6 +291,13 @@ def main() -> None:
                 )
                 micros.append(Micro(value, 8 * index, 8, 1.0, world))
             step(Batch(0, 8 * world.data_size * count, micros, seed=0, world=world))
+        if options.evaluate:
+            samples = 8 * world.data_size * count
+            data = (torch.empty(samples, 64), torch.empty(samples, dtype=torch.long))
+            simulation.found.clear()
+            shoal.evaluate(
+                step, data, metrics={"accuracy": shoal.Accuracy()}, batch_size=8 * world.data_size
+            )
     devices = sorted({p.device.type for p in model.parameters()})
     print(json.dumps({"blocking": simulation.found, "devices": devices}))
     os._exit(0)

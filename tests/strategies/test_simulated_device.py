@@ -17,12 +17,17 @@ OFFLOADED = {
     "copy cpu to sim in shoal/strategies/mesh_reducer.py:world_totals": 1,  # of their norm
     **ONE_READ,
 }
+EVALUATED = {
+    "item in shoal/training/evaluation.py:means": 4,  # loss and accuracy, in one transfer
+    "item in shoal/training/evaluation.py:evaluate": 1,
+}
 FEW = [
     (1, "replicate=1", "shoal.SingleProcess()", (), {"item in shoal/strategies/reducer.py:totals": 3}),
     (8, "shard=8", "shoal.FSDP()", (), ONE_READ),
     (1024, "shard=256,tensor=4", TENSOR_FSDP, (), ONE_READ),
 ]
 MORE = [
+    (8, "shard=8", "shoal.FSDP()", ("--evaluate", "--micro-batches", "4"), EVALUATED),
     (1024, "replicate=16,shard=64", "shoal.FSDP()", (), ONE_READ),
     (1024, "shard=1024", "shoal.FSDP(param_dtype='bf16')", (), ONE_READ),
     (8, "shard=8", "shoal.FSDP()", ("--precision", "bf16"), ONE_READ),

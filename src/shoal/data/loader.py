@@ -29,6 +29,7 @@ from shoal.distributed.consistency import check_same_data, warn_of_other_arrays
 from shoal.distributed.to_device import move
 from shoal.distributed.world import World
 from shoal.telemetry.step_timer import WAIT
+from shoal.util.accelerator import is_accelerator
 from shoal.util.arguments import is_integer
 from shoal.util.errors import DataError
 
@@ -120,7 +121,7 @@ class Loader:
             _check_epoch(sampler, samples, drop_last)
             self._feed = PositionedSource(samples, sampler, shuffle=shuffle)
         if pin_memory is None:
-            pin_memory = world.device.type == "cuda" and device.type == "cpu"
+            pin_memory = is_accelerator(world.device) and device.type == "cpu"
         check_fetch(device, num_workers, pin_memory)
         self._device = device
         self._fetch = Fetch(

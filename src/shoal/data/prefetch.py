@@ -9,6 +9,7 @@ import torch
 
 from shoal.distributed.to_device import move, tensors_in
 from shoal.telemetry.step_timer import TRANSFER, Timeline
+from shoal.util.accelerator import streams
 
 Item = TypeVar("Item")
 
@@ -18,31 +19,30 @@ def on_device(
 ) -> Iterator[tuple[Item, list[Any]]]:
     """Yield the items with their values on `device`.
 
-    On CUDA the copy of the next item runs on a separate stream during the computation on the current
-    one; copies overlap only from pinned memory. On the CPU the items pass unchanged. The `timeline`
-    records the waits of the computation.
+    The copy of the next item runs on a separate stream during the computation on the current one;
+    copies overlap only from pinned memory. A device without streams copies each item when it is due,
+    and on the CPU the items pass unchanged. The `timeline` records the waits of the computation.
     """
-    if device.type != "cuda":
-        yield from items
+    module = streams(device)
+    if module is None:
+        for item, values in items:
+            with timeline.within(TRANSFER):
+                moved = [move(value, device) for value in values]
+            yield item, moved
         return
-    stream = torch.cuda.Stream(device)
+    stream = module.Stream(device)
     ready: tuple[Item, list[Any]] | None = None
     for item, values in items:
-        with timeline.within(TRANSFER), torch.cuda.stream(stream):
+        with timeline.within(TRANSFER), module.stream(stream):
             upcoming = (item, [move(value, device) for value in values])
         if ready is not None:
             yield ready
         with timeline.within(TRANSFER):
-            _hand_over(upcoming[1], stream)
+            current = module.current_stream(device)
+            current.wait_stream(stream)
+            for tensor in tensors_in(upcoming[1]):
+                if tensor.device.type == device.type:
+                    tensor.record_stream(current)  # its memory is kept until that is done with it
         ready = upcoming
     if ready is not None:
         yield ready
-
-
-def _hand_over(value: Any, stream: torch.cuda.Stream) -> None:
-    """Let the current stream wait for the copies, and keep their memory until it is done with it."""
-    current = torch.cuda.current_stream()
-    current.wait_stream(stream)
-    for tensor in tensors_in(value):
-        if tensor.is_cuda:
-            tensor.record_stream(current)

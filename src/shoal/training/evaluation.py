@@ -20,6 +20,7 @@ from shoal.distributed.world import World
 from shoal.strategies import engine_of
 from shoal.strategies.contracts import Engine
 from shoal.strategies.eval_mode import evaluation
+from shoal.strategies.held_parameters import as_scalar
 from shoal.strategies.task import Task
 from shoal.telemetry.step_timer import EVALUATION
 from shoal.training.step import Step
@@ -128,7 +129,7 @@ def evaluate(
                         target = (targets or default_targets)(moved.value)
                         kinds.add(sums, (outputs or _same)(output), target, weight)
         result: dict[str, Any] = sums.means(world)
-        visits = int(world.all_reduce(torch.tensor(samples, device=world.device)))
+        visits = int(world.all_reduce(torch.full((), samples, device=world.device)))
         # All ranks of one data-parallel rank visit the same samples.
         result["samples"] = visits * world.data_size // world.size
         return result | {name: _merged(metric, world) for name, metric in kinds.foreign.items()}
@@ -186,12 +187,12 @@ class Sums:
     """Sums and counts by name, in float64, reduced over ranks once at the end."""
 
     def __init__(self, names: list[str]) -> None:
-        self._totals = {name: [0.0, 0.0] for name in names}
+        self._totals: dict[str, list[Tensor | float]] = {name: [0.0, 0.0] for name in names}
 
     def add(self, name: str, result: tuple[Tensor, Count], weight: float = 1.0) -> None:
         """Add one (sum, count), or nothing for a weight of 0."""
         try:
-            value, count = (float(number) for number in result)
+            value, count = map(_number, result)
         except (TypeError, ValueError, RuntimeError):
             shown = repr(result) if not isinstance(result, Tensor) else f"shape {tuple(result.shape)}"
             raise StepError(
@@ -207,12 +208,20 @@ class Sums:
 
     def means(self, world: World) -> dict[str, float]:
         """Return Σ sum / Σ count over all ranks; NaN if the count is 0."""
-        table = torch.tensor(list(self._totals.values()), dtype=torch.float64, device=world.device)
+        zero = torch.zeros((), dtype=torch.float64, device=world.device)
+        table = torch.stack([as_scalar(n, zero) for each in self._totals.values() for n in each])
         world.all_reduce(table)
         return {
             name: total / count if count else float("nan")
-            for name, (total, count) in zip(self._totals, table.tolist(), strict=True)
+            for name, (total, count) in zip(self._totals, table.view(-1, 2).tolist(), strict=True)
         }
+
+
+def _number(value: Tensor | float) -> Tensor | float:
+    """Return a number in float64, a tensor's on its device: reading it would wait for the forward."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    return value.detach().reshape(()).double()
 
 
 def default_targets(value: Any) -> Any:
