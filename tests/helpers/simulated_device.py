@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("strategy", help="an expression, such as shoal.FSDP()")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--evaluate", action="store_true", help="count an evaluation in place of a step")
+    parser.add_argument("--evaluate", action="store_true", help="count an evaluation instead")
     options = parser.parse_args()
     setup()
     world = make_world(options.size, options.layout)
