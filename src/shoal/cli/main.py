@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,11 @@ checkpoints = typer.Typer(
 )
 TRAIN, OBSERVE, CLUSTERS, MEASURE = "Train", "Observe", "Clusters", "Measure"
 """The panels of `shoal --help`."""
+SCRIPT_LAST = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+"""Words after the script are its own; options may have underscores, as torchrun's do."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,26 +69,71 @@ def shoal(
     """Distributed PyTorch training with the same result on any number of processes."""
 
 
+def _check_script(ctx: typer.Context, script: str) -> str:
+    """Raise LaunchError if the script or module does not exist."""
+    from shoal.launcher.entry_point import find_module, find_script
+
+    if ctx.params.get("module"):
+        find_module(script, safe_path=sys.flags.safe_path)
+    else:
+        find_script(script)
+    return script
+
+
+def _check_processes(ctx: typer.Context, processes: int | None) -> int | None:
+    """Raise LaunchError if the number of processes is missing."""
+    if processes is None:
+        option = "-m " if ctx.params.get("module") else ""
+        script = ctx.params.get("script")
+        raise LaunchError(
+            given=f"shoal run {option}{shlex.quote(script)}" if script else "shoal run",
+            found="no number of processes; usual are one per GPU, or one per few CPU cores",
+            fix=f"shoal run -n 2 {option}{shlex.quote(script or 'train.py')}",
+        )
+    return processes
+
+
+_Script = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT", help="A Python file, or a module with -m.", callback=_check_script
+    ),
+]
+_Module = Annotated[
+    bool,
+    typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m package.module`."),
+]
 _Processes = Annotated[
-    str | None,
+    int | None,
     typer.Option(
-        "-n", "--processes", "--nproc-per-node", metavar="N", help="Number of processes on this node."
+        "-n",
+        "--processes",
+        "--nproc-per-node",
+        min=1,
+        metavar="N",
+        help="Number of processes on this node.",
+        callback=_check_processes,
     ),
 ]
 _Restarts = Annotated[
-    str,
+    int,
     typer.Option(
         "--restarts",
         "--max-restarts",
+        min=0,
         metavar="N",
         help="Restart all processes up to N times after a failure.",
     ),
 ]
 _Preemptions = Annotated[
-    str, typer.Option(metavar="N", help="Restart up to N times after a preemption (exit code 75).")
+    int,
+    typer.Option(min=0, metavar="N", help="Restart up to N times after a preemption (exit code 75)."),
 ]
 _Port = Annotated[
-    str | None, typer.Option(metavar="PORT", help="Port of the rendezvous (default: a free port).")
+    int | None,
+    typer.Option(
+        min=1, max=65535, metavar="PORT", help="Port of the rendezvous (default: a free port)."
+    ),
 ]
 _Grace = Annotated[
     float | None,
@@ -129,18 +180,21 @@ _HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 @app.command(
     rich_help_panel=TRAIN,
-    context_settings={"allow_interspersed_args": False},
+    context_settings=SCRIPT_LAST,
     epilog=examples(
-        "shoal run -n 4 train.py --lr 0.1", "shoal run -n 4 --restarts 3 --logs logs train.py"
+        "shoal run -n 4 train.py --lr 0.1",
+        "shoal run -n 4 -m package.train --lr 0.1",
+        "shoal run -n 4 --restarts 3 --logs logs train.py",
     ),
 )
 def run(
     *,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
-    processes: _Processes = None,
+    script: _Script,
     args: ScriptArgs = None,
-    restarts: _Restarts = "0",
-    preemptions: _Preemptions = "0",
+    processes: _Processes = None,
+    module: _Module = False,
+    restarts: _Restarts = 0,
+    preemptions: _Preemptions = 0,
     port: _Port = None,
     grace: _Grace = None,
     logs: _Logs = None,
@@ -156,22 +210,17 @@ def run(
     """
     from shoal.launcher import local
 
-    if processes is None:
-        raise LaunchError(
-            given=f"shoal run {script}",
-            found="no number of processes; usual are one per GPU, or one per few CPU cores",
-            fix=f"shoal run -n 2 {script}",
-        )
     # Heard while ranks run; after them the exit code stands, and schedulers repeat themselves.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     raise typer.Exit(
         local.run(
             script,
             jobs.script_arguments(args),
-            processes=_whole(processes, "-n"),
-            restarts=_whole(restarts, "--restarts"),
-            preemptions=_whole(preemptions, "--preemptions"),
-            port=None if port is None else _whole(port, "--port"),
+            processes=processes or 1,
+            module=module,
+            restarts=restarts,
+            preemptions=preemptions,
+            port=port,
             grace=grace,
             logs=logs,
             nodes=nodes,
@@ -292,7 +341,7 @@ app.command(
 app.add_typer(checkpoints, rich_help_panel=OBSERVE)
 app.command(
     rich_help_panel=CLUSTERS,
-    context_settings={"allow_interspersed_args": False},
+    context_settings=SCRIPT_LAST,
     epilog=examples(
         "shoal submit --nodes 4 --gpus-per-node 8 --time 20:00:00 train.py",
         "shoal submit --dry-run --time 1:00:00 train.py",
@@ -467,17 +516,6 @@ def _readable(path: str) -> Iterator[None]:
             given=masked_url(path),
             found=str(error),
             fix="see whether fsspec reaches it with your login" if is_url(path) else here,
-        ) from None
-
-
-def _whole(text: str, option: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(
-            given=f"{option} {text}",
-            found=f"{text!r} is not an integer",
-            fix=f"give a number, as in `{option} 2`",
         ) from None
 
 

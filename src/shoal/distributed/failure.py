@@ -224,7 +224,7 @@ def _spell(error: BaseException) -> str:
 
 def _skip_launcher(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1] / "launcher")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next
     return trace
