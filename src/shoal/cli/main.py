@@ -17,6 +17,7 @@ from shoal.cli import submit as jobs
 from shoal.cli.examples import examples
 from shoal.cli.report import report
 from shoal.cli.submit_options import ScriptArgs
+from shoal.cli.usage import report_all_problems
 from shoal.util.errors import CheckpointError, LaunchError, ShoalError
 
 if TYPE_CHECKING:
@@ -517,6 +518,9 @@ def _readable(path: str) -> Iterator[None]:
             found=str(error),
             fix="see whether fsspec reaches it with your login" if is_url(path) else here,
         ) from None
+
+
+report_all_problems(app)
 
 
 def main() -> None:
