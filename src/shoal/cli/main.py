@@ -99,7 +99,7 @@ _Processes = Annotated[
         "--nproc-per-node",
         min=1,
         metavar="N",
-        help="Number of processes on this node.",
+        help="Number of processes on this node; required.",
         callback=_check_processes,
     ),
 ]

@@ -286,7 +286,9 @@ def list_sites() -> None:
 
 
 @sites.command("show", epilog=examples("shoal sites show jean-zay"))
-def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def show_site(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")],
+) -> None:
     """Print the file of a cluster profile."""
     from shoal.launcher.submit import display
     from shoal.launcher.submit.site_catalog import find_entry
@@ -296,7 +298,7 @@ def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
 
 
 @sites.command("new", epilog=examples("shoal sites new mycluster"))
-def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]) -> None:
     """Draft a cluster profile from the scheduler."""
     from shoal.launcher.submit.schedulers import scheduler_here
     from shoal.launcher.submit.site_catalog import folder
