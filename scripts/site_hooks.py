@@ -1,14 +1,14 @@
-"""Hooks of mkdocs: in the search, the pages for users come before those for contributors."""
+"""Hooks of mkdocs: in the search, guides come before pages for contributors and lists of options."""
 
 from __future__ import annotations
 
 from typing import Any
 
-CONTRIBUTORS = ("contributing/", "design/")
+LAST = ("contributing/", "design/", "reference/cli/")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Lower the weight of a contributors' page in the search index."""
-    if page.file.src_uri.startswith(CONTRIBUTORS):
+    """Lower the weight of a contributors' page, and of a list of options, in the search index."""
+    if page.file.src_uri.startswith(LAST):
         page.meta["search"] = {"boost": 0.2}
     return markdown

@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
+from shoal.util.user_code import shorten_tracebacks
+
 __version__ = "0.1.0"
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -35,3 +37,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+shorten_tracebacks()

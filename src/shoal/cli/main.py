@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from shoal.cli import bench as measuring
 from shoal.cli import submit as jobs
+from shoal.cli.checkpoint import checkpoints
 from shoal.cli.examples import examples
 from shoal.cli.report import report
 from shoal.cli.submit_options import ScriptArgs
-from shoal.util.errors import CheckpointError, LaunchError, ShoalError
-
-if TYPE_CHECKING:
-    from shoal.checkpoint import AnyPath
-    from shoal.checkpoint.inspect.diff import Comparison
-    from shoal.checkpoint.inspect.extract import Extracted
-    from shoal.checkpoint.inspect.manifest import CheckpointManifest
+from shoal.cli.usage import report_all_problems
+from shoal.util.errors import LaunchError, ShoalError
 
 app = typer.Typer(
     name="shoal",
@@ -35,14 +30,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-checkpoints = typer.Typer(
-    name="checkpoint",
-    help="List, verify, compare and export checkpoints.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
 TRAIN, OBSERVE, CLUSTERS, MEASURE = "Train", "Observe", "Clusters", "Measure"
 """The panels of `shoal --help`."""
+SCRIPT_LAST = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
+"""Words after the script are its own; options may have underscores, as torchrun's do."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,26 +57,71 @@ def shoal(
     """Distributed PyTorch training with the same result on any number of processes."""
 
 
+def _check_script(ctx: typer.Context, script: str) -> str:
+    """Raise LaunchError if the script or module does not exist."""
+    from shoal.launcher.entry_point import find_module, find_script
+
+    if ctx.params.get("module"):
+        find_module(script, safe_path=sys.flags.safe_path)
+    else:
+        find_script(script)
+    return script
+
+
+def _check_processes(ctx: typer.Context, processes: int | None) -> int | None:
+    """Raise LaunchError if the number of processes is missing."""
+    if processes is None:
+        option = "-m " if ctx.params.get("module") else ""
+        script = ctx.params.get("script")
+        raise LaunchError(
+            given=f"shoal run {option}{shlex.quote(script)}" if script else "shoal run",
+            found="no number of processes; usual are one per GPU, or one per few CPU cores",
+            fix=f"shoal run -n 2 {option}{shlex.quote(script or 'train.py')}",
+        )
+    return processes
+
+
+_Script = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT", help="A Python file, or a module with -m.", callback=_check_script
+    ),
+]
+_Module = Annotated[
+    bool,
+    typer.Option("-m", "--module", help="SCRIPT is a module, as in `python -m package.module`."),
+]
 _Processes = Annotated[
-    str | None,
+    int | None,
     typer.Option(
-        "-n", "--processes", "--nproc-per-node", metavar="N", help="Number of processes on this node."
+        "-n",
+        "--processes",
+        "--nproc-per-node",
+        min=1,
+        metavar="N",
+        help="Number of processes on this node; required.",
+        callback=_check_processes,
     ),
 ]
 _Restarts = Annotated[
-    str,
+    int,
     typer.Option(
         "--restarts",
         "--max-restarts",
+        min=0,
         metavar="N",
         help="Restart all processes up to N times after a failure.",
     ),
 ]
 _Preemptions = Annotated[
-    str, typer.Option(metavar="N", help="Restart up to N times after a preemption (exit code 75).")
+    int,
+    typer.Option(min=0, metavar="N", help="Restart up to N times after a preemption (exit code 75)."),
 ]
 _Port = Annotated[
-    str | None, typer.Option(metavar="PORT", help="Port of the rendezvous (default: a free port).")
+    int | None,
+    typer.Option(
+        min=1, max=65535, metavar="PORT", help="Port of the rendezvous (default: a free port)."
+    ),
 ]
 _Grace = Annotated[
     float | None,
@@ -129,18 +168,21 @@ _HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 @app.command(
     rich_help_panel=TRAIN,
-    context_settings={"allow_interspersed_args": False},
+    context_settings=SCRIPT_LAST,
     epilog=examples(
-        "shoal run -n 4 train.py --lr 0.1", "shoal run -n 4 --restarts 3 --logs logs train.py"
+        "shoal run -n 4 train.py --lr 0.1",
+        "shoal run -n 4 -m package.train --lr 0.1",
+        "shoal run -n 4 --restarts 3 --logs logs train.py",
     ),
 )
 def run(
     *,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file.")],
-    processes: _Processes = None,
+    script: _Script,
     args: ScriptArgs = None,
-    restarts: _Restarts = "0",
-    preemptions: _Preemptions = "0",
+    processes: _Processes = None,
+    module: _Module = False,
+    restarts: _Restarts = 0,
+    preemptions: _Preemptions = 0,
     port: _Port = None,
     grace: _Grace = None,
     logs: _Logs = None,
@@ -156,22 +198,17 @@ def run(
     """
     from shoal.launcher import local
 
-    if processes is None:
-        raise LaunchError(
-            given=f"shoal run {script}",
-            found="no number of processes; usual are one per GPU, or one per few CPU cores",
-            fix=f"shoal run -n 2 {script}",
-        )
     # Heard while ranks run; after them the exit code stands, and schedulers repeat themselves.
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
     raise typer.Exit(
         local.run(
             script,
             jobs.script_arguments(args),
-            processes=_whole(processes, "-n"),
-            restarts=_whole(restarts, "--restarts"),
-            preemptions=_whole(preemptions, "--preemptions"),
-            port=None if port is None else _whole(port, "--port"),
+            processes=processes or 1,
+            module=module,
+            restarts=restarts,
+            preemptions=preemptions,
+            port=port,
             grace=grace,
             logs=logs,
             nodes=nodes,
@@ -292,7 +329,7 @@ app.command(
 app.add_typer(checkpoints, rich_help_panel=OBSERVE)
 app.command(
     rich_help_panel=CLUSTERS,
-    context_settings={"allow_interspersed_args": False},
+    context_settings=SCRIPT_LAST,
     epilog=examples(
         "shoal submit --nodes 4 --gpus-per-node 8 --time 20:00:00 train.py",
         "shoal submit --dry-run --time 1:00:00 train.py",
@@ -311,174 +348,7 @@ app.add_typer(jobs.sites, rich_help_panel=CLUSTERS)
 app.add_typer(measuring.benches, rich_help_panel=MEASURE)
 
 
-Directory = Annotated[
-    str,
-    typer.Argument(
-        metavar="PATH", help="A run directory, its checkpoints directory, one checkpoint, or a URL."
-    ),
-]
-
-
-@checkpoints.command(
-    "ls", epilog=examples("shoal checkpoint ls runs/a", "shoal checkpoint ls --verify runs/a")
-)
-def list_checkpoints(
-    path: Directory,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Verify the content of all files, not only sizes.")
-    ] = False,
-) -> None:
-    """List checkpoints and incomplete saves of a run."""
-    from shoal.checkpoint.inspect import display, listing, locate
-    from shoal.util.tables import plain_console
-
-    with _readable(path):
-        given = _place(path)
-        if locate.is_checkpoint(given):
-            one = [listing.entry(given, verify=verify)]
-            display.listing(plain_console(), given.parent, one, [], verified=verify)
-            return
-        for folder in locate.folders(given):
-            found = list(listing.entries(folder, verify=verify))
-            left = listing.leftovers(folder)
-            display.listing(plain_console(), folder, found, left, verified=verify)
-
-
-@checkpoints.command(
-    "show",
-    epilog=examples(
-        "shoal checkpoint show runs/a", "shoal checkpoint show runs/a/checkpoints/step-100"
-    ),
-)
-def show_checkpoint(path: Directory) -> None:
-    """Show metadata, tensors and state of a checkpoint.
-
-    For a run directory, it shows the newest complete checkpoint.
-    """
-    from shoal.checkpoint.inspect import display, locate
-    from shoal.util.tables import plain_console
-
-    with _readable(path):
-        display.contents(plain_console(), locate.read_newest([_place(path)], lambda found: found[0]))
-
-
-@checkpoints.command(
-    "verify", epilog=examples("shoal checkpoint verify runs/a", "shoal checkpoint verify runs/*")
-)
-def verify_checkpoints(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Run directories or checkpoints.")
-    ],
-) -> None:
-    """Verify every byte; exit with 1 if one is damaged."""
-    from shoal.checkpoint.inspect import display, locate
-    from shoal.checkpoint.inspect import verify as soundness
-    from shoal.util.tables import plain_console
-
-    damaged = False
-    for path in paths:
-        with _readable(path):
-            for listed in locate.checkpoints(_place(path)):
-                found, problems = locate.examined(listed, read=True)
-                if found is None:  # a live run has removed it since
-                    continue
-                step = None if problems else soundness.manifest(found).step
-                display.verdict(plain_console(), found, problems, step=step)
-                damaged = damaged or bool(problems)
-    raise typer.Exit(int(damaged))
-
-
-@checkpoints.command(
-    "diff",
-    epilog=examples("shoal checkpoint diff runs/a runs/b", "shoal checkpoint diff A B && echo same"),
-)
-def compare_checkpoints(
-    first: Annotated[str, typer.Argument(metavar="A", help="A run directory or a checkpoint.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="A second run directory or checkpoint.")],
-) -> None:
-    """Compare two checkpoints.
-
-    It exits with 1 if they differ. For run directories, it compares the newest checkpoints.
-    Metadata such as the time may differ.
-    """
-    from shoal.checkpoint.inspect import diff, display, locate
-    from shoal.util.tables import plain_console
-
-    def compare(both: list[CheckpointManifest]) -> tuple[AnyPath, AnyPath, Comparison]:
-        one, other = both
-        return one.path, other.path, diff.compare(one, other)
-
-    with _readable(f"{first} {second}"):
-        one, other, found = locate.read_newest([_place(first), _place(second)], compare)
-    display.differences(plain_console(), one, other, found)
-    raise typer.Exit(int(not found.same))
-
-
-@checkpoints.command(
-    "export",
-    epilog=examples(
-        "shoal checkpoint export runs/a model.safetensors",
-        "shoal checkpoint export --ema ema runs/a model.pt",
-    ),
-)
-def export_checkpoint(
-    path: Directory,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="OUT.safetensors or OUT.pt.")],
-    step: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Export the model of this Step (default: the first)."),
-    ] = None,
-    ema: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Export the averaged parameters of this EMA.")
-    ] = None,
-) -> None:
-    """Export the model of a checkpoint to one file.
-
-    It needs neither the code of the model nor the number of processes that saved it.
-    """
-    from shoal.checkpoint.inspect import display, locate
-    from shoal.checkpoint.inspect import extract as extraction
-    from shoal.util.tables import plain_console
-
-    def extract(newest: list[CheckpointManifest]) -> tuple[AnyPath, Extracted]:
-        return newest[0].path, extraction.extract(newest[0], Path(out), step=step, ema=ema)
-
-    with _readable(f"{path} {out}"):
-        found, done = locate.read_newest([_place(path)], extract)
-    display.extracted(plain_console(), found, done)
-
-
-def _place(text: str) -> AnyPath:
-    from shoal.checkpoint import path_from
-
-    return path_from(text)
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Convert errors of the file system to CheckpointErrors."""
-    from shoal.checkpoint import is_url, masked_url
-
-    try:
-        yield
-    except OSError as error:
-        here = "see whether you may read and write there (ls -ld), and whether there is room (df -h)"
-        raise CheckpointError(
-            given=masked_url(path),
-            found=str(error),
-            fix="see whether fsspec reaches it with your login" if is_url(path) else here,
-        ) from None
-
-
-def _whole(text: str, option: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(
-            given=f"{option} {text}",
-            found=f"{text!r} is not an integer",
-            fix=f"give a number, as in `{option} 2`",
-        ) from None
+report_all_problems(app)
 
 
 def main() -> None:

@@ -23,8 +23,38 @@ sites = typer.Typer(
 )
 
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run directory of the job.")]
-_Script = Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file.")]
-_Time = Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit of the job; required.")]
+
+
+def _check_script(script: Path) -> Path:
+    """Raise LaunchError if the script does not exist."""
+    from shoal.launcher.submit.submit import check_script
+
+    check_script(script)
+    return script
+
+
+def _check_time(ctx: typer.Context, time: str) -> str:
+    """Raise LaunchError if there is no time limit, or none that can be read."""
+    from shoal.launcher.submit.times import parse_time
+
+    if not time:
+        script = ctx.params.get("script")
+        raise LaunchError(
+            given=f"shoal submit {script}" if script else "shoal submit",
+            found="no time limit; the default of clusters differs, from minutes to days",
+            fix=f"shoal submit --time 20:00:00 {script or 'train.py'}",
+        )
+    parse_time(time)
+    return time
+
+
+_Script = Annotated[
+    Path, typer.Argument(metavar="SCRIPT", help="A Python file.", callback=_check_script)
+]
+_Time = Annotated[
+    str,
+    typer.Option(metavar="HH:MM:SS", help="Time limit of the job; required.", callback=_check_time),
+]
 _Nodes = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes.")]
 _Gpus = Annotated[int, typer.Option(min=0, metavar="N", help="GPUs per node, one process each.")]
 _Processes = Annotated[
@@ -131,11 +161,12 @@ def submit(
     """
     from shoal.launcher.submit.job import JobRequest
     from shoal.launcher.submit.submit import SubmitOptions
+    from shoal.launcher.submit.times import parse_time
 
     request = JobRequest(
         script=str(script),
         args=tuple(script_arguments(args)),
-        time=_time(time, script),
+        time=parse_time(time),
         nodes=nodes,
         gpus=gpus_per_node,
         processes=processes,
@@ -255,7 +286,9 @@ def list_sites() -> None:
 
 
 @sites.command("show", epilog=examples("shoal sites show jean-zay"))
-def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def show_site(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")],
+) -> None:
     """Print the file of a cluster profile."""
     from shoal.launcher.submit import display
     from shoal.launcher.submit.site_catalog import find_entry
@@ -265,7 +298,7 @@ def show_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
 
 
 @sites.command("new", epilog=examples("shoal sites new mycluster"))
-def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def new_site(name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the profile.")]) -> None:
     """Draft a cluster profile from the scheduler."""
     from shoal.launcher.submit.schedulers import scheduler_here
     from shoal.launcher.submit.site_catalog import folder
@@ -289,18 +322,6 @@ def new_site(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
             fix="export XDG_CONFIG_HOME=DIR with a directory that you may write to",
         ) from None
     print_path(plain_console(), f"{path}: look it over, then shoal submit --site {name} …")
-
-
-def _time(text: str, script: Path) -> int:
-    from shoal.launcher.submit.times import parse_time
-
-    if not text:
-        raise LaunchError(
-            given=f"shoal submit {script}",
-            found="no time limit; the default of clusters differs, from minutes to days",
-            fix=f"shoal submit --time 20:00:00 {script}",
-        )
-    return parse_time(text)
 
 
 def _sweep(path: Path | None) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,10 @@ ScriptArgs = Annotated[
 ]
 Site = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Cluster profile of `shoal sites ls` (default: by host name)."),
+    typer.Option(
+        metavar="NAME",
+        help="Cluster profile of `shoal sites ls` (default: SHOAL_SITE, else by host name).",
+    ),
 ]
 Partition = Annotated[
     str | None, typer.Option("-p", "--partition", metavar="NAME", help="Partition of the cluster.")

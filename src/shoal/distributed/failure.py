@@ -14,7 +14,7 @@ from types import TracebackType
 from shoal.distributed.cluster_env import REQUEUE
 from shoal.distributed.watchdog.peer_errors import SAME_STEPS, is_by_peer
 from shoal.util.errors import LaunchError, ShoalError
-from shoal.util.user_code import is_library
+from shoal.util.user_code import is_library, own_traceback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,8 +212,8 @@ def _spell(error: BaseException) -> str:
     trace = _skip_launcher(error)
     if not isinstance(error, ShoalError):
         return "".join(traceback.format_exception(type(error), error, trace))
-    own = [frame for frame in traceback.extract_tb(trace) if not is_library(frame.filename)]
-    head = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
+    own = traceback.format_tb(own_traceback(trace))
+    head = ["Traceback (most recent call last):\n", *own] if own else []
     # The report ends with the place, once.
     where, error.where = error.where, None
     try:
@@ -224,7 +224,7 @@ def _spell(error: BaseException) -> str:
 
 def _skip_launcher(error: BaseException) -> TracebackType | None:
     trace = error.__traceback__
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1] / "launcher")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
         trace = trace.tb_next
     return trace

@@ -1,4 +1,4 @@
-"""What the ranks of a run do: the user's script, as `python script.py` would run it, or a call."""
+"""What the ranks of a run do: the user's script or module, as `python` would run it, or a call."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import os
 import shlex
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.util import find_spec, module_from_spec
 from typing import Protocol
 
 from shoal.util.errors import LaunchError
@@ -65,6 +67,91 @@ class Script:
             # Not inheriting this file's own `from __future__` lines.
             code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, module.__dict__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """The dotted name of a module and its arguments, as typed after `-m`."""
+
+    module: str
+    args: tuple[str, ...] = ()
+    safe_path: bool = False
+
+    @property
+    def name(self) -> str:
+        """The command."""
+        return shlex.join(("-m", self.module, *self.args))
+
+    def run(self) -> None:
+        """Execute the module as `__main__`, as `python -m` does.
+
+        Processes that it starts by spawn or forkserver import it again by the name in its spec.
+        """
+        sys.argv = ["-m", *self.args]
+        if not self.safe_path:
+            sys.path[0] = os.getcwd()
+        spec = find_spec(self.module)  # imports the packages that the module is in
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{self.module}.__main__")
+        loader = spec and spec.loader
+        if spec is None or not isinstance(loader, InspectLoader):
+            raise _no_module(self.module, f"there is no module {self.module}")
+        module = module_from_spec(spec)
+        module.__name__ = "__main__"
+        module.__dict__["__builtins__"] = builtins
+        sys.modules["__main__"] = module
+        sys.argv[0] = spec.origin or self.module
+        code = loader.get_code(spec.name)
+        if code is not None:
+            exec(code, module.__dict__)
+
+
+def find_script(path: str) -> str:
+    """Return the path if a file is there. Raises LaunchError."""
+    if not os.path.isfile(path):
+        full = os.path.abspath(path)
+        raise LaunchError(
+            given=path,
+            found=f"{full} is a directory" if os.path.isdir(path) else f"there is no file {full}",
+            fix="give the path of a Python file: shoal run -n 2 script.py",
+        )
+    return path
+
+
+def find_module(name: str, *, safe_path: bool) -> str:
+    """Return the file of the module that `python -m name` would run, and import nothing.
+
+    `safe_path` leaves out the current directory, as `python -P` does. Raises LaunchError.
+    """
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise _no_module(name, "not the name of a module")
+    path = sys.path[1:] if sys.path and not sys.flags.safe_path else sys.path
+    places: Sequence[str] | None = path if safe_path else [os.getcwd(), *path]
+    spec: ModuleSpec | None = None
+    for count in range(1, len(parts) + 1):
+        known = ".".join(parts[:count])
+        spec = PathFinder.find_spec(known, places)
+        if spec is None and count == 1:
+            spec = find_spec(known)  # installed in editable mode, or in an archive
+        if spec is None:
+            raise _no_module(name, f"there is no module {known}")
+        places = spec.submodule_search_locations or []
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = PathFinder.find_spec(f"{name}.__main__", spec.submodule_search_locations)
+        if spec is None:
+            raise _no_module(name, f"the package {name} has no __main__.py")
+    return (spec and spec.origin) or name
+
+
+def _no_module(name: str, found: str) -> LaunchError:
+    file = name.removesuffix(".py").strip("./").replace("/", ".")
+    meant = file if file != name and all(map(str.isidentifier, file.split("."))) else "package.module"
+    return LaunchError(
+        given=f"-m {name}",
+        found=found,
+        fix=f"start in the directory that contains the package: shoal run -n 2 -m {meant}",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

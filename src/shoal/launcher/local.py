@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 from shoal.distributed.env_vars import placement, set_variables, worker_threads
-from shoal.launcher.entry_point import EntryPoint, Script
+from shoal.launcher.entry_point import EntryPoint, Module, Script, find_module, find_script
 from shoal.launcher.launcher import Launcher, RunEnd
 from shoal.launcher.logs import Logs
 from shoal.launcher.nodes import SILENCE, WAIT, Nodes, choose_nodes, describe_script
@@ -27,6 +27,7 @@ def run(
     args: Sequence[str] = (),
     *,
     processes: int,
+    module: bool = False,
     restarts: int = 0,
     preemptions: int = 0,
     port: int | None = None,
@@ -38,6 +39,8 @@ def run(
     silence: float = SILENCE,
 ) -> int:
     """Run `script` in `processes` processes and return the exit code of the whole.
+
+    With `module`, `script` is the name of a module, as after `python -m`.
 
     The processes find each other by torchrun's variables. When one fails the others are stopped,
     and the first failure is reported on stderr; up to `restarts` times all are started again, and up
@@ -56,11 +59,18 @@ def run(
     """
     _check(script, processes=processes, restarts=restarts, preemptions=preemptions, port=port)
     _check_nodes(nodes, rendezvous, port)
-    job = Script(path=script, args=tuple(args), safe_path=sys.flags.safe_path)
+    safe_path = sys.flags.safe_path
+    job: EntryPoint
+    if module:
+        file = find_module(script, safe_path=safe_path)
+        job = Module(module=script, args=tuple(args), safe_path=safe_path)
+    else:
+        file = find_script(script)
+        job = Script(path=script, args=tuple(args), safe_path=safe_path)
     several = None
     if nodes is not None:
         common = describe_script(
-            script, job.name, nodes=nodes, restarts=restarts, preemptions=preemptions
+            file, job.name, nodes=nodes, restarts=restarts, preemptions=preemptions
         )
         several = choose_nodes(nodes, rendezvous, placement(), common, wait=wait, silence=silence)
     files = None
@@ -139,15 +149,6 @@ def _check(script: str, *, processes: int, restarts: int, preemptions: int, port
                 found=f"the number of {name} is 0 (none) or more",
                 fix=f"shoal run -n {processes} --{name} 0 {script}",
             )
-    if not os.path.isfile(script):
-        is_directory = os.path.isdir(script)
-        raise LaunchError(
-            given=script,
-            found=f"{os.path.abspath(script)} is a directory"
-            if is_directory
-            else f"there is no file {os.path.abspath(script)}",
-            fix=f"give the path of a Python file: shoal run -n {processes} script.py",
-        )
     if port is not None:
         _check_port(port)
 

@@ -44,7 +44,8 @@ def main(
         _write_to(log)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED)
     _become_main()
-    _be_called(f"{os.path.basename(job.name.split()[0])[:11]} {rank}")
+    command = job.name.removeprefix("-m ").split()[0]
+    _be_called(f"{os.path.basename(command)[:11]} {rank}")
     write_variables({**variables, SAFE_PATH: "1" if job.safe_path else None})
     write_variables({REPORTS: f"{os.getpid()}:{reports.fileno()}"})
     _take_cores(int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))

@@ -109,6 +109,7 @@ def train(
     Before the first step, Shoal evaluates one batch, so that errors appear early.
     """
     _check(epochs, steps, save, max_time, optimizer)
+    _check_kinds(schedule, validation)
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -176,6 +177,22 @@ def _check_optimizer(optimizer: object) -> None:
         found="optimizer is a function of the parallelized model that returns an optimizer",
         fix=f"optimizer=lambda model: torch.optim.{name}(model.parameters(), lr=0.1)",
     )
+
+
+def _check_kinds(schedule: object, validation: object) -> None:
+    """Raise StepError for a schedule or a validation of another kind."""
+    if schedule is not None and not callable(schedule):
+        raise StepError(
+            given=f"shoal.train(…, schedule={type(schedule).__name__})",
+            found="schedule is a function of an optimizer and a number of steps",
+            fix="schedule=shoal.LRSchedule(warmup_steps=100)",
+        )
+    if validation is not None and not isinstance(validation, Validation):
+        raise StepError(
+            given=f"shoal.train(…, validation={type(validation).__name__})",
+            found="it is not a shoal.Validation",
+            fix="validation=shoal.Validation(dataset=data)",
+        )
 
 
 class _Loop:

@@ -69,6 +69,16 @@ class SubmitOptions:
     force: bool = False
 
 
+def check_script(script: Path) -> None:
+    """Raise LaunchError if the script does not exist."""
+    if not script.is_file():
+        raise LaunchError(
+            given=str(script),
+            found=f"there is no file {script.absolute()}",
+            fix="give the path of a Python file: shoal submit … train.py",
+        )
+
+
 def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submission:
     """Submit a job, or do what `options` say instead.
 
@@ -77,12 +87,7 @@ def submit(request: JobRequest, site: Site, options: SubmitOptions) -> Submissio
     """
     scheduler = site_scheduler(site)
     script = Path(request.script)
-    if not script.is_file():
-        raise LaunchError(
-            given=str(script),
-            found=f"there is no file {script.absolute()}",
-            fix="give the path of a Python file: shoal submit … train.py",
-        )
+    check_script(script)
     run = (options.run or Path("runs") / script.stem).resolve()
     if script.resolve().is_relative_to(run):
         raise LaunchError(
