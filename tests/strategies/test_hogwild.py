@@ -426,8 +426,8 @@ def test_bad_options_are_refused(make: Any, said: str) -> None:
     [
         (nn.ReLU, shoal.Hogwild(), "without trainable parameters"),
         (lambda: nn.Embedding(3, 2, sparse=True), shoal.Hogwild(), "sparse gradients"),
-        (linear, [shoal.Hogwild(), shoal.DDP()], "nothing can follow it"),
-        (linear, [shoal.FSDP(), shoal.Hogwild()], "nothing can follow it"),
+        (linear, [shoal.Hogwild(), shoal.DDP()], "no strategy can follow it"),
+        (linear, [shoal.FSDP(), shoal.Hogwild()], "no strategy can follow it"),
     ],
 )
 def test_what_it_can_not_spread_is_refused(model: Any, strategy: Any, said: str) -> None:

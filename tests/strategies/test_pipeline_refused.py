@@ -99,9 +99,9 @@ REFUSED: list[tuple[Any, Any, str]] = [
     ),
     (Net, one_way(split_points=("first",)), "not the first part"),
     (Net, one_way(split_points=("blocks.2", "blocks.1"), schedule="looped"), "each split point once"),
-    (Net, one_way(split_points=("blocks.1", "blocks.2")), "has 1 stage(s) on each rank"),
+    (Net, one_way(split_points=("blocks.1", "blocks.2")), "needs 1 stage(s) on each rank"),
     (Net, one_way(schedule="zbv"), "3 split points for 4 stages"),
-    (Net, one_way(stages_per_rank=2, schedule="looped"), "has 2 stage(s) on each rank"),
+    (Net, one_way(stages_per_rank=2, schedule="looped"), "needs 2 stage(s) on each rank"),
     (
         tied,
         one_way(split_points=("chain.2",)),
@@ -116,12 +116,12 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (
         Net,
         [shoal.ActivationCheckpointing(), one_way(split_points=BLOCKS, schedule="zbv")],
-        "would run the blocks again",
+        "would recompute the blocks",
     ),
     (Again, one_way(split_points=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
-    (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
+    (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients, so no strategy can follow it"),
     (Net, shoal.DDP(), "layout='replicate=-1'), or shoal.Pipeline(split_points=…) for this axis"),
 ]
 
@@ -185,7 +185,7 @@ def split_and_compiled(world: shoal.World) -> None:
     ("task", "found"),
     [
         (called, "each rank has some of its stages"),
-        (own_loop, "its strategy takes whole steps"),
+        (own_loop, "the strategy of the model needs shoal.Step"),
         (unequal, "inputs of different shapes"),
         (with_an_option, "arguments with defaults keep them"),
         (few, "micro_batches=4"),
