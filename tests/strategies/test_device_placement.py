@@ -236,7 +236,7 @@ def test_a_model_placed_by_hand_stays_where_it_is(world: shoal.World) -> None:
 )
 @pytest.mark.usefixtures("devices")
 def test_what_wants_one_device_refuses_a_model_on_several(world: shoal.World, strategy: Any) -> None:
-    with pytest.raises(StepError, match="placed by hand on cpu:0, cpu:1"):
+    with pytest.raises(StepError, match="placed manually on cpu:0, cpu:1"):
         shoal.parallelize(build(Elder), world, strategy)
 
 
@@ -325,8 +325,8 @@ def test_what_is_tied_stays_together(world: shoal.World, capsys: pytest.CaptureF
 
 
 BAD: list[tuple[Any, Any, str]] = [
-    (Net, {"": 0, "block.1": 1}, "named like 'block.1'.*'blocks.1'"),
-    (Net, {"": 0, "zzz": 1}, "named like 'zzz'.*'first', 'blocks', 'heads'"),
+    (Net, {"": 0, "block.1": 1}, "matches 'block.1'.*'blocks.1'"),
+    (Net, {"": 0, "zzz": 1}, "matches 'zzz'.*'first', 'blocks', 'heads'"),
     (Net, {"": 0, "heads": 2}, r"no device 2: this rank has 2.*devices_per_rank=3"),
     (Net, {"": 0, "heads": -1}, "no device -1"),
     (Net, {"": 0, "heads": True}, "not a device that holds values"),
@@ -338,13 +338,13 @@ BAD: list[tuple[Any, Any, str]] = [
     (
         Net,
         {"first": 0, "blocks": 1},
-        r"no entry of the map places shift, seen, heads.score.1.weight and 1",
+        r"no entry of the map covers shift, seen, heads.score.1.weight and 1",
     ),
     (Net, {"": 0, 1: 1}, "names of modules"),
-    (Net, {"": 0, "blocks.*": 0, "blocks.1": 1}, "two entries of the map name 'blocks.1'"),
+    (Net, {"": 0, "blocks.*": 0, "blocks.1": 1}, "two entries of the map match 'blocks.1'"),
     (tied, {"0": 0, "2": 1, "3": 1}, "0.weight and 3.weight are one tensor"),
     (shared, {"one": 0, "other": 1}, "one and other are one module"),
-    (shared, (0, 1), "2 devices, and 1 part"),
+    (shared, (0, 1), "2 devices, but only 1 part"),
     (Net, "cuda:0", "a str is neither"),
     (Net, 2, "a int is neither"),
     (Net, {}, "the device map is empty"),
@@ -370,7 +370,7 @@ def test_micro_batches_in_flight_are_counted(ahead: Any) -> None:
 @pytest.mark.parametrize(
     ("strategies", "found"),
     [
-        ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*it keeps what a process has of a model on one device"),
+        ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*the part of the model in each process on a single device"),
         ([shoal.LocalSGD()], r"shoal.LocalSGD\("),
         ([shoal.TensorParallel(plan={"first": "head"})], r"shoal.TensorParallel\("),
         ([shoal.Pipeline(split_points=("heads",))], r"shoal.Pipeline\("),

@@ -404,7 +404,7 @@ def test_ranks_that_share_no_memory_have_a_server(ranks: Ranks) -> None:
     assert ranks.call(lie, None) == ["SharedMemory", "Client"]
     for refused in ranks.attempt(lie, False):
         assert isinstance(refused.error, shoal.StepError), refused
-        assert "rank 1 can't map the memory of rank 0" in refused.error.found
+        assert "rank 1 cannot map the memory of rank 0" in refused.error.found
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
         ({"wide": "columns"}, None, ["'columns'", "column, row, head, logits, vocabulary, sequence"]),
         ({"layers.*": "column"}, None, ["layers.*", "embedding, wide, narrow, norm, head"]),
         ({"norm": "column"}, None, ["norm is a torch.nn.modules.normalization.LayerNorm", "Linear"]),
-        ({"wide": "column"}, None, ["tensor=2", "out_features are 9", "divides 9"]),
+        ({"wide": "column"}, None, ["tensor=2", "out_features = 9", "divides 9"]),
         ({"embedding": "vocabulary", "head": "row"}, None, ["head.weight", "one parameter", '"head"']),
         ({"embedding": "vocabulary"}, None, ["embedding.weight and head.weight", "one parameter"]),
-        ({"wide": "column", "wid*": "row"}, None, ["another pattern divides wide by 'column'"]),
+        ({"wide": "column", "wid*": "row"}, None, ["another pattern shards wide by 'column'"]),
         ({"embedding": "vocabulary", "head": "head"}, shoal.DDP(), ["sharded parameters", "FSDP()"]),
     ],
 )

@@ -79,7 +79,7 @@ class RPCAgent:
             register_rendezvous_handler(_SCHEME, _rendezvous)
         try:
             with env_vars.set_defaults(_interface(world)), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch is
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # of torch
                 rpc.init_rpc(
                     name_of(world.rank),
                     rank=world.rank,

@@ -150,7 +150,7 @@ def default_inputs(value: Any) -> Any:
         return (value[0],)
     raise DataError(
         given=f"batches of type {type(value).__name__} and a Task without `inputs`",
-        found="a batch that is neither a tuple nor a mapping does not tell the inputs of the model",
+        found="a batch that is neither a tuple nor a mapping does not define the inputs of the model",
         fix="shoal.Task(loss, inputs=lambda batch: batch), or a function that returns the inputs",
     )
 
