@@ -361,10 +361,11 @@ class PipelineRunner(Runner):
     def _send_failure(self, error: Exception, to: int) -> None:
         """Make later stages fail too, so that they do not wait."""
         if not isinstance(error, ShoalError):
+            # `watchdog.peer_errors` recognizes this fix.
             error = StepError(
                 given=f"a stage of a {type(self._module).__name__} on rank {self._world.rank}",
                 found=f"{type(error).__name__}: {error}",
-                fix="see the error of that rank; python train.py in one process may show more",
+                fix="see that rank's own error; python train.py in one process may show more",
             )
         objects.send(error, self._group, to)
 

@@ -186,7 +186,7 @@ class RPCPipelineRunner(Runner):
             over = StepError(
                 given=f"a micro-batch of a {type(self.module).__name__} in a step that is over",
                 found=f"{self._crew.title(self._world.rank)} has ended it with an error",
-                fix="see the error of that rank",
+                fix="see that rank's own error",
             )
             with self._collecting:
                 left = [each for each in self._inbox.end() if isinstance(each, ForwardRequest)]
@@ -424,11 +424,12 @@ class RPCPipelineRunner(Runner):
         """Return the description of an error for other ranks."""
         if isinstance(error, ShoalError):
             return error
+        # `watchdog.peer_errors` recognizes this fix.
         return StepError(
             given=f"{self._crew.title(self._world.rank)} of a {type(self.module).__name__}, on "
             f"{self._calls.hosts[self._world.rank]}",
             found=f"{type(error).__name__}: {error}",
-            fix="see the error of that rank; python train.py in one process may show more",
+            fix="see that rank's own error; python train.py in one process may show more",
         )
 
 

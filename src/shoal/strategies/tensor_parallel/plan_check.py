@@ -94,7 +94,7 @@ class Proof:
                 continue
             name, seen = self._seen.pop() if self._seen else ("nothing", tensor)
             if name != what:
-                self.found = f"in the place of {what} in one process is {name}"
+                self.found = f"the calls differ: {what} in one process, {name} in the sharded model"
             elif not self._equal(seen, tensor.detach()):
                 self.found = f"{what} differs from that in one process"
 
