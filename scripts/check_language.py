@@ -23,8 +23,10 @@ CHECKED = (
     "docs/**/*.md",
     "examples/*.md",
     "scripts/**/*.py",
+    "src/shoal/_torch/**/*.py",
     "src/shoal/cli/**/*.py",
     "src/shoal/data/**/*.py",
+    "src/shoal/strategies/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

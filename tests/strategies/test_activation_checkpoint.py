@@ -65,7 +65,7 @@ def test_units_run_twice_with_the_same_random_numbers(world: shoal.World) -> Non
 
 
 def test_a_model_without_blocks_is_refused(world: shoal.World) -> None:
-    with pytest.raises(shoal.StepError, match="no blocks that repeat"):
+    with pytest.raises(shoal.StepError, match="no repeated blocks"):
         shoal.parallelize(nn.Linear(2, 2), world, shoal.ActivationCheckpointing())
 
 

@@ -395,7 +395,7 @@ class Hooked(Net):
         self.register_forward_hook(lambda module, args, output: 2 * output)
 
 
-NOT_WHOLE = "the split model differs from the whole one: "
+NOT_WHOLE = "the split model differs from the original model: "
 HERE = "test_awkward_forwards.py:"
 
 REFUSED: list[tuple[type[Net], str]] = [
@@ -404,29 +404,29 @@ REFUSED: list[tuple[type[Net], str]] = [
     (Matching, f"{NOT_WHOLE}the input of head differs"),
     (Tied, "parameters that its forward does not use: other.weight"),
     (Replaced, "the forward of a Replaced was replaced on the object"),
-    (PositionalInPlace, "its own forward changes x in place"),
-    (Tuples, "it is a tuple; the model was cut for a tensor"),
+    (PositionalInPlace, "its forward changes x in place"),
+    (Tuples, "the value is a tuple; the stages were traced with a tensor"),
     (Shapes, HERE),
     (Dtypes, HERE),
     (Floats, HERE),
     (Values, HERE),
     (Loops, HERE),
-    (Zeros, "makes tensors of nothing"),
+    (Zeros, "creates tensors without inputs"),
     (LayerDrop, "draws random numbers"),
     (TorchDrop, "draws random numbers"),
-    (NoGrad, "it computes under a setting of its own"),
-    (DecoratedNoGrad, "it computes under a setting of its own"),
-    (Autocast, "it computes under a setting of its own"),
+    (NoGrad, "it changes a setting"),
+    (DecoratedNoGrad, "it changes a setting"),
+    (Autocast, "it changes a setting"),
     (Checkpointed, "torch.utils.checkpoint"),
     (CheckpointedAnew, "torch.utils.checkpoint"),
     (Reversing, "torch.autograd.Function"),
-    (Counting, "keeps what it computes on the model: calls"),
-    (Keeping, "keeps what it computes on the model: kept"),
+    (Counting, "stores values in attributes of the model: calls"),
+    (Keeping, "stores values in attributes of the model: kept"),
     (CountingOutside, "does not compute the same each time"),
     (AskingForGradients, "does not compute the same with gradients as without them"),
     (AskingForAutocast, "does not compute the same under autocast as without it"),
     (AskingForTheMode, "does not compute the same in training as in evaluation"),
-    (Setting, "it sets 'scale' of a value"),
+    (Setting, "it sets the attribute 'scale' of a value"),
     (Hooked, "the model itself has hooks"),
 ]
 

@@ -135,13 +135,13 @@ def run(
     ("make", "made_of", "size", "options", "words"),
     [
         (Mixed, ("", "convolution"), (3, 12, 8), {}, ["Mixed", "first in layers.1"]),
-        (Mixed, ("positions", ""), (3, 12, 8), {}, ["first in layers.0", "outside of the units"]),
+        (Mixed, ("positions", ""), (3, 12, 8), {}, ["first in layers.0", "outside the units"]),
         (Mixed, ("", "pooling", ""), (3, 12, 8), {}, ["first in layers.1", "modules="]),
         (Mixed, ("softmax", ""), (3, 12, 8), {}, ["first in layers.0", "scaled_dot_product_attention"]),
-        (Mixed, ("", "weights"), (3, 12, 8), {}, ["its weights", "need_weights=False"]),
-        (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "of a sequence to itself"]),
+        (Mixed, ("", "weights"), (3, 12, 8), {}, ["weights of its slice", "need_weights=False"]),
+        (Mixed, ("", "other"), (3, 12, 8), {}, ["(3, 2, 1, 4)", "self-attention"]),
         (Mixed, ("", ""), (3, 13, 8), {}, ["length 13 for layers.0", "context=2", "pad them to 14"]),
-        (Mixed, ("", ""), (3, 12), {}, ["no tensor of shape (batch, length, features)"]),
+        (Mixed, ("", ""), (3, 12), {}, ["no output, of shape (batch, length, features)"]),
         (
             Images,
             (),
@@ -149,8 +149,8 @@ def run(
             {},
             ["shoal.ContextParallel() and layers.0", "(3, 8, 4, 4)", "images"],
         ),
-        (Opaque, ("", ""), (3, 12, 8), {}, ["returns a dict", "can't be compared"]),
-        (Torchs, (2, 1), (3, 12, 8), {}, ["context=2", "layers.0", "1 heads", "2 does not divide"]),
+        (Opaque, ("", ""), (3, 12, 8), {}, ["returns a dict", "cannot be compared"]),
+        (Torchs, (2, 1), (3, 12, 8), {}, ["context=2", "layers.0", "1 heads", "not divisible by 2"]),
         (Torchs, (), (3, 12, 8), {"src_mask": MASK}, ["mask in layers.0", "is_causal=True"]),
         (
             Torchs,
@@ -166,7 +166,7 @@ def run(
             {"src_mask": MASK, "is_causal": True},
             ["shape (12, 12) for layers.0", "batch and sequence both have length 12"],
         ),
-        (Odd, ((1, 0),), (3, 12, 8), {}, ["layers.1", "layers.0, where sequences are cut, did not"]),
+        (Odd, ((1, 0),), (3, 12, 8), {}, ["layers.1", "layers.0, where sequences are sliced, did not"]),
         (Odd, ((0,),), (3, 12, 8), {}, ["ended without layers.1", "modules="]),
     ],
 )

@@ -63,5 +63,5 @@ def test_a_rank_that_stands_for_itself_must_count_what_it_had() -> None:
 
 @pytest.mark.parametrize("count", [0.0, -1.0, math.nan])
 def test_a_loss_over_no_positive_count_is_an_error_whatever_it_sums_to(count: float) -> None:
-    with pytest.raises(StepError, match="parameters were not touched"):
+    with pytest.raises(StepError, match="parameters were not changed"):
         correct(Totals(1.0, count, 1.0), size=4, scale=1.0, clip=None)

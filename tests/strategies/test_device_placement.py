@@ -236,7 +236,7 @@ def test_a_model_placed_by_hand_stays_where_it_is(world: shoal.World) -> None:
 )
 @pytest.mark.usefixtures("devices")
 def test_what_wants_one_device_refuses_a_model_on_several(world: shoal.World, strategy: Any) -> None:
-    with pytest.raises(StepError, match="placed by hand on cpu:0, cpu:1"):
+    with pytest.raises(StepError, match="placed manually on cpu:0, cpu:1"):
         shoal.parallelize(build(Elder), world, strategy)
 
 
@@ -325,29 +325,29 @@ def test_what_is_tied_stays_together(world: shoal.World, capsys: pytest.CaptureF
 
 
 BAD: list[tuple[Any, Any, str]] = [
-    (Net, {"": 0, "block.1": 1}, "named like 'block.1'.*'blocks.1'"),
-    (Net, {"": 0, "zzz": 1}, "named like 'zzz'.*'first', 'blocks', 'heads'"),
+    (Net, {"": 0, "block.1": 1}, "matches 'block.1'.*'blocks.1'"),
+    (Net, {"": 0, "zzz": 1}, "matches 'zzz'.*'first', 'blocks', 'heads'"),
     (Net, {"": 0, "heads": 2}, r"no device 2: this rank has 2.*devices_per_rank=3"),
     (Net, {"": 0, "heads": -1}, "no device -1"),
-    (Net, {"": 0, "heads": True}, "no device that holds values"),
+    (Net, {"": 0, "heads": True}, "not a device that holds values"),
     (Net, {"": 0, "heads": "gpu0"}, "gpu0"),
     (Net, {"": 0, "heads": "cuda:3"}, "no GPU 3: 0 visible"),
-    (Net, {"": 0, "heads": "cpu:1"}, "the CPU is one device"),
-    (Net, {"": 0, "heads": "meta"}, "no device that holds values"),
-    (Net, {"": 0, "heads": None}, "no device that holds values"),
+    (Net, {"": 0, "heads": "cpu:1"}, "the CPU is a single device"),
+    (Net, {"": 0, "heads": "meta"}, "not a device that holds values"),
+    (Net, {"": 0, "heads": None}, "not a device that holds values"),
     (
         Net,
         {"first": 0, "blocks": 1},
-        r"no entry of the map places shift, seen, heads.score.1.weight and 1",
+        r"no entry of the map covers shift, seen, heads.score.1.weight and 1",
     ),
     (Net, {"": 0, 1: 1}, "names of modules"),
-    (Net, {"": 0, "blocks.*": 0, "blocks.1": 1}, "two entries of the map name 'blocks.1'"),
+    (Net, {"": 0, "blocks.*": 0, "blocks.1": 1}, "two entries of the map match 'blocks.1'"),
     (tied, {"0": 0, "2": 1, "3": 1}, "0.weight and 3.weight are one tensor"),
     (shared, {"one": 0, "other": 1}, "one and other are one module"),
-    (shared, (0, 1), "2 devices, and 1 part"),
+    (shared, (0, 1), "2 devices, but only 1 part"),
     (Net, "cuda:0", "a str is neither"),
     (Net, 2, "a int is neither"),
-    (Net, {}, "no device at all"),
+    (Net, {}, "the device map is empty"),
     (Net, (0,), "one device"),
 ]
 
@@ -363,19 +363,19 @@ def test_bad_input_is_refused(
 
 @pytest.mark.parametrize("ahead", [0, -1, True, 1.5])
 def test_micro_batches_in_flight_are_counted(ahead: Any) -> None:
-    with pytest.raises(StepError, match="no number of micro-batches"):
+    with pytest.raises(StepError, match="not a number of micro-batches"):
         shoal.DevicePlacement((0, 1), in_flight=ahead)
 
 
 @pytest.mark.parametrize(
     ("strategies", "found"),
     [
-        ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*it keeps what a process has of a model on one device"),
+        ([shoal.FSDP()], r"(?s)shoal.FSDP\(.*the part of the model in each process on a single device"),
         ([shoal.LocalSGD()], r"shoal.LocalSGD\("),
         ([shoal.TensorParallel(plan={"first": "head"})], r"shoal.TensorParallel\("),
         ([shoal.Pipeline(split_points=("heads",))], r"shoal.Pipeline\("),
         ([shoal.ContextParallel(check=False), shoal.DDP()], r"shoal.ContextParallel\("),
-        ([shoal.DevicePlacement((0, 1)), shoal.DDP()], "would place all of it"),
+        ([shoal.DevicePlacement((0, 1)), shoal.DDP()], "would place the complete model"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(
@@ -396,7 +396,7 @@ def test_compiled_code_moves_nothing(world: shoal.World, how: str) -> None:
 def test_gpus_of_other_ranks_are_refused(world: shoal.World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     world.placement = dataclasses.replace(world.placement, size=2, local_size=2)
-    with pytest.raises(StepError, match=r"(?s)cuda:1 is not this rank's.*devices_per_rank=2"):
+    with pytest.raises(StepError, match=r"(?s)cuda:1 does not belong to this rank.*devices_per_rank=2"):
         shoal.parallelize(build(), world, shoal.DevicePlacement({"": "cuda:1"}))
 
 

@@ -105,5 +105,5 @@ def test_what_is_refused_is_so_on_all_ranks(two: Ranks) -> None:
     for result in two.attempt(refused, {"": 0, "heads": 0}):
         assert isinstance(result, RankError)
         assert isinstance(result.error, StepError)
-        assert "named like 'heads'" in result.error.found
+        assert "matches 'heads'" in result.error.found
         assert "'head'" in result.error.fix

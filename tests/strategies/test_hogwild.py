@@ -404,7 +404,7 @@ def test_ranks_that_share_no_memory_have_a_server(ranks: Ranks) -> None:
     assert ranks.call(lie, None) == ["SharedMemory", "Client"]
     for refused in ranks.attempt(lie, False):
         assert isinstance(refused.error, shoal.StepError), refused
-        assert "rank 1 can't map the memory of rank 0" in refused.error.found
+        assert "rank 1 cannot map the memory of rank 0" in refused.error.found
 
 
 @pytest.mark.parametrize(
@@ -426,8 +426,8 @@ def test_bad_options_are_refused(make: Any, said: str) -> None:
     [
         (nn.ReLU, shoal.Hogwild(), "without trainable parameters"),
         (lambda: nn.Embedding(3, 2, sparse=True), shoal.Hogwild(), "sparse gradients"),
-        (linear, [shoal.Hogwild(), shoal.DDP()], "nothing can follow it"),
-        (linear, [shoal.FSDP(), shoal.Hogwild()], "nothing can follow it"),
+        (linear, [shoal.Hogwild(), shoal.DDP()], "no strategy can follow it"),
+        (linear, [shoal.FSDP(), shoal.Hogwild()], "no strategy can follow it"),
     ],
 )
 def test_what_it_can_not_spread_is_refused(model: Any, strategy: Any, said: str) -> None:

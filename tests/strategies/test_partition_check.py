@@ -19,7 +19,7 @@ from shoal.util.errors import StepError
 pytestmark = [pytest.mark.processes, pytest.mark.full]
 
 WIDTH, SAMPLES = 8, 64
-NOT_WHOLE = "the split model differs from the whole one: "
+NOT_WHOLE = "the split model differs from the original model: "
 
 
 @pytest.fixture(scope="module")
@@ -282,4 +282,6 @@ def said(world: shoal.World) -> list[str]:
 
 def test_what_cannot_be_compared_is_said(two: Ranks) -> None:
     for lines in two.call(said):
-        assert any("can't be compared with the whole model: a module returns" in line for line in lines)
+        assert any(
+            "cannot be compared with the original model: a module returns" in line for line in lines
+        )

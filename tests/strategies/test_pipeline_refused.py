@@ -95,33 +95,33 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (
         Net,
         one_way(split_points=("blocks.7",)),
-        "calls no part 'blocks.7'; it calls first, blocks.0, blocks.1",
+        "does not call a module 'blocks.7'; it calls first, blocks.0, blocks.1",
     ),
-    (Net, one_way(split_points=("first",)), "not the first part"),
+    (Net, one_way(split_points=("first",)), "not the first module"),
     (Net, one_way(split_points=("blocks.2", "blocks.1"), schedule="looped"), "each split point once"),
-    (Net, one_way(split_points=("blocks.1", "blocks.2")), "has 1 stage(s) on each rank"),
+    (Net, one_way(split_points=("blocks.1", "blocks.2")), "needs 1 stage(s) on each rank"),
     (Net, one_way(schedule="zbv"), "3 split points for 4 stages"),
-    (Net, one_way(stages_per_rank=2, schedule="looped"), "has 2 stage(s) on each rank"),
+    (Net, one_way(stages_per_rank=2, schedule="looped"), "needs 2 stage(s) on each rank"),
     (
         tied,
         one_way(split_points=("chain.2",)),
-        "chain.0.weight and chain.4.weight are one parameter of two",
+        "chain.0.weight and chain.4.weight are one parameter in two",
     ),
-    (Deciding, one_way(), "it decides by what tensors hold"),
+    (Deciding, one_way(), "it branches on the values"),
     (Dropping, one_way(), "nn.Dropout in place of F.dropout"),
     (Doubling, one_way(), "changes mul in place"),
-    (Drawing, one_way(), "makes tensors of nothing"),
-    (Numbering, one_way(), "keeps what it computes on the model: scale"),
-    (Counting, one_way(split_points=("second",)), "only tensors travel"),
+    (Drawing, one_way(), "creates tensors without inputs"),
+    (Numbering, one_way(), "stores values in attributes of the model: scale"),
+    (Counting, one_way(split_points=("second",)), "only tensors can be sent"),
     (
         Net,
         [shoal.ActivationCheckpointing(), one_way(split_points=BLOCKS, schedule="zbv")],
-        "would run the blocks again",
+        "would recompute the blocks",
     ),
     (Again, one_way(split_points=BLOCKS, schedule="zbv"), "blocks.1 is called twice in one stage"),
     (Unused, one_way(), "parameters that its forward does not use: spare.weight"),
     (Frozen, one_way(), "has no trainable parameters"),
-    (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients by itself"),
+    (Net, [PIPELINE, shoal.FSDP()], "Pipeline sums gradients, so no strategy can follow it"),
     (Net, shoal.DDP(), "layout='replicate=-1'), or shoal.Pipeline(split_points=…) for this axis"),
 ]
 
@@ -184,13 +184,13 @@ def split_and_compiled(world: shoal.World) -> None:
 @pytest.mark.parametrize(
     ("task", "found"),
     [
-        (called, "each rank has some of its stages"),
-        (own_loop, "its strategy takes whole steps"),
+        (called, "each rank has only some of the stages"),
+        (own_loop, "the strategy of the model needs shoal.Step"),
         (unequal, "inputs of different shapes"),
         (with_an_option, "arguments with defaults keep them"),
         (few, "micro_batches=4"),
-        (scripted, "TorchScript can't call"),
-        (split_and_compiled, "it runs backward in two parts"),
+        (scripted, "TorchScript cannot call"),
+        (split_and_compiled, "the schedule runs backward in two parts"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_said(two: Ranks, task: Any, found: str) -> None:
@@ -241,7 +241,7 @@ def test_a_mean_over_samples_that_fill_up_is_refused_on_all_ranks(two: Ranks) ->
     two.call(its_own_loss, 10)
     for result in two.attempt(its_own_loss, 11):
         assert isinstance(result, RankError)
-        assert "some only fill a short micro-batch up" in str(result.error)
+        assert "some of which are padding of a short micro-batch" in str(result.error)
     two.call(its_own_loss, 10)
 
 
@@ -268,8 +268,8 @@ def test_a_plan_is_proved_stage_by_stage() -> None:
     wrong = {"wide": "column", "narrow": "row"}
     with Ranks(4, layout="tensor=2,pipeline=2", seed=0) as four:
         for plan, found in (
-            (wrong, "what comes to narrow"),
-            ({"wide": "sequence"}, "whole activations"),
+            (wrong, "the input of narrow"),
+            ({"wide": "sequence"}, "full activations"),
         ):
             for result in four.attempt(planned, plan):
                 assert isinstance(result, RankError)

@@ -96,5 +96,5 @@ def test_what_no_schedule_can_do_is_refused(schedule: str, ranks: int, micro_bat
 
 
 def test_pictures_are_svg(tmp_path: Path) -> None:
-    with pytest.raises(StepError, match="it draws SVG"):
+    with pytest.raises(StepError, match=r"must end in \.svg"):
         timetable("1f1b", 2, 2).draw(tmp_path / "schedule.png")

@@ -89,10 +89,10 @@ def test_one_process_calls_nothing_and_refuses_what_ranks_would(
 @pytest.mark.parametrize(
     ("workers", "ranks", "found"),
     [
-        (None, 3, "nothing to run for rank 2 among 3"),
+        (None, 3, "no stage for rank 2 among 3"),
         (None, 1, "no rank 1 among 1"),
         ({"front": (0,), "back": (1, 3)}, 3, "no rank 3 among 3"),
-        ({"front": (0,), "back": (2,)}, 4, "nothing to run for rank 1, 3 among 4"),
+        ({"front": (0,), "back": (2,)}, 4, "no stage for rank 1, 3 among 4"),
     ],
 )
 def test_each_rank_runs_one_stage(workers: Any, ranks: int, found: str) -> None:

@@ -29,9 +29,9 @@ WITHOUT = [
 WORKERS = [
     ({"front": (0,)}, "each has at least one worker"),
     ({"front": (0,), "back": ()}, "each has at least one worker"),
-    ({"front": (0,), "back": (0, 1)}, "a rank runs one stage"),
-    ({"front": (0,), "back": (-1,)}, "ranks of the axis pipeline, from 0"),
-    ({"front": (0,), "back": (True,)}, "ranks of the axis pipeline, from 0"),
+    ({"front": (0,), "back": (0, 1)}, "a rank can run only one stage"),
+    ({"front": (0,), "back": (-1,)}, "ranks of the axis pipeline, numbered from 0"),
+    ({"front": (0,), "back": (True,)}, "ranks of the axis pipeline, numbered from 0"),
     ({"front": 0, "back": 1}, "each has at least one worker"),
     ((0, 1), "each has at least one worker"),
 ]
@@ -39,7 +39,7 @@ WORKERS = [
 
 @pytest.mark.parametrize("stages", WITHOUT)
 def test_stages_without_names_or_modules_are_refused(stages: Any) -> None:
-    with pytest.raises(shoal.StepError, match="each the names of its modules"):
+    with pytest.raises(shoal.StepError, match="a sequence of module names"):
         shoal.RPCPipeline(stages=stages)
 
 
@@ -106,12 +106,12 @@ MAPS: list[tuple[Any, Any, str]] = [
     (Backwards, REMOTE, "after blocks.1 of 'back' the model calls blocks.0 of 'front'"),
     (Backwards, remote(front=("embedding", "blocks.1"), back=("head", "blocks.0")), ""),
     (Tagger, shoal.RPCPipeline(stages=STAGES[3]), "no rank 2 among 2"),
-    (Tagger, remote(all=("embedding", "blocks", "head")), "nothing to run for rank 1 among 2"),
-    (Tied, REMOTE, "embedding.weight and head.weight are one parameter of two stages"),
+    (Tagger, remote(all=("embedding", "blocks", "head")), "no stage for rank 1 among 2"),
+    (Tied, REMOTE, "embedding.weight and head.weight are one parameter in two stages"),
     (Unused, REMOTE, "parameters that its forward does not use: spare.weight"),
     (Still, remote(front=("first",), back=("act",)), "stage 'back' has no parameters"),
     (Frozen, REMOTE, "a model without trainable parameters"),
-    (Tagger, [REMOTE, shoal.DDP()], "RPCPipeline sums gradients by itself"),
+    (Tagger, [REMOTE, shoal.DDP()], "RPCPipeline sums gradients, so no strategy"),
     (
         Tagger,
         [shoal.ActivationCheckpointing(modules=("blocks.*",)), REMOTE],
@@ -120,7 +120,7 @@ MAPS: list[tuple[Any, Any, str]] = [
     (
         Tagger,
         [shoal.ActivationCheckpointing(), shoal.DDP()],
-        "no strategy given serves the axis 'pipeline'",
+        "no strategy uses the axis 'pipeline'",
     ),
 ]
 
@@ -291,8 +291,8 @@ def converted(world: shoal.World) -> None:
     ("task", "found"),
     [
         (called, "step = shoal.Step(model, optimizer, task); step(batch) trains"),
-        (own_loop, "its strategy takes whole steps"),
-        (scripted, "TorchScript can't call"),
+        (own_loop, "the strategy of the model needs shoal.Step"),
+        (scripted, "TorchScript cannot call"),
         (detached, "does not depend on any trainable parameter"),
         (converted, "moved, converted or replaced after parallelize"),
     ],
@@ -326,7 +326,7 @@ def test_rpc_that_was_begun_before_is_refused() -> None:
     with Ranks(2, layout="pipeline=2") as ranks:
         for result in ranks.attempt(with_rpc_of_its_own):
             assert isinstance(result, RankError)
-            assert "torch has one RPC agent in a process" in str(result.error)
+            assert "torch supports a single RPC agent per process" in str(result.error)
 
 
 def partly_frozen(world: shoal.World, strategy: Any) -> list[float]:

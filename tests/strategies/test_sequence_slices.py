@@ -26,8 +26,8 @@ def test_without_the_axis_nothing_changes(world: shoal.World) -> None:
 @pytest.mark.parametrize(
     ("model", "units", "words"),
     [
-        (nn.Linear(2, 2), None, "no blocks that repeat"),
-        (GPT(), ("layers.*",), "no module of GPT is named like"),
+        (nn.Linear(2, 2), None, "no repeated blocks"),
+        (GPT(), ("layers.*",), "no module of GPT matches"),
         (GPT(), ("blocks.*", "blocks.*.norm"), "blocks.0.norm is a unit inside another"),
         (GPT(), ("", "blocks.*"), "blocks.0 is a unit inside another"),
     ],

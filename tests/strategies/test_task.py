@@ -120,8 +120,8 @@ def test_streams_of_noise_have_nothing_in_common() -> None:
     ("result", "found"),
     [
         (torch.zeros(()), "a Tensor instead of a tuple of two"),
-        ((torch.zeros(3), 3), r"a loss of shape \(3,\) instead of a tensor without dimensions"),
-        ((torch.zeros(1), 1), r"a loss of shape \(1,\) instead of a tensor without dimensions"),
+        ((torch.zeros(3), 3), r"a loss of shape \(3,\) instead of a 0-dimensional tensor"),
+        ((torch.zeros(1), 1), r"a loss of shape \(1,\) instead of a 0-dimensional tensor"),
         ((1.0, 3), "a loss of type float instead of a tensor"),
         ((torch.zeros(()), "3"), "a count of type str"),
         ((torch.zeros(()), torch.ones(3)), "a count of type Tensor"),

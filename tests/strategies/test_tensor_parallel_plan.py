@@ -84,15 +84,15 @@ def test_a_plan_is_derived_from_pairs_that_widen_and_narrow(
     ],
 )
 def test_what_is_not_recognised_is_not_divided(model: nn.Module) -> None:
-    with pytest.raises(shoal.StepError, match="no feed-forward pairs whose width 2 divides"):
+    with pytest.raises(shoal.StepError, match="no feed-forward pairs with a width divisible by 2"):
         derived_plan(model, 2)
 
 
 @pytest.mark.parametrize(
     ("heads", "key_heads", "words"),
     [
-        (3, None, "the num_heads of attention are 3, which 2 does not divide"),
-        (2, 1, "the num_key_value_heads of attention.config are 1, which 2 does not divide"),
+        (3, None, "the num_heads of attention = 3, not divisible by 2"),
+        (2, 1, "the num_key_value_heads of attention.config = 1, not divisible by 2"),
         (4, 2, None),
     ],
 )

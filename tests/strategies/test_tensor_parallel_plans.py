@@ -98,11 +98,11 @@ def spread(world: shoal.World, plan: dict[str, str], after: Any) -> None:
         ({"wide": "columns"}, None, ["'columns'", "column, row, head, logits, vocabulary, sequence"]),
         ({"layers.*": "column"}, None, ["layers.*", "embedding, wide, narrow, norm, head"]),
         ({"norm": "column"}, None, ["norm is a torch.nn.modules.normalization.LayerNorm", "Linear"]),
-        ({"wide": "column"}, None, ["tensor=2", "out_features are 9", "divides 9"]),
+        ({"wide": "column"}, None, ["tensor=2", "out_features = 9", "divides 9"]),
         ({"embedding": "vocabulary", "head": "row"}, None, ["head.weight", "one parameter", '"head"']),
         ({"embedding": "vocabulary"}, None, ["embedding.weight and head.weight", "one parameter"]),
-        ({"wide": "column", "wid*": "row"}, None, ["another pattern divides wide by 'column'"]),
-        ({"embedding": "vocabulary", "head": "head"}, shoal.DDP(), ["divided parameters", "FSDP()"]),
+        ({"wide": "column", "wid*": "row"}, None, ["another pattern shards wide by 'column'"]),
+        ({"embedding": "vocabulary", "head": "head"}, shoal.DDP(), ["sharded parameters", "FSDP()"]),
     ],
 )
 def test_what_cannot_be_divided_is_refused_on_all_ranks(
@@ -125,7 +125,7 @@ def nothing(world: shoal.World) -> None:
 def test_an_empty_list_is_no_strategy(two: Ranks) -> None:
     for found in two.attempt(nothing):
         assert isinstance(found, RankError)
-        assert "a strategy is a value such as shoal.DDP()" in str(found.error)
+        assert "a strategy is an object such as shoal.DDP()" in str(found.error)
 
 
 def test_what_sums_gradients_comes_last(two: Ranks) -> None:
@@ -159,6 +159,6 @@ def at_once(world: shoal.World, groups: bool) -> float:
 def test_an_optimizer_that_updates_all_at_once_needs_two_groups(two: Ranks) -> None:
     for found in two.attempt(at_once, False):
         assert isinstance(found, RankError)
-        assert "leave fused out, or give it two groups" in str(found.error)
+        assert "leave fused out, or use two parameter groups" in str(found.error)
     first, second = two.call(at_once, True)
     assert first == second

@@ -242,13 +242,13 @@ TABLE = [
         Bad(
             f"strategy {value!r}",
             strategy(value),
-            StepError, re.escape(repr(value)), "a value such as shoal.DDP()", r"shoal.DDP\(\)",
+            StepError, re.escape(repr(value)), "an object such as shoal.DDP()", r"shoal.DDP\(\)",
         )
         for value in ("ddp", shoal.DDP)
     ),
     Bad(
         "no module", lambda r: shoal.parallelize(len, r.world),  # type: ignore[arg-type]
-        StepError, "parallelize.builtin", "not a torch.nn.Module", r"parallelize\(Model\(\), world\)",
+        StepError, "parallelize.builtin", "a torch.nn.Module", r"parallelize\(Model\(\), world\)",
     ),
     Bad(
         "no parameters", lambda r: shoal.parallelize(nn.ReLU(), r.world),

@@ -181,7 +181,7 @@ ROWS: list[tuple[Callable[[Rig], object], type[ShoalError], str, str, str]] = [
     (another_model, CheckpointError, "Sequential", "missing: 0.weight.*unexpected: weight", "Run"),
     (two_models, StepError, "loop", r"\d parallelized models", r"batch.backward\(.*model=model\)"),
     (no_backward, StepError, "1 micro-batch", "called 0 times", "for micro in batch"),
-    (single, StepError, "world of 3", "a copy of its own", r"shoal.DDP\(\)"),
+    (single, StepError, "world of 3", "a separate model", r"shoal.DDP\(\)"),
 ]
 
 
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_is_survived_by_all(ranks: Ranks, how: str) ->
         assert told == [
             (
                 f"the batch at samples 6 to 11 (this rank: {first} to {first + 1})",
-                "a loss of inf, over all ranks; the parameters were not touched",
+                "a loss of inf, over all ranks; the parameters were not changed",
             )
         ]
         assert nothing == []

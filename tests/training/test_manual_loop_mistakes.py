@@ -89,7 +89,7 @@ def test_gradients_that_were_not_cleared_raise_at_the_next_batch(
         torch.nn.utils.clip_grad_value_(parts.model.parameters(), 0.1)
     if stepped:
         parts.optimizer.step()
-    with pytest.raises(StepError, match="would be added to its own: weight, bias") as caught:
+    with pytest.raises(StepError, match="would be added to those of this one: weight, bias") as caught:
         parts.take(second)
     assert "optimizer.step(), optimizer.zero_grad()" in caught.value.fix
     parts.take(third)

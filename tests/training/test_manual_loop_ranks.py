@@ -155,7 +155,7 @@ def test_a_mean_over_batches_that_cannot_be_cut_raises(ranks: Ranks, samples: in
 
 def compiled_parts(world: shoal.World) -> list[str]:
     """A compiled model where units are compiled one by one, and the bare one compiled afterwards."""
-    with pytest.raises(StepError, match="compiles the parts of a model"):
+    with pytest.raises(StepError, match="compile the parts of a model separately"):
         shoal.parallelize(torch.compile(nn.Linear(6, 3), backend="eager"), world)
     model = shoal.parallelize(nn.Linear(6, 3), world)
     whole: Any = torch.compile(model, backend="eager")

@@ -489,7 +489,7 @@ def nothing_after(world: shoal.World) -> None:
 
 @pytest.mark.parametrize(
     ("order", "found"),
-    [(nothing_before, "DDP sums gradients by itself"), (nothing_after, "Pipeline sums gradients by")],
+    [(nothing_before, "DDP sums gradients, so"), (nothing_after, "Pipeline sums gradients, so")],
 )
 def test_ddp_is_not_combined_with_a_pipeline(
     started: Callable[[str], Ranks], order: Any, found: str

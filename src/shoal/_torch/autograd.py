@@ -31,7 +31,7 @@ def in_backward() -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often `tensor` was changed in place. Inference tensors have none and raise.
+    """Return the number of in-place changes of `tensor`. Raises an error for inference tensors.
 
     torch documents no public counter.
     """
@@ -49,7 +49,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def averages(loss: Tensor) -> bool | None:
-    """Return whether the operation that computed `loss` averages its input; None if it can't be known.
+    """Return whether the operation that computed `loss` averages its input; None if unknown.
 
     True for `reduction="mean"` and `Tensor.mean` over several elements, False for `reduction="sum"`.
     Only the node of the graph remembers it.

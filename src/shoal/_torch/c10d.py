@@ -14,12 +14,12 @@ from shoal._torch.versions import required
 
 
 def default_store() -> Any:
-    """Return the store by which the default process group was formed; torch names no public way."""
+    """Return the store that formed the default process group. torch has no public access to it."""
     return required(distributed_c10d, "_get_default_store", "a world of several ranks")()
 
 
 def process_groups() -> dict[dist.ProcessGroup, str]:
-    """Return all process groups of this process with their names, those of libraries too.
+    """Return all process groups of this process with their names, including those of libraries.
 
     No public call lists them. Empty where torch lacks the table.
     """
@@ -38,7 +38,7 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def operations_begun(group: Any) -> int:
-    """Return how many operations `group` has begun, sends and receives included.
+    """Return the number of operations that `group` has begun, including sends and receives.
 
     The public flight recorder does not record sends over Gloo. 0 where torch lacks the name.
     """
@@ -47,7 +47,7 @@ def operations_begun(group: Any) -> int:
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
-    """Return the types of devices from which `group` takes tensors: "cpu", "cuda".
+    """Return the types of devices whose tensors `group` supports: "cpu", "cuda".
 
     `get_backend_config` does not know groups that Shoal implements. Empty where torch lacks the name.
     """

@@ -9,7 +9,7 @@ from torch.utils.data import _utils
 
 
 def worker_processes(iterator: Any) -> list[BaseProcess]:
-    """Return the worker processes of an iterator over a DataLoader; it has none without workers.
+    """Return the worker processes of an iterator over a DataLoader; an empty list without workers.
 
     torch names a worker that died by its process number, and often leaves out how it ended.
     """
@@ -17,10 +17,10 @@ def worker_processes(iterator: Any) -> list[BaseProcess]:
 
 
 def leave_worker() -> None:
-    """Let this worker process no longer pass for one: `torch.utils.data.get_worker_info` returns None.
+    """Make `torch.utils.data.get_worker_info` return None in this worker process.
 
-    Datasets would else divide their samples, or reseed, by the number of the worker. They still do
-    with a torch that keeps it elsewhere.
+    Otherwise datasets would split their samples, or reseed, by the number of the worker. They still do
+    with a torch that stores it elsewhere.
     """
     worker: Any = getattr(_utils, "worker", None)
     if worker is not None:

@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel driven as a reducer of gradients, without its forward.
+"""torch's DistributedDataParallel as a reducer of gradients, without its forward.
 
 The public class reduces only what was computed through its own forward. Everything here is a private
 name of the reducer behind it.
@@ -24,7 +24,7 @@ _OF_REDUCERS = (
 
 
 class GradientReducer:
-    """Reduces the gradients of a module's parameters in buckets while backward computes.
+    """Reducer of the gradients of a module's parameters, in buckets during backward.
 
     `options` are those of DistributedDataParallel, which replicates rank 0's parameters and buffers.
     """
@@ -36,7 +36,7 @@ class GradientReducer:
             self._ddp = nn.parallel.DistributedDataParallel(module, **options)
         self._reducer: Any = self._ddp.reducer
         for name in _OF_REDUCERS:
-            required(self._reducer, name, "DataParallel")  # now, and not in the midst of training
+            required(self._reducer, name, "DataParallel")  # fail now, and not during training
         required(self._ddp, "_sync_buffers", "DataParallel")
 
     def splitting(self) -> AbstractContextManager[None]:
@@ -61,14 +61,14 @@ class GradientReducer:
         self._reducer.prepare_for_backward(list(roots))
 
     def rebuild_buckets(self) -> None:
-        """Rebuild the buckets in the order in which gradients arrived, if that has not been done.
+        """Rebuild the buckets in the order in which gradients arrived, unless this was done before.
 
-        Raises RuntimeError when a bucket still waits for a gradient.
+        Raises RuntimeError if a bucket still waits for a gradient.
         """
         self._reducer._rebuild_buckets()
 
     def reduce_after_backward(self) -> None:
-        """Start all reductions after the backward under way, as a static graph's first one needs."""
+        """Start all reductions after the current backward, as the first one of a static graph needs."""
         after_backward(self._reducer._delay_all_reduce)
 
     def broadcast_buffers(self) -> None:
@@ -77,5 +77,5 @@ class GradientReducer:
 
     def register_hook(self, hook: Callable[[Any], torch.futures.Future[Tensor]]) -> None:
         """Pass each bucket to `hook` in place of the all-reduce."""
-        # torch refuses hooks whose annotations are text, as they are in modules like this one.
+        # torch raises an error for hooks whose annotations are strings, as in this module.
         self._ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))

@@ -43,10 +43,10 @@ __all__ = [
 
 
 class UncompiledMode(TorchDispatchMode):
-    """A dispatch mode in which no compiled code runs.
+    """Dispatch mode in which no compiled code runs.
 
-    torch then need not import its compiler for it, which takes a second; a torch without the method
-    imports it.
+    torch then does not import its compiler, which takes a second. A torch without the method imports
+    it.
     """
 
     @classmethod
@@ -55,20 +55,20 @@ class UncompiledMode(TorchDispatchMode):
 
 
 def overloads_of(operation: Any) -> Any:
-    """Return the operation of which `operation` is one overload, the key of torch's flop formulas.
+    """Return the operation of which `operation` is an overload, the key of torch's flop formulas.
 
-    None where torch lacks the name, so that no formula is found.
+    Return None if torch lacks the name, so that no formula is found.
     """
     return getattr(operation, "_overloadpacket", None)
 
 
 def schema_of(operation: Any) -> Any:
-    """Return the schema of an operation, which says which arguments it changes."""
+    """Return the schema of an operation, which marks the arguments that it changes."""
     return required(operation, "_schema", "a deferred model")
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Let no dispatch mode see the operations inside; those of a torch that lacks the name are seen."""
+    """Hide the operations inside from dispatch modes, unless this torch lacks the name."""
     disable: Callable[[], AbstractContextManager[Any]] = getattr(
         _python_dispatch, "_disable_current_modes", nullcontext
     )
@@ -80,8 +80,8 @@ def intercept(
 ) -> Callable[[], None] | None:
     """Call `before[name]` with the arguments of each call of an operator, ahead of its kernel.
 
-    The calls are intercepted at the dispatch key `key` and go on below it. Return the function that
-    ends this; None where torch lacks a name for it, and nothing is intercepted.
+    The calls are intercepted at the dispatch key `key` and continue below it. Return the function that
+    ends the interception, or None if this torch lacks a name for it and nothing is intercepted.
     """
     keyset = getattr(torch._C, "_dispatch_keyset_full_after", None)
     library: Any = torch.library.Library(namespace, "IMPL")

@@ -22,19 +22,19 @@ _STATE = (_RendezvousState, _NodeDesc, datetime, timezone, timedelta)
 
 
 class ElasticAgent(SimpleElasticAgent):
-    """An agent whose restarts can be read and raised; elastic keeps both to itself."""
+    """Agent whose number of restarts can be read and raised; torch elastic hides both."""
 
     @property
     def restarts_used(self) -> int:
-        """How many restarts elastic has counted as failures."""
+        """Number of restarts that torch elastic has counted as failures."""
         return int(self._worker_group.spec.max_restarts) - self._remaining_restarts
 
     def grant_restart(self) -> None:
-        """Allow one restart more."""
+        """Allow one more restart."""
         self._remaining_restarts += 1
 
     def end_restarts(self) -> None:
-        """Allow no restart any more."""
+        """Allow no more restarts."""
         self._remaining_restarts = 0
 
 
@@ -52,7 +52,7 @@ class CheckedBackend(C10dRendezvousBackend):
 
 
 class MonitoredRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous, which also says who takes part in it; the public handler only counts them."""
+    """torch's rendezvous, which also reports its nodes; the public handler only counts them."""
 
     @property
     def me(self) -> str:
@@ -61,11 +61,11 @@ class MonitoredRendezvous(DynamicRendezvousHandler):
 
     @property
     def round(self) -> int:
-        """The number of the present attempt, the same on all of its nodes."""
+        """The number of the current attempt, the same on all of its nodes."""
         return self._state_holder.state.round
 
     def look(self) -> tuple[list[str], list[str]]:
-        """Return who takes part, in the order of their ranks, and who waits."""
+        """Return the nodes of the rendezvous, in the order of their ranks, and the waiting nodes."""
         with self._heartbeat_lock:
             self._state_holder.sync()
             state = self._state_holder.state
@@ -73,7 +73,7 @@ class MonitoredRendezvous(DynamicRendezvousHandler):
             return [repr(node) for node, _ in ranks], [repr(node) for node in state.wait_list]
 
     def leave(self, seconds: float) -> None:
-        """No longer take part, within `seconds`, so that no node waits for this one's silence."""
+        """Leave the rendezvous within `seconds`, so that no node waits for this one's timeout."""
         self._stop_heartbeats()
         with self._heartbeat_lock:
             self._op_executor.run(_RendezvousExitOp(), time.monotonic() + seconds)

@@ -25,7 +25,7 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return the part of the whole tensor that this rank's shard of `tensor` covers."""
+    """Return the slices of the full tensor that this rank's shard of `tensor` covers."""
     compute = imported(
         "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "a sharded model"
     )

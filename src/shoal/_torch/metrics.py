@@ -18,7 +18,7 @@ def reductions(metric: Any) -> Mapping[str, Callable[[Tensor], Tensor] | None] |
 
 
 def mark_updated(metric: Any) -> None:
-    """Let `metric.compute` know of an update: it warns of none where only its states were set.
+    """Mark `metric` as updated: `metric.compute` warns if only its states were set.
 
     Without the name the metric warns, and computes the same.
     """

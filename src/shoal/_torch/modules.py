@@ -18,12 +18,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that `module` itself holds by attribute; changing it changes the module."""
+    """Return the direct parameters of `module` by attribute. Changing the dict changes the module."""
     return module._parameters
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers that `module` itself holds by attribute; changing it changes the module."""
+    """Return the direct buffers of `module` by attribute. Changing the dict changes the module."""
     return module._buffers
 
 
@@ -46,7 +46,7 @@ def remove_forward_hooks(module: nn.Module, unwanted: Callable[[Any], bool]) -> 
 
 
 def call_hooks(module: nn.Module) -> list[Any]:
-    """Return the hooks that run when `module` is called, or in its backward; torch lists none."""
+    """Return the hooks that run when `module` is called, or in its backward; torch has no list."""
     return [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
 
 
@@ -63,7 +63,7 @@ def set_tables(
     buffers: dict[str, Any],
     children: dict[str, Any],
 ) -> None:
-    """Let `module` hold these tables, in place of those that it shares with the module it copies."""
+    """Replace the tables of `module`, which it shares with the module that it copies."""
     vars(module).update(_parameters=parameters, _buffers=buffers, _modules=children)
 
 
@@ -84,7 +84,7 @@ def copy_with_children(
 
 
 def move_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace the tensors that `module` itself holds by what `change` returns, as `module.to` does.
+    """Replace the direct tensors of `module` by the results of `change`, as `module.to` does.
 
     `to` also moves the children. nn.Module's method is called, since one that a module has in its place
     need not know of `recurse`.
@@ -93,7 +93,7 @@ def move_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> N
 
 
 def call_uncompiled(module: nn.Module, *arguments: Any, **named: Any) -> Any:
-    """Call `module` with its hooks, past a compiled call that `set_compiled_call` has set."""
+    """Call `module` with its hooks, without the compiled call that `set_compiled_call` has set."""
     return module._call_impl(*arguments, **named)
 
 
@@ -113,7 +113,7 @@ def compiled_module(model: object) -> nn.Module | None:
 
 
 def compiler_of(model: object) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return torch.compile with the options by which it wrapped `model`; None for any other object."""
+    """Return torch.compile with the options of `model`, a compiled model; None for other objects."""
     return model.dynamo_ctx if _is_compiled(model) else None
 
 

@@ -1,4 +1,4 @@
-"""The private names behind this package, by module, and what happens where a torch lacks one."""
+"""The private names behind this package, by module, and the effect if a torch lacks one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "torch.distributed.device_mesh:DeviceMesh._flatten",
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     ),
-    "layers that are computed again in backward stop the first step with an error": (
+    "layers that are recomputed in backward stop the first step with an error": (
         "torch:_C._current_autograd_node",
     ),
     "ActivationCheckpointing stops with an error when it is set up": (
@@ -148,16 +148,16 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"torch:_foreach_{name}" for name in ("add_", "copy_", "lerp_", "mul_", "neg_", "norm", "sub_")
     ),
 }
-"""What happens without some private names -> these, as "module:attributes".
+"""The effect of missing private names -> these names, as "module:attributes".
 
-Of an attribute that only an instance has, after "()", `missing` sees the class alone.
+For an attribute that only instances have, after "()", `missing` examines only the class.
 """
 
 
 def missing() -> Iterator[tuple[str, str]]:
-    """Yield each name that this torch lacks, with what happens without it.
+    """Yield each name that this torch lacks, with the effect.
 
-    Only what is imported is examined: a feature that imports more says itself what it lacks.
+    Examines only imported modules. A feature that imports more reports its missing names itself.
     """
     for without, symbols in NAMES.items():
         for symbol in symbols:
@@ -173,12 +173,12 @@ def is_present(symbol: str) -> bool:
         owner = reduce(getattr, owners, import_module(place))
     except (ImportError, AttributeError):
         return False
-    declared = getattr(owner, "__annotations__", {})  # of instances, in the body of their class
+    declared = getattr(owner, "__annotations__", {})  # attributes of instances, declared in their class
     return hasattr(owner, name) or name in declared
 
 
 def note_untested(version: str) -> Decision[object] | None:
-    """Return what `World.decisions` says of torch `version` if none so new was tested."""
+    """Return the entry of `World.decisions` for a torch `version` newer than all tested ones."""
     if not is_newer_than_tested(version):
         return None
     lacking = [f"it has no {symbol.replace(':', '.')}: {without}" for symbol, without in missing()]

@@ -21,9 +21,9 @@ def splits_backward() -> bool:
 def step_micro_batches(
     schedule: Any, arguments: Sequence[Mapping[str, Any]], targets: Sequence[Any]
 ) -> None:
-    """Run one step of a schedule over micro-batches that are divided already.
+    """Run one step of a schedule over micro-batches that are split already.
 
-    The public `step` would join the micro-batches and divide them again.
+    The public `step` would concatenate the micro-batches and split them again.
     """
     step = required(schedule, "_step_microbatches", "Pipeline")
     step(None, list(arguments), list(targets), return_outputs=False)

@@ -1,4 +1,4 @@
-"""Which versions of torch were tested, and the error where another one lacks a name."""
+"""The tested versions of torch, and the error if another one lacks a name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from shoal.util.errors import LaunchError
 
 TESTED = ("2.11", "2.15")
-"""The oldest and the newest torch with which the tests were run."""
+"""The oldest and the newest tested torch."""
 
 
 def is_newer_than_tested(torch: str) -> bool:
@@ -19,7 +19,7 @@ def is_newer_than_tested(torch: str) -> bool:
 
 
 def required(owner: Any, name: str, feature: str) -> Any:
-    """Return the attribute `name` of `owner`; LaunchError with `feature` where this torch lacks it."""
+    """Return the attribute `name` of `owner`. Raise LaunchError for `feature` if torch lacks it."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -27,7 +27,7 @@ def required(owner: Any, name: str, feature: str) -> Any:
 
 
 def imported(module: str, name: str, feature: str) -> Any:
-    """Return `name` of a private module of torch; LaunchError as by `required`."""
+    """Return `name` of a private module of torch. Raise LaunchError as `required` does."""
     try:
         return required(import_module(module), name, feature)
     except ImportError:

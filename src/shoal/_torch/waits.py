@@ -13,14 +13,14 @@ Wrapper: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def tensor_waits(wrap: Wrapper) -> AbstractContextManager[None]:
-    """Wrap the wait for the results of functional collectives, as those of DTensors."""
+    """Wrap the wait for the results of functional collectives, such as those of DTensors."""
     from torch.distributed import _functional_collectives
 
     return _wrapped(_functional_collectives, "wait_tensor", wrap)
 
 
 def pipeline_waits(wrap: Wrapper) -> AbstractContextManager[None]:
-    """Wrap the wait of a pipeline's schedule for neighbouring stages."""
+    """Wrap the wait of a pipeline schedule for adjacent stages."""
     from torch.distributed.pipelining import schedules
 
     return _wrapped(schedules, "_wait_batch_p2p", wrap)

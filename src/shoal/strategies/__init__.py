@@ -1,7 +1,7 @@
-"""Ways of spreading one model over processes and devices, and the engines that execute them.
+"""Parallelism strategies, and the engines that execute them.
 
-It offers `parallelize` and `engine_of`, and `contracts` for new strategies. Strategies are imported
-from their modules: those that are not used cost no time at the start.
+Exports `parallelize` and `engine_of`; `contracts` is for new strategies. Import strategies from their
+modules, so that unused ones cost no start-up time.
 """
 
 from shoal.strategies.parallelize import engine_of, known_engine, parallelize

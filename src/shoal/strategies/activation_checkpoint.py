@@ -1,4 +1,4 @@
-"""Memory for time: activations that are computed again (Chen et al. 2016)."""
+"""Activation checkpointing: recompute activations in backward to save memory (Chen et al. 2016)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,30 @@ OPERATIONS = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
 }
-"""What can be kept, and the operations of torch (aten) that compute it."""
+"""Values of `save`, and the operations of torch (aten) whose results they keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpointing:
-    """Units keep their inputs only and run again in backward, with the same random numbers.
+    """Activation checkpointing (gradient checkpointing): recompute activations in backward.
 
-    `modules` are patterns of module names such as "blocks.*", or None for the repeated blocks of the
-    model. `save` names results that are kept as well, so that only the rest is computed again
-    (Korthikanti et al. 2022): "products" of matrices and convolutions, and fused "attention". Comes
-    before the strategy that sums gradients: `[shoal.ActivationCheckpointing(), shoal.FSDP()]`; alone
-    it is followed by the one of the layout. What a unit counts in forward, such as the running
-    statistics of BatchNorm, it counts twice.
+    Each unit keeps only its inputs and runs its forward again in backward, with the same random
+    numbers (Chen et al. 2016). Put this strategy before the one that sums gradients. If it is given
+    alone, the strategy of the layout follows. Statistics that a unit updates in forward, such as the
+    running statistics of BatchNorm, are updated twice.
+
+    Args:
+        modules: Patterns of module names, such as "blocks.*". Each match is recomputed as a unit. None
+            means the repeated blocks of the model. Default: None.
+        save: Results to keep, so that only the rest is recomputed (Korthikanti et al. 2022):
+            "products" for those of matrix products and convolutions, "attention" for those of fused
+            attention. Default: (), which keeps none.
+
+    Raises:
+        StepError: If `save` contains another value, or the model has no such units.
+
+    Examples:
+        >>> strategy = [shoal.ActivationCheckpointing(save=("attention",)), shoal.FSDP()]
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
@@ -51,17 +62,17 @@ class ActivationCheckpointing:
         if isinstance(self.save, str) or not set(self.save) <= OPERATIONS.keys():
             raise StepError(
                 given=f"shoal.ActivationCheckpointing(save={self.save!r})",
-                found=f"a tuple of these can be kept: {', '.join(map(repr, OPERATIONS))}",
+                found=f"save is a tuple of values from {', '.join(map(repr, OPERATIONS))}",
                 fix='shoal.ActivationCheckpointing(save=("products", "attention"))',
             )
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Let the units run again in backward; names stay as they are."""
+        """Make the units recompute their activations. Module names stay the same."""
         units = find_units(model, self.modules)
         if not units:
             raise StepError(
                 given=f"shoal.ActivationCheckpointing() for a {type(model).__name__}",
-                found="no blocks that repeat",
+                found="the model has no repeated blocks",
                 fix='shoal.ActivationCheckpointing(modules=("encoder", "decoder")), with names as in '
                 "named_modules()",
             )
@@ -75,17 +86,17 @@ class ActivationCheckpointing:
 
 
 def runs_again(model: nn.Module) -> bool:
-    """Whether a part of `model` runs again in backward."""
+    """Return whether a part of `model` is recomputed in backward."""
     return bool(units_that_run_again(model))
 
 
 def units_that_run_again(model: nn.Module) -> list[nn.Module]:
-    """The parts of `model` that run again in backward."""
+    """Return the parts of `model` that are recomputed in backward."""
     return [part for part in model.modules() if is_checkpointed(part)]
 
 
 def _decide(
     kept: Collection[Any], _: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Whether the result of an operation of torch's is kept, or computed again."""
+    """Return whether to keep the result of a torch operation or to recompute it."""
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,8 +1,8 @@
-"""Where torch waits for other ranks, marked on the timeline.
+"""Communication time: torch's waits for other ranks, marked on the timeline.
 
-torch tells nobody when it waits. So functions of its own in which it does are stood in for: by their
-names, for as long as a step takes, or on objects that belong to one model. Where another torch has no
-such function nothing is marked, and what it waits counts as the part in which it does.
+torch does not report when it waits. So Shoal wraps the functions of torch that wait: by their names,
+for the duration of a step, or on objects that belong to one model. In a version of torch without such a
+function nothing is marked, and the wait counts as the part of the step in which it happens.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 _OF_GROUPS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-"""Where FSDP2 waits for the others. With Gloo that is where it calls collectives, on CUDA where the
-computing stream waits for those of communication; both with copies into and out of their buffers."""
+"""Methods in which FSDP2 waits for other ranks. With Gloo they call collectives; on CUDA the compute
+stream waits for the communication streams in them. Both include copies into and out of buffers."""
 
 
 def waiting(timeline: Timeline) -> AbstractContextManager[None]:
-    """In this rank's own calls of collectives; compiled code has nothing to be marked."""
+    """Mark a collective that Shoal calls itself. Does nothing while torch compiles."""
     return nullcontext() if torch.compiler.is_compiling() else timeline.within(COMMUNICATION)
 
 
 def tensors_awaited(timeline: Timeline) -> AbstractContextManager[None]:
-    """Mark the time inside that is spent waiting for functional collectives, as those of DTensors."""
+    """Mark the time inside that is spent waiting for functional collectives, such as DTensor's."""
     return tensor_waits(partial(_marked, timeline=lambda: timeline))
 
 
 def neighbours_awaited(timeline: Timeline) -> AbstractContextManager[None]:
-    """Mark the time inside in which a pipeline's schedule waits for neighbouring stages."""
+    """Mark the time inside that a pipeline schedule waits for adjacent stages."""
     return pipeline_waits(partial(_marked, timeline=lambda: timeline))
 
 
 def mark_groups(part: FSDPModule, world: World) -> None:
-    """From now on, where FSDP2 waits for the parameters and gradients of `part`."""
+    """Mark from now on the time that FSDP2 waits for the parameters and gradients of `part`."""
     for group in parameter_groups(part):
         for name in _OF_GROUPS:
             wait = getattr(group, name, None)

@@ -1,4 +1,4 @@
-"""Models that torch.compile has wrapped: the module in them, and how it was to be compiled."""
+"""Models that torch.compile has wrapped: their module, and the options of the compilation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from shoal._torch.modules import compiled_module
 
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""torch.compile with the backend and options that it was given."""
+"""torch.compile with a backend and options."""
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return the user's own module, whose parameters have their own names, from a compiled model."""
+    """Return the user's module, with the original parameter names, from a compiled model."""
     while (wrapped := compiled_module(model)) is not None:
         model = wrapped
     return model

@@ -1,7 +1,7 @@
-"""The contracts of Strategy and Engine, and what a step decides from the sums of a batch.
+"""The contracts of Strategy and Engine, and the correction of gradients by the sums of a batch.
 
-Everything above this file talks through these few types. A strategy is frozen options with `apply`,
-which returns an engine: one of a runner and a gradient reducer (see `engine.py`), or its own.
+All other packages use strategies through these few types. A strategy is frozen options with a method
+`apply`, which returns an engine: a runner with a gradient reducer (see `engine.py`), or another one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shoal.util.errors import StepError
 
 
 class Totals(NamedTuple):
-    """What one global batch came to, as plain numbers, the same on all ranks unless `local`.
+    """Sums and gradient norm of a global batch, as plain numbers, the same on all ranks.
 
-    `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the gradients as
-    they stand: of `scale * loss_sum / batch.size`, before the correction by the true count.
-    With `local`, sums and norm are of this rank's share: asynchronous strategies
-    exist to avoid the collective, and their ranks decide for themselves.
+    `loss_sum` and `counted` are sums over the global batch. `norm` is the L2 norm of the current
+    gradients, those of `scale * loss_sum / batch.size`, before the correction by the true count.
+    With `local`, sums and norm are those of this rank's local batch, and differ between ranks:
+    asynchronous strategies avoid the collective, and each rank decides separately.
     """
 
     loss_sum: float
@@ -40,7 +40,7 @@ class Totals(NamedTuple):
 
 
 class Correction(NamedTuple):
-    """What to do with the gradients of a step: multiply them by `factor`, or skip if not `finite`.
+    """Correction of the gradients of a step: multiply them by `factor`, or skip if not `finite`.
 
     `loss` is the mean over the global batch, `norm` that of its gradients before clipping.
     """
@@ -53,20 +53,20 @@ class Correction(NamedTuple):
 
 
 def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> Correction:
-    """Decide on one factor that corrects, unscales and clips the gradients of a step.
+    """Return one factor that corrects, unscales and clips the gradients of a step.
 
-    Backward ran on `scale * loss_sum / size` with `size` known beforehand; the step minimises
-    `loss_sum / count`. So the true gradients are `size / (count * scale)` times those that stand, and
-    so is their norm; clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's
-    1e-6 in the denominator). A rank that stands for itself and had no sample changes nothing: 0.
+    Backward ran on `scale * loss_sum / size` with `size` known beforehand, and the step minimises
+    `loss_sum / count`. So the true gradients, and their norm, are `size / (count * scale)` times the
+    current ones. Clipping multiplies by `min(1, clip / norm)` (Pascanu et al. 2013, with torch's 1e-6
+    in the denominator). The factor is 0 for a rank that steps separately and had no sample.
     """
     if totals.local and totals.counted == totals.loss_sum == 0:
         return Correction(math.nan, 0.0, 0.0, 0.0, True)
-    if not 0 < totals.counted < math.inf:  # a count of NaN neither
+    if not 0 < totals.counted < math.inf:  # false for NaN too
         raise StepError(
             given=f"a global batch of {size} samples",
-            found=f"its losses report a count of {totals.counted:g} in total, so their mean does not "
-            "exist; the parameters were not touched",
+            found=f"its losses have a count of {totals.counted:g} in total, so the mean is undefined; "
+            "the parameters were not changed",
             fix="drop samples without targets from the dataset, or return the number of samples: "
             "(loss_sum, len(batch[1]))",
         )
@@ -81,75 +81,75 @@ def correct(totals: Totals, *, size: int, scale: float, clip: float | None) -> C
 
 
 def check_clip(clip: float | None) -> float | None:
-    """`clip` if gradients can be clipped to it."""
+    """Return `clip`, or raise StepError if it is not a positive number or None."""
     if clip is not None and not (is_number(clip) and clip > 0):
         raise StepError(
             given=f"clip={clip!r}",
-            found="the maximum gradient norm is a positive number",
+            found="the maximum gradient norm must be a positive number",
             fix="clip=1.0, or leave it out",
         )
     return clip
 
 
 class Strategy(Protocol):
-    """Frozen options for one way of spreading a model; `apply` brings them to life."""
+    """Frozen options of one parallelism strategy. `apply` creates its engine."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the layout that it serves, or refuses with a reason of its own."""
+        """The axes of the layout that it uses, or rejects with an error of its own."""
         ...
 
     @property
     def defers(self) -> bool:
-        """Whether it takes a model on the meta device, gives it memory, and lets others fill it."""
+        """Whether it accepts a model on the meta device and allocates it, to be filled afterwards."""
         ...
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Spread `model` over `world` in place, its names unchanged, and return what runs it.
+        """Parallelize `model` over `world` in place, with the same names, and return its engine.
 
-        Moves to `world.device` what this rank keeps, which need not be the whole model.
+        Moves the modules that this rank keeps, all or some, to `world.device`.
         """
         ...
 
 
 @runtime_checkable
 class Spreading(Protocol):
-    """What changes a model and leaves the gradients, and the engine, to the strategy after it."""
+    """Strategy that changes a model and leaves gradients and engine to the strategy after it."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of the layout that it serves, if any."""
+        """The axes of the layout that it uses, if any."""
         ...
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Change `model` in place, its names unchanged."""
+        """Change `model` in place, with the same names."""
         ...
 
 
 class Engine(ABC):
-    """The live counterpart of a Strategy: executes what Step orders, and owns what only it can.
+    """The live counterpart of a Strategy: computes gradients and updates parameters for Step.
 
-    After each `gradients`, whatever it came to, exactly one of `update` and `discard` follows on every
-    rank, so that both may be collective and may count. State never depends on the rank, but for which
-    part of the model it holds; what differs in between, `synchronize` makes the same.
+    After each `gradients`, even a failed one, exactly one of `update` and `discard` follows on every
+    rank, so that both may be collective and may count. State depends on the rank only in the part of
+    the model that it holds. `synchronize` makes everything else the same.
     """
 
     module: nn.Module
-    """The user's own module."""
+    """The user's module."""
     world: World
     strategy: str = ""
-    """The strategy that it was made by, as text."""
+    """The strategy that created it, as text."""
     loop: LoopGradients | None = None
-    """The gradients of the user's own loop; None where such a loop can't drive the engine."""
+    """The gradients of a custom training loop; None if such a loop cannot use the engine."""
     reports_loss: bool = True
-    """Whether this rank's output, and the loss of it, count: of the ranks that share samples exactly
-    one reports, or each for its slice of them. Elsewhere `infer` may return None."""
+    """Whether the output and loss of this rank count. Of the ranks with the same samples exactly one
+    reports, or each reports a slice of them. On other ranks, `infer` may return None."""
     flops_unknown: str = ""
-    """Why FLOPs can't be counted from where the step is taken; empty where they can."""
+    """Why FLOPs cannot be counted in the caller of the step; empty if they can."""
     independent_steps: bool = False
-    """Whether each rank takes its own steps, so that one may fail where the others have stepped."""
+    """Whether each rank steps separately, so that one may fail after the others have stepped."""
     division_reported: bool = False
-    """Whether the layers have been named whose numbers depend on the division of the batch."""
+    """Whether the layers whose results depend on the split of the batch have been reported."""
     noise_stream: str = "noise"
     """The stream of random numbers that this rank's forward draws from; see `World.reseed`."""
 
@@ -157,19 +157,19 @@ class Engine(ABC):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Forward and backward of the whole batch.
+        """Run forward and backward of the complete batch.
 
         Afterwards the gradients of the parameters that this rank holds are those of
         `scale * loss_sum / batch.size` summed over the world, and no other module's have changed.
-        `autocast` is the dtype of mixed precision, None for none. Entered in FORWARD of the
-        `world.timeline`, it enters BACKWARD and, before the sums, UPDATE. Collective.
+        `autocast` is the dtype of mixed precision, or None. The caller has entered FORWARD on the
+        `world.timeline`; this method enters BACKWARD and, before the sums, UPDATE. Collective.
         """
 
     @abstractmethod
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Multiply the gradients by `factor`, take one optimizer step, clear the gradients.
+        """Multiply the gradients by `factor`, take one optimizer step, and clear the gradients.
 
-        With a factor of 0 (see `correct`) parameters and moments stay as they are.
+        With a factor of 0 (see `correct`), parameters and optimizer state do not change.
         """
 
     @abstractmethod
@@ -192,49 +192,49 @@ class Engine(ABC):
         """Run the forward compiled: "inductor" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`, wherever the module is called.
+        """Run the forward compiled by `compiler` in every call of the module.
 
-        For a model that is given as `torch.compile(model)`, with the backend and options of that call.
+        For a model that is passed as `torch.compile(model)`, with the backend and options of that call.
         """
         raise compiles_parts(self.module, self.world)
 
-    def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027 - nothing may differ
+    def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027
         """Make buffers, parameters and optimizer state that differ between ranks the same.
 
-        Called before evaluating, where the optimizer may be unknown, and before state is taken.
+        Called before evaluating, when the optimizer may be unknown, and before state is saved.
         Collective.
         """
 
     def state(self) -> dict[str, Any]:
-        """Return what has to be kept besides the module's and the optimizer's state; usually nothing.
+        """Return state in addition to that of the module and the optimizer; usually there is none.
 
-        The same on all ranks, so that any number of them can take it back.
+        It is the same on all ranks, so that any number of ranks can load it.
         """
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - keeping nothing is normal
-        """Take back what `state` returned."""
+        """Restore the value that `state` returned."""
 
 
 class StepCounter(Protocol):
-    """Counts the optimizer steps of a loop that calls `batch.backward`."""
+    """Counter of the optimizer steps of a loop that calls `batch.backward`."""
 
     def check_loop(self) -> None:
-        """Raise StepError if it has options that such a loop ignores."""
+        """Raise StepError for options that such a loop ignores."""
 
     def try_loss(self, batch: Batch) -> None:
         """Check on the first batch that the loss adds up, if it has a loss function. Collective."""
 
     def count(self, result: StepResult) -> StepResult:
-        """Count an optimizer step that came to `result`, and return it."""
+        """Count an optimizer step with this `result`, and return it."""
         ...
 
 
 class LoopGradients(ABC):
-    """The gradients of a model that the user's own loop trains, one micro-batch at a time.
+    """The gradients of a model that a custom training loop trains, one micro-batch at a time.
 
-    Nothing reports to it that the optimizer of such a loop has stepped, and it raises where the loop
-    steps or clears gradients at the wrong time. An engine that must know of each step has none.
+    The loop does not report its optimizer steps. Steps and cleared gradients at the wrong time raise
+    StepError. An engine that must know of each step does not have this object.
     """
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ class LoopGradients(ABC):
 
     @property
     def counters(self) -> list[StepCounter]:
-        """What counts the batches that are finished on this model, oldest first."""
+        """The counters of the batches that are finished on this model, oldest first."""
         return [counter for reference in self._counters if (counter := reference()) is not None]
 
     @abstractmethod
@@ -255,9 +255,9 @@ class LoopGradients(ABC):
         """Prepare for the first `batch.backward` of a batch.
 
         Forgets a batch that the loop skipped: one whose gradients were cleared, and after which no
-        optimizer has stepped. Raises StepError where a batch was neither skipped nor finished, where
-        its gradients were not cleared after `batch.finish`, and where they were cleared before the
-        optimizer stepped.
+        optimizer has stepped. Raises StepError if a batch was neither skipped nor finished, if its
+        gradients were not cleared after `batch.finish`, or if they were cleared before the optimizer
+        stepped.
         """
 
     @abstractmethod
@@ -270,7 +270,7 @@ class LoopGradients(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise StepError where the loop has changed or used the gradients before `batch.finish`."""
+        """Raise StepError if the loop has changed or used the gradients before `batch.finish`."""
 
     @abstractmethod
     def totals(self) -> Totals:
@@ -278,24 +278,24 @@ class LoopGradients(ABC):
 
     @abstractmethod
     def finish(self, factor: float) -> None:
-        """Multiply the gradients by `factor`, which makes them those of the mean.
+        """Multiply the gradients by `factor`, which turns them into the gradients of the mean.
 
         The optimizer step comes next.
         """
 
 
 def compiles_parts(module: nn.Module, world: World) -> StepError:
-    """Return the error of a model given as `torch.compile(model)` that is compiled in parts."""
+    """Return the error of a model passed as `torch.compile(model)` that is compiled in parts."""
     return StepError(
         given=f"torch.compile({type(module).__name__}) and {world.layout}",
-        found="its strategy compiles the parts of a model, not the whole",
-        fix="shoal.parallelize(model, world) of the bare model; then shoal.Step(model, …, "
-        "compile='inductor'), or torch.compile(model) in your own loop",
+        found="its strategy can only compile the parts of a model separately",
+        fix="shoal.parallelize(model, world) with the uncompiled model; then shoal.Step(model, …, "
+        "compile='inductor'), or torch.compile(model) in a custom training loop",
     )
 
 
 def no_gradient() -> StepError:
-    """Return the error of a loss that no backward can start from."""
+    """Return the error of a loss that has no gradient."""
     return StepError(
         given="the loss of a micro-batch",
         found="it does not depend on any trainable parameter",

@@ -1,4 +1,4 @@
-"""Layers whose numbers depend on how a global batch is divided: they are named when training begins."""
+"""Layers whose results depend on the split of the global batch, printed when training begins."""
 
 from __future__ import annotations
 

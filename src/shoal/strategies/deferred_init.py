@@ -1,10 +1,10 @@
-"""Models too large for one process: constructed whole but never all at once, then kept share by share.
+"""Deferred initialization: create a model that is too large for one process, then keep its shards.
 
-While a constructor runs, what it does to tensors is recorded, with the state of the random generator
-wherever it draws. Large tensors are dropped when they have not been used for a while: whatever they
-held can be computed again from the calls that it depends on. So every parameter gets the value that the
-same constructor gives it in one process, whatever it does, in an amount of memory that does not grow
-with the model, for about twice the time.
+While a constructor runs, its operations on tensors are recorded, with the state of the random generator
+before each random one. Large tensors that have not been used for a while are freed, because their
+values can be recomputed from the recorded operations. So every parameter gets the value that the same
+constructor gives it in one process, in an amount of memory that does not grow with the model, and in
+about twice the time.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from shoal._torch.modules import buffers, parameters
 from shoal.strategies.dtensor import copy_share
 
 RESIDENT = 2**30
-"""How many bytes of large tensors are there at once while a model is constructed."""
+"""Bytes of large tensors in memory at a time while a model is constructed."""
 LARGE = 2**20
-"""Tensors of fewer bytes than this stay: some of a constructor's reading of numbers is not seen."""
+"""Smaller tensors, in bytes, are never freed: some reads of a constructor are not recorded."""
 
 _OVERWRITING = frozenset(
     ("uniform_", "normal_", "zero_", "fill_", "copy_", "exponential_", "random_", "bernoulli_")
 )
-"""Operations that leave nothing of what a tensor held."""
+"""Operations that overwrite all values of a tensor."""
 
 _Memory = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor as it was at a call: what it is a view of may change afterwards (`p.data = …`)."""
+    """A tensor as it was in a call. Its storage may be replaced afterwards (`p.data = …`)."""
 
     storage: int
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class _Place:
 
 
 class _RecordedOp(NamedTuple):
-    """An operation, its arguments and results with places for tensors, and what it reads and writes."""
+    """An operation, its arguments and results with places for tensors, and the storages it uses."""
 
     operation: Any
     arguments: Any
@@ -64,24 +64,24 @@ class _RecordedOp(NamedTuple):
     read: frozenset[int]
     written: frozenset[int]
     state: Tensor | None
-    """Of the random generator before the call, where it draws."""
+    """State of the random generator before the call of a random operation; None for others."""
 
 
 class InitRecord:
-    """Calls in their order, found by the storages that they write."""
+    """Record of calls in their order, indexed by the storages that they write."""
 
     def __init__(self) -> None:
         self._calls: list[_RecordedOp] = []
         self._writers: dict[int, list[int]] = {}
         self._alive: _Memory = {}
-        """The storages themselves, perhaps emptied, so that no other one gets their number."""
+        """The storages themselves, full or emptied, so that no other one gets their number."""
         self.sizes: dict[int, int] = {}
-        """Their bytes when they are full."""
+        """Their sizes in bytes when they are full."""
         self.given: _Memory = {}
-        """What storages held that no call has made."""
+        """Copies of storages that no recorded call has created."""
 
     def know(self, storages: _Memory) -> None:
-        """Keep what storages hold that are met for the first time, before a call changes it."""
+        """Copy storages that occur for the first time, before a call changes them."""
         for key in storages.keys() - self.sizes.keys():
             self.sizes[key], self._alive[key] = storages[key].nbytes(), storages[key]
             self.given[key] = storages[key].clone()
@@ -94,11 +94,11 @@ class InitRecord:
         self._calls.append(call)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What `tensor` held after all calls, computed again."""
+        """Recompute the value of `tensor` after all calls."""
         return _Place.of(tensor).within(self.values({storage_key(tensor)}))
 
     def values(self, wanted: set[int]) -> _Memory:
-        """What the storages `wanted` held after all calls, computed again."""
+        """Recompute the storages `wanted` after all calls."""
         memory: _Memory = {}
         with torch.random.fork_rng(devices=[]):
             for call in self._needed(wanted):
@@ -109,7 +109,7 @@ class InitRecord:
         return memory
 
     def _needed(self, wanted: set[int]) -> list[_RecordedOp]:
-        """The calls on which the storages depend, in their order."""
+        """Return the calls on which the storages depend, in their order."""
         chosen: list[_RecordedOp] = []
         needed = set(wanted)
         ahead = [-number for key in wanted for number in self._writers.get(key, ())]
@@ -146,7 +146,7 @@ class InitRecord:
     def _provide(self, keys: set[int], memory: _Memory) -> None:
         for key in keys - memory.keys():
             given = self.given.get(key)
-            # What is neither given nor made is about to be overwritten.
+            # A storage that is neither given nor created is overwritten next.
             memory[key] = torch.UntypedStorage(self.sizes[key]) if given is None else given.clone()
 
 
@@ -156,7 +156,7 @@ class _Recorder(TorchDispatchMode):
         self.record = InitRecord()
         self._limit = resident
         self._large: _Memory = {}
-        """Large storages that are there, least recently used first."""
+        """Large storages in memory, least recently used first."""
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _overwritten(self, operation: Any, positional: tuple[Any, ...]) -> set[int]:
-        """The storage of which the operation leaves nothing, if it is one of these."""
+        """Return the storage that the operation overwrites completely, if any."""
         if operation.overloadpacket.__name__ not in _OVERWRITING:
             return set()
         target, *others = positional
@@ -187,7 +187,7 @@ class _Recorder(TorchDispatchMode):
         return {key} if whole and key not in _storages(others) else set()
 
     def _bring_back(self, given: _Memory, read: set[int]) -> None:
-        """Give storages that were dropped their memory again, and what they held if it is read."""
+        """Reallocate storages that were freed, and recompute those that are read."""
         for key, storage in given.items():
             size = self.record.sizes[key]
             if storage.nbytes() != size:
@@ -211,37 +211,40 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Deferred:
-    """What `construct` made: a module on the meta device, and how its tensors came to be."""
+    """Result of `construct`: a module on the meta device, and the record of its tensors."""
 
     module: nn.Module
     record: InitRecord
     made: dict[str, Tensor]
-    """The module's parameters and buffers as the constructor left them, by name."""
+    """The parameters and buffers that the constructor created, by name."""
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Give the module's tensors, which have memory by now, their values, or this rank's shares."""
+        """Fill the module's tensors, which are allocated by now, or this rank's shards of them."""
         for name, target in _tensors(self.module):
             copy_share(self.record.value(self.made[name]), target)
 
 
 def construct(factory: Callable[[], nn.Module], *, resident: int = RESIDENT) -> Deferred:
-    """Call `factory` with at most `resident` bytes for large tensors; on the CPU, drawing as ever."""
+    """Call `factory` on the CPU, with at most `resident` bytes of large tensors in memory.
+
+    The random numbers are those of a normal call.
+    """
     with _Recorder(resident) as recorder:
         module = factory()
     made = dict(_tensors(module))
-    recorder.record.know(_storages(list(made.values())))  # made elsewhere, as a backbone may be
+    recorder.record.know(_storages(list(made.values())))  # created elsewhere, such as a backbone
     _to_meta(module)
     return Deferred(module, recorder.record, made)
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Replace tensors on the meta device by empty ones on `device`; what was tied stays tied."""
+    """Replace tensors on the meta device by empty ones on `device`. Tied tensors stay tied."""
     _replace(module, lambda tensor: like(tensor, device) if tensor.is_meta else tensor)
 
 
 def _to_meta(module: nn.Module) -> None:
-    """Replace all tensors by such as `fully_shard` takes; what was tied stays tied."""
+    """Replace all tensors by meta tensors, which `fully_shard` accepts. Tied tensors stay tied."""
     _replace(module, lambda tensor: like(tensor, torch.device("meta")))
 
 
@@ -257,7 +260,7 @@ def _replace(module: nn.Module, each: Callable[[Tensor], Tensor]) -> None:
 
 
 def like(tensor: Tensor, device: torch.device) -> Tensor:
-    """An empty tensor, or parameter, of the same form on another device."""
+    """Return an empty tensor, or parameter, of the same shape and strides on another device."""
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)

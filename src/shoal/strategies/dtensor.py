@@ -1,4 +1,4 @@
-"""Tensors divided over ranks (torch's DTensor): a rank's share of one, and the whole."""
+"""Helpers for torch's DTensor: sharded tensors, this rank's shard, and the full tensor."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def is_divided(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor; where nobody has imported that (half a second), nothing is."""
+    """Return whether `value` is a DTensor. Does not import DTensor, which takes 0.5 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def share(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: its part of a divided one, else the tensor itself."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if is_divided(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of `tensor`, on every rank that has a part of it. Collective for a divided one."""
+    """Return the full tensor on every rank that has a shard of it. Collective for a DTensor."""
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
 def parts(tensor: Tensor) -> int:
-    """Over how many ranks `tensor` is divided; 1 if each has all of it."""
+    """Return the number of ranks over which `tensor` is sharded; 1 if each has the full tensor."""
     if not is_divided(tensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
@@ -42,14 +42,14 @@ def parts(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def copy_share(source: Tensor, target: Tensor) -> None:
-    """Copy into `target` this rank's part of `source`, which is whole."""
+    """Copy this rank's shard of the full tensor `source` into `target`."""
     if is_divided(target):
         source = source[local_slices(target)]
     share(target).copy_(source)
 
 
 def shared_like(source: Tensor, like: Tensor) -> Tensor:
-    """`source`, which is whole, divided as `like` is; itself if that one isn't divided."""
+    """Return the full tensor `source`, sharded as `like` is; `source` itself if `like` is not."""
     if not is_divided(like):
         return source
     target = torch.empty_like(like, dtype=source.dtype)
@@ -58,7 +58,7 @@ def shared_like(source: Tensor, like: Tensor) -> Tensor:
 
 
 def divided(tree: Any, each: Callable[[DTensor], Tensor] = lambda tensor: tensor) -> dict[Any, Any]:
-    """`each` of the divided tensors in a tree of dicts, lists and tuples, at their paths; no others."""
+    """Return `each` of the DTensors in a tree of dicts, lists and tuples, at their paths only."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     kept: dict[Any, Any] = {}
     for key, value in items:

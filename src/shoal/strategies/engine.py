@@ -1,8 +1,8 @@
 """The engine of synchronous training: a runner and a gradient reducer.
 
-The *runner* says how forward and backward of the micro-batches run: here (local.py), as a pipeline
-(pipeline/runner.py) or over RPC (rpc_pipeline/runner.py). The *reducer* says how gradients become those
-of the global batch (reducer.py). Any of the first goes with what of the second its layout needs.
+The *runner* runs forward and backward of the micro-batches: locally (local.py), as a pipeline
+(pipeline/runner.py) or over RPC (rpc_pipeline/runner.py). The *reducer* turns the gradients of this
+rank into those of the global batch (reducer.py). Each runner works with the reducers of its layouts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from shoal.strategies.task import Task
 
 
 class Runner(ABC):
-    """Runs the micro-batches of a batch, and hands their losses or gradients to a reducer.
+    """Runner of the micro-batches of a batch. Passes their losses or gradients to a reducer.
 
     Its methods are those of an Engine; see there.
     """
 
     reducer: Reducer
     loopable: bool = False
-    """Whether the user's own loop may run the model in its place."""
+    """Whether a custom training loop may run the model in its place."""
     noise_stream: str = "noise"
     flops_unknown: str = ""
 
@@ -38,7 +38,7 @@ class Runner(ABC):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Run forward and backward of the whole batch; return the reducer's totals. Collective."""
+        """Run forward and backward of the batch, and return the reducer's totals. Collective."""
 
     @abstractmethod
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
@@ -49,7 +49,7 @@ class Runner(ABC):
         """Run the forward compiled: "inductor" or "script"."""
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Run the forward compiled by `compiler`; StepError where only parts of it can be compiled."""
+        """Run the forward compiled by `compiler`. Raise StepError if only parts can be compiled."""
         raise compiles_parts(self.reducer.held.module, self.reducer.held.world)
 
     def move_targets(self, output: Any, micro: Micro) -> Micro:
@@ -57,11 +57,11 @@ class Runner(ABC):
         return micro
 
     def check_model(self) -> None:  # noqa: B027 - most run the model as it is
-        """Check once, where the model was changed, that it computes what it did. Collective."""
+        """Check once that a model whose forward was changed gives the same results. Collective."""
 
 
 class SynchronousEngine(Engine):
-    """All ranks take each step together: a runner computes gradients, a reducer makes them global."""
+    """Engine with which all ranks take each step together, made of a runner and a reducer."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -77,7 +77,7 @@ class SynchronousEngine(Engine):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Let the runner run the batch; see the contract."""
+        """Run the batch with the runner; see the contract."""
         return self.runner.gradients(task, batch, autocast=autocast, scale=scale)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -87,14 +87,14 @@ class SynchronousEngine(Engine):
             self.reducer.multiply(factor)
             optimizer.step()
         finally:
-            self.reducer.discard()  # a caller that catches an error goes on with the next batch
+            self.reducer.discard()  # a caller that catches an error continues with the next batch
 
     def discard(self) -> None:
-        """Drop the gradients, and what was recorded of the batch that they are of."""
+        """Clear the gradients, and drop the sums recorded for their batch."""
         self.reducer.discard()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output of the module as it stands; the caller has chosen mode and no_grad."""
+        """Return the output of the module. The caller sets the mode and no_grad."""
         return self.runner.infer(task, micro, seed, autocast=autocast)
 
     def move_targets(self, output: Any, micro: Micro) -> Micro:
@@ -110,13 +110,13 @@ class SynchronousEngine(Engine):
         self.runner.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let the reducer make the same what differs between ranks; see the contract."""
+        """Synchronize the reducer; see the contract."""
         self.reducer.synchronize()
 
     def state(self) -> dict[str, Any]:
-        """Return what the reducer keeps; see the contract."""
+        """Return the state of the reducer; see the contract."""
         return self.reducer.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what the reducer kept; see the contract."""
+        """Restore the state of the reducer; see the contract."""
         self.reducer.load_state(state)

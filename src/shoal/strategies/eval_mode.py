@@ -1,4 +1,4 @@
-"""A model run on the side: in evaluation mode, and without a trace in what it holds."""
+"""Evaluation mode, and forwards that leave no trace in the state of a model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from shoal.strategies.dtensor import share
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; afterwards every module is in the mode that it was found in.
+    """Switch the model to eval mode inside, and restore the mode of every module afterwards.
 
-    `train` is called for it wherever the mode changes, parents first: a module may do more in it than
+    Restores with `train` where the mode changes, parents first: a module may do more in `train` than
     set a flag, as LoRA layers do, which merge their weights in eval mode.
     """
     modes = [(module, module.training) for module in model.modules()]
@@ -33,13 +33,13 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         for module, training in modes:
             if module.training != training:
                 module.train(training)
-        for module, training in modes:  # of a module with two parents, or whose parent decides
+        for module, training in modes:  # for a module with two parents, or one that its parent sets
             module.training = training
 
 
 @contextmanager
 def random_states_kept(model: nn.Module) -> Iterator[None]:
-    """What is drawn inside, from the global generators, is not drawn afterwards."""
+    """Restore the states of the global random generators afterwards."""
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -52,12 +52,12 @@ def random_states_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
-    """Run `model` inside without a trace: afterwards what its forward may have changed is as before.
+    """Restore afterwards everything that a forward of `model` inside may have changed.
 
-    That is: the global random states, the tensors in `values`, and in the modules the buffers, the
+    These are the global random states, the tensors in `values`, and in the modules the buffers, the
     trainable parameters and the attributes, such as counters. Random generators and other objects
-    among the attributes are not copied. Memory: copies of these tensors, which together take about
-    what the gradients will.
+    among the attributes are not copied. The copies of the tensors take about as much memory as the
+    gradients.
     """
     held = [attributes for module in model.modules() for attributes in tables(module)]
     attributes = [value for table in held for value in table.values() if type(value) is Tensor]
@@ -71,13 +71,13 @@ def untouched(model: nn.Module, values: Any = ()) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in kept:
                 # A copy of equal values would count as a change, and fail the backward of a forward
-                # that your own loop has run before.
+                # that a custom training loop has run before.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
 def tables(module: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of a module and its buffers, by name; none of TorchScript's, kept in C++."""
+    """Return the attributes of a module and its buffers, by name; none for TorchScript, in C++."""
     if isinstance(module, torch.jit.ScriptModule):
         return []
     return [vars(module), buffers(module)]
@@ -85,10 +85,10 @@ def tables(module: nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def attributes_kept(held: Sequence[dict[str, Any]]) -> Iterator[set[str]]:
-    """Put back afterwards what changes in the tables `held` of modules; yields the names of that.
+    """Restore the tables `held` of modules afterwards. Yields a set for the names of changed entries.
 
-    The names are in the set once the context has ended. Of lists, dicts, sets and deques among the
-    values the items are put back too.
+    The names are in the set once the context has ended. The items of lists, dicts, sets and deques
+    among the values are restored too.
     """
     changed: set[str] = set()
     before = [dict(table) for table in held]

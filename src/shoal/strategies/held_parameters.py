@@ -1,4 +1,4 @@
-"""The parameters and gradients that a rank holds: their norm, their product, what must not change."""
+"""The parameters and gradients that a rank holds: norm, scaling, and checks for changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.util.errors import StepError
 
 
 class Kept(NamedTuple):
-    """A parameter as it was when the engine was made, and where the module has it."""
+    """A parameter as it was when the engine was created, and its place in the module."""
 
     name: str
     parameter: nn.Parameter
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
     @property
     def converted(self) -> bool:
-        """Whether it has another dtype or another place, or what the module has instead is empty."""
+        """Whether it has another dtype or device, or the module has a meta tensor in its place."""
         if self.parameter.dtype is not self.dtype or self.parameter.device != self.device:
             return True
         held = self.table.get(self.key)
@@ -46,7 +46,7 @@ class Kept(NamedTuple):
 class HeldParameters:
     """The trainable parameters that this rank holds, their gradients, and the losses of a batch.
 
-    Both what runs the model and what reduces its gradients work on it.
+    The runner and the reducer both use this object.
     """
 
     def __init__(self, module: nn.Module, world: World, *, may_be_empty: bool = False) -> None:
@@ -60,7 +60,7 @@ class HeldParameters:
         self.losses: list[tuple[Tensor, Count, float]] = []
         """Loss sum, count and weight of the micro-batches of this batch so far."""
         self.unused_checked = False
-        """Whether a batch has shown which parameters the loss uses."""
+        """Whether the first batch has been checked for parameters that the loss does not use."""
         self._divided = any(map(is_divided, self.parameters))
         self._kept = [
             Kept(f"{prefix}.{key}".lstrip("."), p, p.dtype, p.device, module_parameters(part), key)
@@ -71,7 +71,7 @@ class HeldParameters:
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
 
     def gradients(self) -> list[Tensor]:
-        """Return what this rank holds of the gradients, as plain tensors."""
+        """Return the gradients, or this rank's shards of them, as plain tensors."""
         found = [p.grad for p in self.parameters if p.grad is not None]
         if not self._divided:
             return found
@@ -79,63 +79,63 @@ class HeldParameters:
             return [share(gradient) for gradient in found]
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of what this rank holds of the gradients."""
+        """Return the L2 norm of the gradients, or of this rank's shards of them."""
         norm, *others = [global_norm(gradients) for gradients in self._by_device()]
         for other in others:
             norm = torch.hypot(norm, other.to(norm.device))
         return norm
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients by `factor`; by 1 is free."""
+        """Multiply the gradients by `factor`. A factor of 1 costs nothing."""
         if factor != 1.0:
             for gradients in filter(None, self._by_device()):
                 foreach.mul_(gradients, factor)
 
     def clear(self) -> None:
-        """Drop the gradients and the losses of the batch that they are of."""
+        """Clear the gradients and drop the losses of their batch."""
         self.losses.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
     def leaves(self) -> list[nn.Parameter] | None:
-        """Return the leaves that a backward has to name, or None where it need not name them.
+        """Return the leaves to pass to backward as `inputs`, or None if that is not needed.
 
-        With several models, a loss of one may run through another (a GAN's generator through the
-        discriminator), whose parameters must not learn from it. Naming the leaves costs a little, so
-        it is done only then.
+        With several models, the loss of one may run through another (a GAN's generator through the
+        discriminator), whose parameters must not learn from it. `inputs` costs a little time, so
+        this is done only then.
         """
         if len(engines_of(self.world)) == 1:
             return None
         return [p for p in self.parameters if p.requires_grad]  # some may have been frozen since
 
     def check(self) -> None:
-        """Raise StepError if the module's trainable parameters are not those of the beginning."""
+        """Raise StepError if the set of trainable parameters has changed since the beginning."""
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
-            self._refuse_others(thawed)
+            self._raise_added(thawed)
         self.check_converted()
         self.check_replaced()
 
     def check_converted(self) -> None:
-        """Raise StepError if parameters were moved or given another dtype since."""
+        """Raise StepError if parameters were moved or converted to another dtype since."""
         if any(kept.converted for kept in self._kept):
-            self._refuse_changed([kept for kept in self._kept if kept.converted])
+            self._raise_changed([kept for kept in self._kept if kept.converted])
 
     def check_replaced(self) -> None:
-        """Raise StepError if the module has others in their place; FSDP puts none there just now."""
+        """Raise StepError if the module has other parameters in their place, except during FSDP."""
         gone = [kept for kept in self._kept if kept.replaced]
         if gone:
-            there = {id(p) for p in self.module.parameters()}  # under another name, where pruned
+            there = {id(p) for p in self.module.parameters()}  # under another name, if pruned
             gone = [kept for kept in gone if id(kept.parameter) not in there]
         if gone:
-            self._refuse_changed(gone)
+            self._raise_changed(gone)
 
     def without_gradient(self) -> list[str]:
         """Return the names of the trainable parameters that have no gradient."""
         return [n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
 
     def unused(self) -> list[str]:
-        """Return the names of the parameters that the first batch has not used; later, nothing.
+        """Return the names of the parameters that the first batch did not use; later, an empty list.
 
         Raises StepError for trainable parameters that were added since the beginning.
         """
@@ -145,7 +145,7 @@ class HeldParameters:
         known = {id(p) for p in self.parameters}
         others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in known]
         if others:
-            self._refuse_others(others)
+            self._raise_added(others)
         return self.without_gradient()
 
     def print_unused(self) -> None:
@@ -154,7 +154,7 @@ class HeldParameters:
             self.world.print(f"shoal: parameters that the loss does not use: {', '.join(names)}")
 
     def _by_device(self) -> list[list[Tensor]]:
-        """Return the gradients in lists of one device each, which torch's fused primitives want."""
+        """Return the gradients in one list per device, as torch's fused primitives need."""
         if self.span is None:
             return [self.gradients()]
         parts: dict[torch.device, list[Tensor]] = {}
@@ -162,31 +162,31 @@ class HeldParameters:
             parts.setdefault(gradient.device, []).append(gradient)
         return list(parts.values()) or [[]]
 
-    def _refuse_others(self, others: Sequence[Tensor]) -> None:
+    def _raise_added(self, others: Sequence[Tensor]) -> NoReturn:
         ids = {id(p) for p in others}
         names = [name for name, p in self.module.named_parameters() if id(p) in ids]
         for p in others:
             p.grad = None  # no engine clears it
         raise StepError(
             given=f"trainable parameters of {type(self.module).__name__}: {first(names)}",
-            found="parallelize did not see them as such: they were frozen then, or were added since",
-            fix="add layers and requires_grad_(True) before parallelize; to let a layer learn later, "
+            found="they were not trainable in parallelize: they were frozen then, or were added since",
+            fix="add layers and requires_grad_(True) before parallelize; to train a layer later, "
             "leave it out of the optimizer until then (add_param_group)",
         )
 
-    def _refuse_changed(self, changed: Sequence[Kept]) -> NoReturn:
+    def _raise_changed(self, changed: Sequence[Kept]) -> NoReturn:
         raise StepError(
             given=f"parameters of a {type(self.module).__name__}: "
             f"{first([kept.name for kept in changed])}",
             found="they were moved, converted or replaced after parallelize; the optimizer, the other "
-            "ranks and what sums gradients know them as they were",
-            fix="model.double(), model.to(…) and the like before parallelize; to load values, "
-            "shoal.load(model, state) in place of load_state_dict(state, assign=True)",
+            "ranks and the reducer of gradients still use the old ones",
+            fix="call model.double(), model.to(…) and similar methods before parallelize; to load "
+            "values, shoal.load(model, state) in place of load_state_dict(state, assign=True)",
         )
 
 
 def first(names: Sequence[str], shown: int = 3) -> str:
-    """Return the first few of `names`, and how many more there are."""
+    """Return the first few of `names`, and the number of the others."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 
@@ -197,19 +197,19 @@ def check_learns(module: nn.Module) -> None:
         raise StepError(
             given=f"parallelize({type(module).__name__}, world)",
             found="a model without trainable parameters",
-            fix="parameter.requires_grad_(True) for what should learn, before parallelize",
+            fix="parameter.requires_grad_(True) for the parameters to train, before parallelize",
         )
 
 
 def _check_kinds(module: nn.Module) -> None:
-    """Raise StepError for parameters that no engine here can sum and take the norm of."""
+    """Raise StepError for parameters that no engine supports: uninitialized ones and sparse ones."""
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
     if lazy:
         raise StepError(
             given=f"parallelize({type(module).__name__}, world)",
-            found=f"parameters without a shape as yet, of lazy layers: {first(lazy)}",
-            fix="run the model once before, on a batch or a part of one: model(inputs)",
+            found=f"uninitialized parameters of lazy layers: {first(lazy)}",
+            fix="run the model once before, on a batch or a part of it: model(inputs)",
         )
     if sparse:
         raise StepError(
@@ -222,8 +222,8 @@ def _check_kinds(module: nn.Module) -> None:
 def global_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of all `gradients` together, on the device of the first, at least float32.
 
-    The fused primitives are those of torch.nn.utils.get_total_norm, without its grouping of every
-    call by device and dtype, which takes longer than the norm itself for small models.
+    Uses the fused primitives of torch.nn.utils.get_total_norm, without its grouping of every call by
+    device and dtype, which takes longer than the norm itself for small models.
     """
     if not gradients:
         return torch.zeros(())
@@ -239,7 +239,7 @@ def global_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def as_scalar(count: Count, like: Tensor) -> Tensor:
-    """Return `count` as a tensor without dimensions, with the dtype and on the device of `like`."""
+    """Return `count` as a 0-dimensional tensor with the dtype and device of `like`."""
     if isinstance(count, Tensor):
         return count.detach().reshape(()).to(like)
     return like.new_full((), count)  # a kernel that fills, where a copy from the host would block

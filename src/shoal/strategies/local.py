@@ -1,4 +1,4 @@
-"""The runner of the user's module here, whole, one micro-batch after the other."""
+"""The local runner: this rank runs the complete module, one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def local_engine(module: nn.Module, world: World) -> SynchronousEngine:
 
 
 class LocalRunner(Runner):
-    """Runs the user's module here.
+    """Runner of the complete module on this rank.
 
-    `call` is what runs the module's forward: the module itself, or another form of it with the same
+    `call` runs the forward of the module: the module itself, or another form of it with the same
     parameters, such as a compiled one.
     """
 
@@ -57,7 +57,8 @@ class LocalRunner(Runner):
         if self._world.layout.degree("context") > 1:
             raise StepError(
                 given="compile='script' with shoal.ContextParallel()",
-                found="TorchScript can't call what cuts sequences and exchanges slices for heads",
+                found="TorchScript cannot call the functions that slice sequences and exchange slices "
+                "for heads",
                 fix="compile='inductor'",
             )
         scripted = torch.jit.script(self._module)
@@ -66,7 +67,7 @@ class LocalRunner(Runner):
         modes = [module.training for module in modules.values()]
 
         def call(*arguments: Any, **named: Any) -> Any:
-            # The scripted twins share parameters and buffers, but not the modes.
+            # The scripted modules have the same parameters and buffers, but separate modes.
             nonlocal modes
             found = [module.training for module in modules.values()]
             if found != modes:
@@ -83,24 +84,24 @@ class LocalRunner(Runner):
         module = self._module
 
         def call(*arguments: Any, **named: Any) -> Any:
-            # In a frame of its own: torch compiles none that begins in a layer of torch's.
+            # In a separate frame: torch compiles none that begins in a layer of torch.
             return call_uncompiled(module, *arguments, **named)
 
         self.call = self.reducer.compiled(compiler(call))
-        set_compiled_call(module, self.call)  # as in module.compile(): your own loop calls it too
+        set_compiled_call(module, self.call)  # as in module.compile(), for custom training loops
 
     def _check_whole(self, given: str) -> None:
         if self._held.span is not None and self._held.span.hooked:
             raise StepError(
                 given=f"{given} with shoal.DevicePlacement(…)",
-                found="compiled code would have what moves tensors between devices in its middle",
+                found="the hooks that move tensors between devices would be inside the compiled code",
                 fix="leave compile out; or compile parts that are on one device beforehand: "
                 "model.blocks[0].compile()",
             )
         if runs_again(self._module):
             raise StepError(
                 given=f"{given} with shoal.ActivationCheckpointing()",
-                found="torch can't compile a whole model of which parts run again in backward",
+                found="torch cannot compile a model as one unit if it recomputes parts in backward",
                 fix="shoal.ActivationCheckpointing() with shoal.FSDP(), which compiles its units; or "
                 "leave out one",
             )
@@ -134,18 +135,18 @@ class LocalRunner(Runner):
             return task.reduce(output, self.move_targets(output, micro), seed)
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output of the module as it stands; see the contract."""
+        """Return the output of the module; see the contract."""
         with self._running(autocast):
             return task.forward(self.call, micro, seed)
 
     def move_targets(self, output: Any, micro: Micro) -> Micro:
-        """Move it where the model is on several devices; see the contract."""
+        """Move the micro-batch if the model is on several devices; see the contract."""
         device = None if self._held.span is None else device_in(output)
         return micro if device is None else micro._replace(value=move(micro.value, device))
 
     @contextlib.contextmanager
     def _several(self, span: Span, autocast: torch.dtype | None) -> Iterator[None]:
-        """Use autocast on all types of devices of the model; StepError where tensors mix them."""
+        """Use autocast on all types of devices of the model. Raise StepError for mixed devices."""
         with contextlib.ExitStack() as stack:
             for kind in {self._world.device.type, *(device.type for device in span.devices)}:
                 stack.enter_context(mixed(torch.device(kind), autocast))
@@ -157,8 +158,9 @@ class LocalRunner(Runner):
                 raise StepError(
                     given=f"the forward of a {type(self._module).__name__} on "
                     + ", ".join(map(str, span.devices)),
-                    found=f"between its modules it computes with tensors of several: {error}",
-                    fix="place what it adds up on one device, or, in the forward, x.to(y.device)",
+                    found=f"an operation between its modules has tensors of several devices: {error}",
+                    fix="place the modules of these tensors on one device, or use x.to(y.device) in "
+                    "the forward",
                 ) from error
 
     def _running(self, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -168,5 +170,5 @@ class LocalRunner(Runner):
 
 
 def mixed(device: torch.device, autocast: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's autocast for `autocast`, or nothing for None."""
+    """Return torch's autocast for `autocast`, or a null context for None."""
     return contextlib.nullcontext() if autocast is None else torch.autocast(device.type, autocast)

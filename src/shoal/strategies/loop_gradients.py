@@ -1,4 +1,4 @@
-"""The gradients of a user's own loop: computed batch by batch, and checked for what it does to them."""
+"""The gradients of a custom training loop, and checks that the loop uses them in the right order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.util.errors import StepError
 
 
 class CheckedGradients(LoopGradients):
-    """Lets a reducer make the gradients, and watches that the loop does each thing in its turn.
+    """Gradients that a reducer computes, with checks of the order of the loop's calls.
 
     `check_model` runs before the first batch that a loop begins, and may run before later ones.
     """
@@ -31,15 +31,15 @@ class CheckedGradients(LoopGradients):
         self._held = reducer.held
         self._check_model = check_model
         self._stepped = False
-        """Whether an optimizer has stepped since the first backward of a batch that is not finished."""
+        """Whether an optimizer has stepped since the first backward of an unfinished batch."""
         self._computed: dict[int, tuple[int, int]] = {}
-        """The gradients as the last backward of the batch left them."""
+        """The states of the gradients after the last backward of the batch."""
         self._finished: dict[int, tuple[int, int]] = {}
-        """The gradients of the last finished batch, as `batch.finish` or the optimizer left them."""
+        """The states of the gradients of the last finished batch, after `batch.finish` or the step."""
         self._awaited = False
         """Whether the optimizer has yet to step on them."""
         self._emptied = False
-        """Whether it stepped after they had been cleared."""
+        """Whether the optimizer stepped after they had been cleared."""
         self._warned = False
         self._own = frozenset(map(id, self._held.parameters))
         handle = register_optimizer_step_post_hook(_noting_steps(weakref.ref(self)))
@@ -60,13 +60,14 @@ class CheckedGradients(LoopGradients):
     def check(self) -> None:
         """Compare the gradients with those that the last backward left; see the contract."""
         if self._stepped:
-            found = "the optimizer has stepped before it, with gradients that were not the mean's"
+            found = "the optimizer stepped before it, with gradients that were not those of the mean"
             fix = "batch.finish(model), then optimizer.step()"
         elif self._computed != self._states():
             found = (
-                "the gradients were changed after the last batch.backward, before they were the mean's"
+                "the gradients were changed between the last batch.backward and batch.finish, before "
+                "they were those of the mean"
             )
-            fix = "batch.finish(model, clip=1.0) to clip them; change them in other ways after it"
+            fix = "batch.finish(model, clip=1.0) to clip them; make other changes after batch.finish"
         else:
             return
         self._stepped = False
@@ -84,7 +85,7 @@ class CheckedGradients(LoopGradients):
         self._emptied = False
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has stepped: perhaps on gradients of a batch that is not finished."""
+        """Note that an optimizer has stepped, and whether on gradients of an unfinished batch."""
         if self._reducer.pending and not self._stepped:
             own = {id(p) for p in self._held.parameters if p.grad is not None}
             groups = optimizer.param_groups
@@ -104,7 +105,7 @@ class CheckedGradients(LoopGradients):
             self._finished = {k: v for k, v in self._states().items() if k in own}
 
     def _check_cleared(self) -> None:
-        """Raise StepError where the gradients of a finished batch were cleared too early or never."""
+        """Raise StepError if the gradients of a finished batch were cleared too early or never."""
         finished, self._finished = self._finished, {}
         emptied, self._emptied = self._emptied, False
         self._awaited = False
@@ -115,23 +116,23 @@ class CheckedGradients(LoopGradients):
             ids = set(map(id, kept))
             names = first([name for name, p in self._held.module.named_parameters() if id(p) in ids])
             self._reducer.discard()
-            found = f"the gradients of the batch before it would be added to its own: {names}"
+            found = f"the gradients of the previous batch would be added to those of this one: {names}"
         elif emptied:
-            found = "the gradients of the batch before it were cleared between batch.finish and "
-            found += "optimizer.step(), which therefore changed nothing"
+            found = "the gradients of the previous batch were cleared between batch.finish and "
+            found += "optimizer.step(), so the step changed nothing"
         else:
             return
         raise StepError(given="batch.backward on a new batch", found=found, fix=fix)
 
     def _forget_skipped(self) -> None:
-        """Drop the sums of a batch that the loop skipped; StepError where it did not just skip it."""
+        """Drop the sums of a skipped batch. Raise StepError if the loop did more than skip it."""
         stepped, self._stepped = self._stepped, False
         if not self._reducer.pending:
             return
         if any(p.grad is not None for p in self._held.parameters):
             raise StepError(
                 given="batch.backward on a new batch",
-                found="the gradients of the batch before it, for which batch.finish was not called",
+                found="batch.finish was not called for the previous batch, whose gradients still exist",
                 fix="batch.finish(model) after each batch, or optimizer.zero_grad() to skip one; to "
                 "accumulate, shoal.Loader(…, micro_batches=4)",
             )
@@ -139,23 +140,23 @@ class CheckedGradients(LoopGradients):
         if stepped:
             raise StepError(
                 given="batch.backward on a new batch",
-                found="the optimizer has stepped on the batch before it without batch.finish: its "
-                "gradients were not those of the mean over the global batch",
+                found="the optimizer stepped on the previous batch without batch.finish: its gradients "
+                "were not those of the mean over the global batch",
                 fix="batch.finish(model) before optimizer.step()",
             )
 
     def _warn_unreduced(self) -> None:
-        """Print once that an optimizer has stepped on gradients that no rank has summed."""
+        """Print once that an optimizer has stepped on gradients that were not summed over ranks."""
         if not self._warned and any(p.grad is not None for p in self._held.parameters):
             self._warned = True
             self._held.world.print(
-                f"shoal: an optimizer has stepped on a {type(self._held.module).__name__} before any "
-                "batch.backward or step(batch): each rank trains on its own gradients. Take batches "
-                "from shoal.Loader, and call batch.backward and batch.finish in place of loss.backward"
+                f"shoal: an optimizer stepped on a {type(self._held.module).__name__} before any "
+                "batch.backward or step(batch): each rank trains on its own gradients. Iterate over a "
+                "shoal.Loader, and call batch.backward and batch.finish in place of loss.backward"
             )
 
     def _states(self) -> dict[int, tuple[int, int]]:
-        """Return, by parameter, where its gradient is, and how often that was changed."""
+        """Return the address and version of each gradient, by parameter."""
         return {id(p): _state(p.grad) for p in self._held.parameters if p.grad is not None}
 
     def _steps_on_own(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -163,7 +164,7 @@ class CheckedGradients(LoopGradients):
 
 
 def _state(gradient: Tensor) -> tuple[int, int]:
-    """Return where a gradient is, and how often it was changed."""
+    """Return the address of a gradient and the number of its changes."""
     own = share(gradient)
     return own.data_ptr(), version(own)
 

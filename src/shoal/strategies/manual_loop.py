@@ -1,4 +1,4 @@
-"""Backward and the end of a batch in your own loop: what `batch.backward` and `batch.finish` do."""
+"""The implementation of `batch.backward` and `batch.finish` for custom training loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.util.errors import ShoalError, StepError
 
 
 class EngineLoop(ManualLoop):
-    """Drives the engines of a World for loops over a Batch; see `shoal.data.batch.ManualLoop`."""
+    """Driver of the engines of a World for custom loops; see `shoal.data.batch.ManualLoop`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -77,22 +77,22 @@ class EngineLoop(ManualLoop):
         engines = self._engines(model)
         if len(engines) > 1:
             del engines
-            gc.collect()  # models that were dropped live on in reference cycles until now
+            gc.collect()  # frees deleted models that are still in reference cycles
             engines = self._engines(model)
         if len(engines) != 1:
             raise not_one_model(
                 f"{len(engines)} parallelized models"
                 if engines
-                else "the model given has no engine"
+                else "the given model has no engine, because it was not parallelized"
                 if self._engines(None)
                 else "no parallelized model"
             )
         engine = engines[0]
         if engine.loop is None:
             raise StepError(
-                given="your own loop over a Batch",
-                found="its strategy takes whole steps: it runs backward itself, or has to know when "
-                "the optimizer steps",
+                given="a custom training loop over a Batch",
+                found="the strategy of the model needs shoal.Step: it runs backward itself, or must "
+                "know when the optimizer steps",
                 fix="step = shoal.Step(model, optimizer, task), then step(batch)",
             )
         return engine, engine.loop
@@ -117,22 +117,22 @@ def _check_backwards(engine: Engine, batch: Batch) -> None:
     if done != len(batch):
         raise StepError(
             given=f"batch.finish(model) for {len(batch)} micro-batch(es)",
-            found=f"batch.backward was called {done} times, not once for each",
-            fix=f"{IN_A_LOOP}, and add several losses of a model up before it",
+            found=f"batch.backward was called {done} times, not once per micro-batch",
+            fix=f"{IN_A_LOOP}; add several losses of one model before batch.backward",
         )
 
 
 def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> StepError:
-    """The error of a step whose loss or gradients are not numbers."""
+    """Return the error of a step whose loss or gradients are not finite."""
     what = "loss" if not math.isfinite(result.loss) else "gradient norm"
     value = result.loss if what == "loss" else result.norm
     start, stop = batch.share
-    share = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
+    local = f"{start:,} to {stop - 1:,}" if stop > start else "none of them"
     return StepError(
         given=f"the batch at samples {batch.first:,} to {batch.first + batch.size - 1:,} "
-        f"(this rank: {share})",
-        found=f"a {what} of {value}, over {over}; the parameters were not touched",
-        fix="lower the learning rate, clip gradients (clip=1.0), or look at these samples with "
+        f"(this rank: {local})",
+        found=f"a {what} of {value}, over {over}; the parameters were not changed",
+        fix="lower the learning rate, clip gradients (clip=1.0), or examine these samples with "
         "torch.autograd.set_detect_anomaly(True)",
     )
 
@@ -140,7 +140,7 @@ def not_finite(result: Correction, batch: Batch, *, over: str = "all ranks") -> 
 def _loss_sum(
     positional: tuple[object, ...], total: Tensor | None, mean: Tensor | None, count: Count | None
 ) -> tuple[Tensor, Count]:
-    """The sum of the losses of a micro-batch, and its count; StepError where that can't be known."""
+    """Return the loss sum of a micro-batch and its count. Raise StepError for missing arguments."""
     named = {"total": total, "mean": mean, "count": count}
     given = [*("…" for _ in positional), *(f"{n}=…" for n, v in named.items() if v is not None)]
     call = f"batch.backward({', '.join(given)})"
@@ -168,9 +168,10 @@ def _loss_sum(
 
 
 def _check_reduction(loss: Tensor, count: Count, *, named_mean: bool) -> None:
-    """Raise StepError for a loss whose last operation is a mean or a sum and that is named the other.
+    """Raise StepError for a mean passed as `total`, or a sum passed as `mean`.
 
-    With a count of 1 the sum equals the mean. A loss that was computed further can't be checked.
+    The last operation of the loss decides. With a count of 1 the sum equals the mean. A loss with
+    further operations cannot be checked.
     """
     averaged = averages(loss)
     if averaged is None or averaged == named_mean or float(count) == 1:

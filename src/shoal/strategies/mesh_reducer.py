@@ -1,7 +1,6 @@
-"""The reducer of parameters that are divided over axes of the mesh, or summed over one of its groups.
+"""The reducer of tensor parallelism and pipelines, whose parameters are sharded over mesh axes.
 
-Under tensor parallelism, in a pipeline and over RPC. FSDP sums gradients itself, and its reducer takes
-norm and sums from here.
+FSDP sums gradients itself, and its reducer uses the functions for norm and sums from this file.
 """
 
 from __future__ import annotations
@@ -31,11 +30,12 @@ from shoal.util.errors import StepError
 
 
 class MeshReducer(Reducer):
-    """Sums gradients over `gradient_group` after the last micro-batch, each part with its own peers.
+    """Reducer that sums gradients over `gradient_group` after the last micro-batch, shard by shard.
 
-    The sums of loss, count and squared norm travel in one all-reduce over the world, each counted
-    once: by the ranks that report the loss, and by each part as often as it is there. `norm` is this
-    rank's part of the norm: its square, summed over ranks, is that of the whole.
+    One all-reduce over the world sums loss, count and squared norm. Only the ranks that report the
+    loss contribute to loss and count, and each copy of a shard contributes its fraction of the squared
+    norm. `norm` returns this rank's part of the norm: the sum of its squares over ranks is the square
+    of the full norm.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MeshReducer(Reducer):
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
     ) -> None:
-        """Run backward of the loss; sum the gradients after the last. See the contract."""
+        """Run backward, and sum the gradients after the last micro-batch; see the contract."""
         loss, count = whole_loss(self.held.module, loss, count)
         copies = self.held.world.layout.degree("context")  # of this loss; gradients of all are summed
         seed = backward_seed(loss, scale * micro.weight / size / copies)
@@ -67,7 +67,7 @@ class MeshReducer(Reducer):
 
     def reduce(self) -> None:
         """Sum the gradients of the batch over the ranks that have the same parameters. Collective."""
-        self.held.print_unused()  # after the sums all have gradients
+        self.held.print_unused()  # before the sums, which give all parameters a gradient
         for parameter in self.held.parameters:
             divide_alike(parameter)
         if self._gradient_group is not None:
@@ -75,26 +75,26 @@ class MeshReducer(Reducer):
                 sum_over(self._gradient_group, self.held.parameters)
 
     def totals(self) -> Totals:
-        """Sum over the world, and take the norm of the whole; see the contract."""
+        """Return the sums over the world and the full norm; see the contract."""
         self.held.check()
         return world_totals(self.held, self._norm(self.held), reports_loss=self.reports_loss)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise StepError where torch would mix divided and whole parameters."""
+        """Raise StepError if torch would mix sharded and plain parameters."""
         for group in optimizer.param_groups:
             at_once = [name for name in ("fused", "foreach") if group.get(name)]
             if at_once and len(set(map(is_divided, group["params"]))) > 1:
                 raise StepError(
                     given=f"{type(optimizer).__name__}(…, {at_once[0]}=True) with "
                     "shoal.TensorParallel()",
-                    found="it updates all parameters at once, and only some of them are divided; they "
-                    "were not touched",
-                    fix=f"leave {at_once[0]} out, or give it two groups: the layers of the plan, and "
-                    "the others",
+                    found="it updates all parameters of a group at once, and only some of them are "
+                    "sharded; the parameters were not changed",
+                    fix=f"leave {at_once[0]} out, or use two parameter groups: the layers of the plan, "
+                    "and the others",
                 )
 
     def synchronize(self) -> None:
-        """Send the buffers of the group's first rank to the others; see the contract."""
+        """Broadcast the buffers of the group's first rank; see the contract."""
         broadcast_buffers(self.held, self._buffer_group)
 
 
@@ -112,7 +112,7 @@ def world_totals(held: HeldParameters, norm: Tensor, *, reports_loss: bool) -> T
 
 
 def norm_of_parts(held: HeldParameters) -> Tensor:
-    """Return this rank's part of the norm where several may hold the same part of a parameter."""
+    """Return this rank's part of the norm if several ranks may hold the same shard of a parameter."""
     learning = [p for p in held.parameters if p.grad is not None]
     holders = held.world.size // held.world.layout.degree("pipeline")
     by_copies: dict[int, list[Tensor]] = {}
@@ -123,25 +123,25 @@ def norm_of_parts(held: HeldParameters) -> Tensor:
 
 
 def first_along(world: World, *axes: str) -> bool:
-    """Return whether this rank is the first along `axes`, by default all that share samples."""
+    """Return whether this rank is the first along `axes`. Default: all axes with the same samples."""
     axes = axes or tuple(axis for axis in AXES if axis not in DATA_AXES)
     return all(world.layout.coordinate(world.rank, axis) == 0 for axis in axes)
 
 
 def data_group(world: World) -> dist.ProcessGroup | None:
-    """Return the group of ranks that have other samples; None where there are no others."""
+    """Return the group of ranks with other samples, or None if there are no others."""
     return world.data_group if world.data_size > 1 else None
 
 
 def summing_group(world: World) -> dist.ProcessGroup | None:
-    """Return the group of ranks that have other samples, or other slices of them; None without."""
+    """Return the group of ranks with other samples or other slices of them, or None without."""
     if world.layout.degree("context") == 1:
         return data_group(world)
     return world.flat_mesh(*DATA_AXES, "context", name="slices").get_group()
 
 
 def broadcast_buffers(held: HeldParameters, group: dist.ProcessGroup | None) -> None:
-    """Send the buffers of the first rank of `group` to all: they follow each rank's own samples."""
+    """Broadcast the buffers of the first rank of `group`, since they depend on the local batch."""
     if group is not None:
         for buffer in held.module.buffers():
             dist.broadcast(share(buffer), group=group, group_src=0)
@@ -149,12 +149,12 @@ def broadcast_buffers(held: HeldParameters, group: dist.ProcessGroup | None) -> 
 
 @contextmanager
 def other_gradients_kept(held: HeldParameters) -> Iterator[None]:
-    """Keep the gradients of other models: a loss of this one may run through them (a GAN's).
+    """Preserve the gradients of other models, since a loss of this one may use them (GANs).
 
-    For where backward can't name its leaves: FSDP's hooks would see nothing of it.
+    For FSDP, whose hooks do not run if backward is called with `inputs`.
     """
     engines = [engine for engine in engines_of(held.world) if isinstance(engine, SynchronousEngine)]
-    # Not `module.parameters()`: of a module that is gathered now those are not what it holds.
+    # Not `module.parameters()`, which differ from the held ones while a module is gathered.
     others = [engine.reducer.held for engine in engines if engine.reducer.held is not held]
     kept = [(p, p.grad) for other in others for p in other.parameters]
     for parameter, _ in kept:
@@ -167,9 +167,9 @@ def other_gradients_kept(held: HeldParameters) -> Iterator[None]:
 
 
 def sum_over(group: dist.ProcessGroup, parameters: Sequence[Tensor]) -> None:
-    """Sum gradients over `group`, each rank's part with its peers.
+    """Sum gradients over `group`, shard by shard.
 
-    All ranks take part, with zeros where a rank has none: other ranks' samples may use a parameter.
+    A rank without a gradient contributes zeros, because samples of other ranks may use the parameter.
     """
     works = []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which modules of a model are meant: by patterns of names, or the blocks that repeat."""
+"""Selection of modules: by patterns of names, or the repeated blocks of a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shoal.util.errors import StepError
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
-    """The modules whose names match `patterns`, innermost first; the repeated blocks where None.
+    """Return the modules whose names match `patterns`, innermost first, or the repeated blocks.
 
-    Repeated blocks are the layers of a ModuleList or Sequential that have layers themselves, two or
-    more of one class; the outermost ones.
+    Repeated blocks are the outermost layers of a ModuleList or Sequential that have sublayers and of
+    which there are two or more of one class.
     """
     if patterns is None:
         return _repeated(model)
@@ -26,16 +26,16 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Modu
 
 
 def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
-    """The names of modules like `pattern`, in which `*` stands for one part of a name.
+    """Return the names of modules that match `pattern`, in which `*` stands for one part of a name.
 
-    Raises StepError, with `given` for what was asked, where there is none.
+    Raises StepError, with `given` as the situation, if there is none.
     """
     wanted = pattern.split(".")
     names = [name for name, _ in model.named_modules() if alike(name.split("."), wanted)]
     if not names:
         raise StepError(
             given=given,
-            found=f"no module of {type(model).__name__} is named like {pattern!r}; its parts are "
+            found=f"no module of {type(model).__name__} matches {pattern!r}; its children are "
             + ", ".join(name for name, _ in model.named_children()),
             fix='"blocks.*" for the blocks, with names as in model.named_modules()',
         )
@@ -43,7 +43,7 @@ def named_like(model: nn.Module, pattern: str, given: str) -> list[str]:
 
 
 def alike(name: Sequence[str], wanted: Sequence[str]) -> bool:
-    """Whether a name, in its parts, is like a pattern, in which `*` stands for one of them."""
+    """Return whether a name matches a pattern, both split at dots; `*` matches one part."""
     return len(name) == len(wanted) and all(map(fnmatchcase, name, wanted))
 
 
@@ -52,6 +52,6 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
     for part in model.children():
         layers = list(part.children()) if isinstance(part, nn.ModuleList | nn.Sequential) else []
         kinds = [type(layer) for layer in layers if any(True for _ in layer.children())]
-        alike = [layer for layer in layers if kinds.count(type(layer)) > 1]
-        blocks += alike or _repeated(part)
+        repeated = [layer for layer in layers if kinds.count(type(layer)) > 1]
+        blocks += repeated or _repeated(part)
     return blocks

@@ -1,4 +1,4 @@
-"""parallelize: the user's own module, with an engine attached to it."""
+"""parallelize: attach an engine to the user's module."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SERVING = {
     "tensor": "shoal.TensorParallel(plan=…)",
     "pipeline": "shoal.Pipeline(split_points=…)",
 }
-"""What to type for each axis of a layout."""
+"""The strategy for each axis of a layout, as code."""
 
 
 class Attachment:
-    """Holds the engine of a module. A copied or pickled module has none: it belongs to one world."""
+    """Holder of the engine of a module. Copied or pickled modules have no engine."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
@@ -57,22 +57,35 @@ def parallelize(
     world: World,
     strategy: Strategy | Spreading | Sequence[Strategy | Spreading] | None = None,
 ) -> Model:
-    """Spread `model` over `world` in place and return it: the same object, with the same names.
+    """Parallelize `model` over the ranks of `world`, in place.
 
-    The model is moved to the world's device; build the optimizer afterwards. Without a `strategy` the
-    layout decides: replicated data-parallel ranks, or nothing in a world of one. Several strategies
-    are applied in their order; the last one sums gradients. A function that makes the model may be
-    given in its place; strategies that divide models (FSDP) then never hold the whole of it, and its
-    parameters get the same values. Given `torch.compile(model)`, it returns `model`, which from then
-    on runs compiled.
+    The model is moved to the world's device. Create the optimizer afterwards. Seeds the global random
+    generators of Python, NumPy and torch differently on each data-parallel rank, so that dropout draws
+    different numbers for different samples. Create data before this call, or with a `torch.Generator`
+    that has a fixed seed. Collective.
 
-    It seeds the global generators of Python, NumPy and torch differently on each data rank, so that
-    dropout draws different numbers for different samples. Create data before this call, or with a
-    `torch.Generator` that has a fixed seed.
+    Args:
+        model: A module, a compiled module, or a function without arguments that creates a module. With
+            a function, strategies that shard the model (FSDP) never hold the complete model, and its
+            parameters get the same values. With `torch.compile(model)`, the model runs compiled.
+        world: The World that `shoal.init` returned.
+        strategy: A strategy, or several, applied in order; the last one sums gradients. None means
+            `FSDP()` if the layout has an axis `shard`, else `DDP()`. Default: None.
 
-    Raises StepError for what is no model or no strategy and for a model that shares parameters with
-    one parallelized before, LayoutError for axes that the strategy does not serve, AgreementError where
-    ranks have models of other parameters. Collective.
+    Returns:
+        The same module, with the same names of modules and parameters. With a function, the new module.
+
+    Raises:
+        StepError: If `model` is not a module, `strategy` is not a strategy, or the model shares
+            parameters with one that was parallelized before.
+        LayoutError: If no strategy uses an axis of the layout.
+        AgreementError: If the ranks have models with different parameters.
+
+    Examples:
+        >>> with shoal.init() as world:
+        ...     model = shoal.parallelize(nn.Linear(2, 1), world, shoal.DDP())
+        >>> model
+        Linear(in_features=2, out_features=1, bias=True)
     """
     if not isinstance(world, World):
         raise StepError(
@@ -84,7 +97,7 @@ def parallelize(
     module: Any = model
     deferred = None
     if not isinstance(model, nn.Module) and _makes(model):
-        from shoal.strategies.deferred_init import construct  # which few need
+        from shoal.strategies.deferred_init import construct  # rarely needed
 
         if world.size > 1 and len(strategies) == 1 and strategies[0].defers:
             deferred = construct(model)
@@ -105,25 +118,25 @@ def parallelize(
 
 
 def _apply(strategies: Sequence[Any], module: nn.Module, world: World) -> Engine:
-    """Apply `strategies` in the order in which they are given, and return the engine of the last.
+    """Apply `strategies` in order, and return the engine of the last one.
 
     Those before it change the module in place: they checkpoint activations, place layers on devices,
-    divide layers over the axis `tensor`, cut sequences over the axis `context`. The last one may
-    change the module too (divide parameters, keep a stage), moves what this rank keeps to its device,
-    and makes the engine, a runner of the module with a reducer of its gradients.
+    shard layers over the axis `tensor`, or split sequences over the axis `context`. The last one may
+    change the module too (shard parameters, keep a stage), moves the modules of this rank to its
+    device, and creates the engine: a runner of the module with a reducer of its gradients.
     """
     *before, chosen = strategies
     check_strategies(module, strategies)
     for each in before:
         each.spread(module, world)
-    check_strategies(module, strategies)  # it may be on several devices only now
+    check_strategies(module, strategies)  # only now may it be on several devices
     engine: Engine = chosen.apply(module, world)
     engine.strategy = repr(strategies if before else chosen)
     return engine
 
 
 def _checked(strategy: Any, world: World) -> list[Any]:
-    """Return the strategies; StepError where they are none, can't be combined or leave an axis out."""
+    """Return the strategies. Raise an error for other values, combinations and unused axes."""
     given = list(strategy) if isinstance(strategy, list | tuple) else [strategy]
     if strategy is None or (given and isinstance(given[-1], Spreading) and not _complete(given[-1])):
         given = [*filter(None, given), FSDP() if world.layout.degree("shard") > 1 else DDP()]
@@ -132,14 +145,14 @@ def _checked(strategy: Any, world: World) -> list[Any]:
         if isinstance(each, str | type | nn.Module) or not usable:
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
-                found="a strategy is a value such as shoal.DDP(), not a name or a class",
+                found="a strategy is an object such as shoal.DDP(), not a name or a class",
                 fix="shoal.DDP() or shoal.FSDP(), with options if needed; or leave it out",
             )
     for each in given[:-1]:
         if not isinstance(each, Spreading):
             raise StepError(
                 given=f"parallelize(model, world, {strategy!r})",
-                found=f"{type(each).__name__} sums gradients by itself, so nothing can follow it",
+                found=f"{type(each).__name__} sums gradients, so no strategy can follow it",
                 fix="[shoal.TensorParallel(plan=…), shoal.FSDP()], in this order",
             )
     served = {axis for each in given for axis in each.axes}
@@ -148,7 +161,7 @@ def _checked(strategy: Any, world: World) -> list[Any]:
         own = next(iter(given[-1].axes), "replicate")
         raise LayoutError(
             given=f"layout='{world.layout}' with {strategy!r}",
-            found=f"no strategy given serves the axis {idle[0]!r}",
+            found=f"no strategy uses the axis {idle[0]!r}",
             fix=f"shoal.init(layout='{own}=-1'), or {_SERVING[idle[0]]} for this axis",
         )
     return given
@@ -159,7 +172,7 @@ def _complete(strategy: object) -> bool:
 
 
 def _makes(model: object) -> TypeGuard[Callable[[], nn.Module]]:
-    """Whether `model` can be called without arguments."""
+    """Return whether `model` can be called without arguments."""
     if not callable(model):
         return False
     try:
@@ -174,7 +187,7 @@ def _check_model(model: object, world: World) -> None:
     if not isinstance(model, nn.Module):
         raise StepError(
             given=f"parallelize({type(model).__name__}, …)",
-            found="it is not a torch.nn.Module, nor a function that makes one",
+            found="it is neither a torch.nn.Module nor a function that creates one",
             fix="model = shoal.parallelize(Model(), world)",
         )
     synced = [name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm)]
@@ -182,22 +195,22 @@ def _check_model(model: object, world: World) -> None:
         raise StepError(
             given=f"parallelize({type(model).__name__}, world) on the CPU, with {synced[0]}",
             found="torch has SyncBatchNorm for CUDA only",
-            fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
+            fix="GroupNorm or LayerNorm, which treat each sample separately; or train on GPUs",
         )
     if _sharing(model, world):
-        gc.collect()  # models that were dropped live on in reference cycles until now
+        gc.collect()  # frees deleted models that are still in reference cycles
     for other in _sharing(model, world):
         raise StepError(
             given=f"parallelize({type(model).__name__}, world)",
-            found=f"its parameters already belong to a parallelized {type(other).__name__}; they "
-            "would be reduced over ranks twice",
-            fix="call parallelize once, on the module that holds all of them, or on a "
+            found=f"its parameters already belong to a parallelized {type(other).__name__}, so their "
+            "gradients would be reduced twice",
+            fix="call parallelize once, on the module that contains all of them, or on a "
             "copy.deepcopy(model)",
         )
 
 
 def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
-    """The parallelized models that share parameters with `model`."""
+    """Return the parallelized models that share parameters with `model`."""
     own = {id(parameter) for parameter in model.parameters()}
     others = [engine.module for engine in engines_of(world)]
     return [other for other in others if any(id(p) in own for p in other.parameters())]
@@ -206,7 +219,7 @@ def _sharing(model: nn.Module, world: World) -> list[nn.Module]:
 def _check_same(model: nn.Module, world: World) -> None:
     """Raise AgreementError, on all ranks, unless their models have the same tensors in the same order.
 
-    Gloo would add up bytes of float32 and float64 without a word, and match other shapes by chance.
+    Gloo would silently add bytes of float32 and float64, and match other shapes by chance.
     """
     tensors = [_described(*item) for item in chain(model.named_parameters(), model.named_buffers())]
     digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
@@ -233,13 +246,13 @@ def _check_bare(model: object) -> None:
 
 
 def known_engine(model: nn.Module) -> Engine | None:
-    """The engine that `parallelize` attached, if it did."""
+    """Return the engine that `parallelize` attached, or None."""
     attachment = getattr(model, ATTRIBUTE, None)
     return attachment.engine if isinstance(attachment, Attachment) else None
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """The engine that `parallelize` attached; StepError if there is none."""
+    """Return the engine that `parallelize` attached. Raise StepError if there is none."""
     _check_bare(model)
     model = bare(model)
     engine = known_engine(model)
@@ -248,7 +261,7 @@ def engine_of(model: nn.Module) -> Engine:
         raise StepError(
             given=f"{type(model).__name__}, a model that was not parallelized"
             + (" (a copy of one that was)" if copied else ""),
-            found="no engine that could run its step",
+            found="the model has no engine to run its step",
             fix="model = shoal.parallelize(model, world)",
         )
     return engine

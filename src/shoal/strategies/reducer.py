@@ -1,7 +1,7 @@
-"""How gradients become those of the global batch: the contract, and what one process does.
+"""Reducers turn the gradients of a rank into those of the global batch: contract and local reducer.
 
-The other reducers are DDP's (data_parallel/ddp.py), FSDP's (fsdp/engine.py) and that of parameters
-which are divided over axes of the mesh (mesh_reducer.py).
+The other reducers are those of DDP (data_parallel/ddp.py), of FSDP (fsdp/engine.py) and of parameters
+that are sharded over mesh axes (mesh_reducer.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.strategies.held_parameters import HeldParameters, as_scalar
 
 
 class Reducer(ABC):
-    """Makes the gradients that this rank holds those of the global batch, and its sums and norm."""
+    """Reducer of this rank's gradients to those of the global batch, with its sums and norm."""
 
     held: HeldParameters
     reports_loss: bool = True
@@ -34,7 +34,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def totals(self) -> Totals:
-        """Return the sums of the batch and the norm of its gradients, in one transfer from the device.
+        """Return the sums of the batch and the gradient norm, in one transfer from the device.
 
         Collective.
         """
@@ -45,7 +45,7 @@ class Reducer(ABC):
 
     @property
     def pending(self) -> bool:
-        """Whether there are sums of a batch that was not finished."""
+        """Whether there are sums of an unfinished batch."""
         return bool(self.held.losses)
 
     def multiply(self, factor: float) -> None:
@@ -53,25 +53,25 @@ class Reducer(ABC):
         self.held.multiply(factor)
 
     def discard(self) -> None:
-        """Drop the gradients, and what was recorded of the batch that they are of."""
+        """Clear the gradients, and drop the sums recorded for their batch."""
         self.held.clear()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most take any
-        """Raise StepError for an optimizer that can't step on these parameters."""
+        """Raise StepError for an optimizer that cannot step on these parameters."""
 
     def synchronize(self) -> None:  # noqa: B027 - nothing may differ
-        """Make the same what differs between ranks; see `Engine.synchronize`. Collective."""
+        """Make all state the same on all ranks; see `Engine.synchronize`. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return what has to be kept; see `Engine.state`."""
+        """Return the state to save; see `Engine.state`."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - keeping nothing is normal
-        """Take back what `state` returned."""
+        """Restore the value that `state` returned."""
 
 
 class LocalReducer(Reducer):
-    """Reduces nothing: one process has the whole batch. This is the specification of the others."""
+    """Reducer for one process with the complete global batch; the specification of the others."""
 
     def __init__(self, held: HeldParameters) -> None:
         self.held = held
@@ -87,7 +87,7 @@ class LocalReducer(Reducer):
             self.held.print_unused()
 
     def totals(self) -> Totals:
-        """Return the sums of the losses and the norm of the gradients as they stand."""
+        """Return the sums of the losses and the norm of the gradients."""
         self.held.check()
         norm = self.held.norm()
         losses = [one for one in self.held.losses if one[2]]
@@ -100,7 +100,7 @@ class LocalReducer(Reducer):
 
 
 def backward_seed(loss: Tensor, factor: float) -> Tensor:
-    """Return the gradient with which backward of `factor * loss` starts; StepError if none can."""
+    """Return the initial gradient of backward of `factor * loss`. Raise StepError without a graph."""
     if not loss.requires_grad:
         raise no_gradient()
     return torch.full_like(loss, factor)

@@ -1,4 +1,4 @@
-"""Which engines a World has: those of the parallelized models that are alive."""
+"""The engines of a World: those of the parallelized models that are alive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Registry:
 
 
 def register(engine: Engine) -> None:
-    """Add the engine of a parallelized model to those of its World, for as long as the model lives."""
+    """Add the engine of a parallelized model to its World, while the model is alive."""
     engine.world.service(_Registry).engines.append(weakref.ref(engine))
 
 

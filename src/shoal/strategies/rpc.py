@@ -1,8 +1,8 @@
-"""torch RPC between the ranks of a world: begun once, and left without waiting for those that died.
+"""torch RPC between the ranks of a world, started once and closed without waiting for dead ranks.
 
-Calls are pickled, and run what they name: a process that reaches the port of a rank can run anything
-in it. So it listens where the world does: on the loopback interface where all ranks are on one machine,
-else on the one interface by which they were found to reach each other.
+Calls are pickled functions, so a process that reaches the port of a rank can run any code in it.
+Therefore RPC listens on the same interface as the world: on the loopback interface if all ranks are on
+one machine, else on the one interface on which the ranks were found to reach each other.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from shoal.distributed.world import World
 from shoal.util.errors import LaunchError, StepError
 
 ANSWER_SECONDS = 2.0
-"""How long a rank that is asked whether it lives may take; one that is merely stopped takes longer."""
+"""Time limit for the answer of a rank to a liveness check. A stopped process takes longer."""
 FAREWELL_SECONDS = 5.0
-"""How long a rank that leaves waits for others that may still call it; the dead don't leave."""
+"""How long a closing rank waits for others that may still call it. Dead ranks never close."""
 THREADS = 16
-"""Of each rank's threads for calls, besides two for each rank that may wait in one."""
+"""Number of threads for calls on each rank, plus two for each rank that may wait in one."""
 _POLL_SECONDS = 0.05
 _LATE = "RPC ran for more than set timeout"
 _SCHEME, _PREFIX = "shoal-world", "shoal/rpc"
 
 _TARGETS: WeakValueDictionary[str, object] = WeakValueDictionary()
-"""What this process serves, by key. torch runs a function of a module for each call, with nothing but
-its arguments, and has one agent in a process: so the one table of the process is here."""
+"""Objects that this process serves, by key. A call of torch RPC runs a function of a module with its
+arguments only, and a process has a single agent, so this table is global."""
 
 
 class RPCAgent:
-    """This rank's end of torch RPC in a world; making it is collective."""
+    """The RPC endpoint of this rank in a world. Creating it is collective."""
 
     def __init__(self, world: World) -> None:
         if not rpc.is_available():
             raise LaunchError(
                 given="a strategy over torch RPC",
-                found="this torch is built without it (USE_TENSORPIPE)",
-                fix="the wheels of pytorch.org have it; or a strategy that does without",
+                found="this build of torch has no RPC (USE_TENSORPIPE)",
+                fix="install torch from pytorch.org, or use a strategy without RPC",
             )
         if has_rpc_agent():
             raise StepError(
                 given="a strategy that uses torch RPC, in a process that has called rpc.init_rpc",
-                found="torch has one RPC agent in a process",
+                found="torch supports a single RPC agent per process",
                 fix="leave rpc.init_rpc out, or call rpc.shutdown() before shoal.parallelize",
             )
         self.hosts: list[str] = world.gather(socket.gethostname())
@@ -69,19 +69,17 @@ class RPCAgent:
             num_worker_threads=THREADS + 2 * world.size,
             rpc_timeout=longest,
             init_method=f"{_SCHEME}://",
-            # Not by shared memory: a thread of that looks for messages without a pause, and took an
-            # eighth to a quarter of the core that a rank computed on.
+            # No shared memory: its thread polls for messages without a pause, and used an eighth to a
+            # quarter of the core on which a rank computed.
             _transports=["uv"],
             _channels=["basic"],
         )
         waits = self._store.timeout
-        with contextlib.suppress(
-            RuntimeError
-        ):  # of an earlier world: torch keeps it as long as it runs
-            register_rendezvous_handler(_SCHEME, _meet)
+        with contextlib.suppress(RuntimeError):  # an earlier world registered it, and torch keeps it
+            register_rendezvous_handler(_SCHEME, _rendezvous)
         try:
             with env_vars.set_defaults(_interface(world)), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch is
+                warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # of torch
                 rpc.init_rpc(
                     name_of(world.rank),
                     rank=world.rank,
@@ -89,10 +87,10 @@ class RPCAgent:
                     rpc_backend_options=options,
                 )
         finally:
-            self._store.set_timeout(waits)  # torch gives the world's store that of calls
+            self._store.set_timeout(waits)  # torch sets the timeout of calls on the world's store
 
     def serve(self, key: str, target: object) -> None:
-        """Let other ranks call methods of `target` by `key`, for as long as it lives."""
+        """Let other ranks call methods of `target` by `key`, while it is alive."""
         _TARGETS[key] = target
 
     def keep(self, *objects: object) -> None:
@@ -100,9 +98,9 @@ class RPCAgent:
         self._kept += objects
 
     def ask(self, rank: int, key: str, method: str, *arguments: Any) -> Any:
-        """Return what a method returns on another rank, gradients and all; StepError if that is gone.
+        """Call a method on another rank and return its result, through which gradients flow.
 
-        `key` is that of the object which the other rank serves.
+        `key` is that of the object on the other rank. Raises StepError if that rank is gone.
         """
         with self.explained([rank]):
             answer = rpc.rpc_sync(name_of(rank), _call, args=(key, method, *arguments))
@@ -116,7 +114,7 @@ class RPCAgent:
 
     @contextlib.contextmanager
     def telling(self, ranks: Sequence[int], key: str, method: str, *arguments: Any) -> Iterator[None]:
-        """Call as `tell` does; the body of the `with` runs in the meantime."""
+        """Call as `tell` does, while the body of the `with` runs."""
         with self.explained(ranks):
             arguments = (key, method, *arguments)
             begun = [rpc.rpc_async(name_of(rank), _call, args=arguments) for rank in ranks]
@@ -127,7 +125,7 @@ class RPCAgent:
 
     @contextlib.contextmanager
     def explained(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Raises StepError in place of torch's errors if one of `ranks` is gone."""
+        """Raise StepError in place of torch's errors if one of `ranks` is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -141,27 +139,27 @@ class RPCAgent:
             who = " and ".join(f"rank {rank} on {self.hosts[rank]}" for rank in gone)
             verb = "is" if len(gone) == 1 else "are"
             raise StepError(
-                given=f"rank {self._rank} of {self._size}, which calls others by torch RPC",
+                given=f"rank {self._rank} of {self._size}, which calls others through torch RPC",
                 found=f"{who} {verb} gone: its process has ended, or it has left the world",
-                fix="see the first error of all ranks; with shoal run --restarts N, or when the same "
-                "command is run again, Run.restore goes on from the newest checkpoint",
+                fix="see the first error of all ranks; with shoal run --restarts N, or when you run "
+                "the same command again, Run.restore resumes from the newest checkpoint",
             ) from error
 
     def close(self) -> None:
-        """Leave, together with the others if they all come to do so, else alone.
+        """Shut down, together with the other ranks if all of them close in time, else alone.
 
-        Nobody is waited for where an error is on its way.
+        Does not wait for other ranks while an error propagates.
         """
         if self._closed:
             return
         self._closed = True
         together = sys.exc_info()[0] is None and self._others_leave()
-        with contextlib.suppress(RuntimeError):  # one of them has died just now
+        with contextlib.suppress(RuntimeError):  # a rank has just died
             rpc.shutdown(graceful=together, timeout=FAREWELL_SECONDS)
         self._kept.clear()
 
     def _others_leave(self) -> bool:
-        """Whether all ranks have come to leave."""
+        """Return whether all ranks close in time."""
         until = time.monotonic() + FAREWELL_SECONDS
         with contextlib.suppress(dist.DistError):  # rank 0 hosted the store, and has left
             self._store.add("left", 1)
@@ -178,7 +176,7 @@ def name_of(rank: int) -> str:
 
 
 def _answers(rank: int) -> bool:
-    """Whether a rank answers, or may still do so."""
+    """Return whether a rank answers, or may still do so."""
     try:
         rpc.rpc_sync(name_of(rank), _here, timeout=ANSWER_SECONDS)
     except RuntimeError as error:
@@ -187,26 +185,26 @@ def _answers(rank: int) -> bool:
 
 
 def _call(key: str, method: str, *arguments: Any) -> Any:
-    """Call a method of the object that this rank serves by `key`; other ranks have it run here."""
+    """Call a method of the object that this rank serves by `key`, for another rank."""
     target = _TARGETS.get(key)
     if target is None:
-        raise RuntimeError("this rank has dropped the object that the call is for")
+        raise RuntimeError("this rank has deleted the object that the call needs")
     return getattr(target, method)(*arguments)
 
 
 def _here() -> None:
-    """What a rank does that is asked whether it lives."""
+    """Do nothing: the answer to a liveness check."""
 
 
 def _interface(world: World) -> dict[str, str]:
-    """What tells torch where to listen: else it takes the address that the host's own name has."""
+    """Return the variable with the interface for RPC. torch's default is the hostname's address."""
     chosen = [str(each.value) for each in world.decisions if each.what == "interface"]
     if world.placement.nodes == 1:
         chosen = [each.name for each in interfaces.interfaces() if each.loopback]
     return {env_vars.TENSORPIPE: chosen[0]} if chosen else {}
 
 
-def _meet(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """How RPC finds the other ranks: by the store of the world."""
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield store, rank and world size: RPC finds the other ranks through the store of the world."""
     store = default_store()
     yield PrefixStore(_PREFIX, store), dist.get_rank(), dist.get_world_size()

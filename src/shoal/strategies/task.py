@@ -1,4 +1,4 @@
-"""What a user computes from a batch, as functions of plain values that any strategy can run."""
+"""Task: the inputs of the model and the loss, as functions of plain values that any strategy runs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,27 @@ from shoal.util.errors import DataError, StepError
 
 @dataclass(frozen=True)
 class Task:
-    """What to compute, as two functions of plain values, so that any strategy can run it.
+    """The computation of a step: the inputs of the model, and the loss as (sum, count).
 
-    `loss(output, batch)` returns (sum, count): the *sum* of the losses of the samples as a tensor
-    without dimensions, and what to divide the sum over the global batch by. `inputs(batch)` returns
-    what the model is called with: a tuple for positional arguments, a mapping for keywords, anything
-    else as the only argument. Without it, a tuple or list gives its first element and a mapping is
-    passed as keywords. A function that has a parameter named `noise` gets the Noise of its samples;
-    those of `inputs` and `loss` draw different numbers, except from `noise.named(…)`.
+    A function that has a parameter `noise` gets the `Noise` of its samples. The two functions draw
+    different numbers, except from `noise.named(…)`.
 
+    Args:
+        loss: `loss(output, batch)` returns (sum, count): the *sum* of the losses of the samples, a
+            0-dimensional tensor, and the divisor, a number of samples or tokens. The loss of a step is
+            the sum over the global batch, divided by the count over the global batch.
+        inputs: `inputs(batch)` returns the arguments of the model: a tuple for positional arguments, a
+            mapping for keyword arguments, any other value as the only argument. None means the first
+            element of a tuple or list, and a mapping as keyword arguments. Default: None.
+
+    Raises:
+        StepError: If an argument is not callable.
+
+    Examples:
+        >>> from torch.nn.functional import mse_loss
         >>> def loss(output, batch):
-        ...     return torch.nn.functional.mse_loss(output, batch["y"], reduction="sum"), len(output)
-        >>> task = Task(loss, inputs=lambda batch: batch["x"])
+        ...     return mse_loss(output, batch["y"], reduction="sum"), len(output)
+        >>> task = shoal.Task(loss, inputs=lambda batch: batch["x"])
     """
 
     loss: Callable[..., tuple[Tensor, Count]]
@@ -41,12 +50,21 @@ class Task:
             if not callable(value) and not (name == "inputs" and value is None):
                 raise StepError(
                     given=f"shoal.Task({name}={type(value).__name__})",
-                    found=f"{name} is a function",
+                    found=f"{name} must be a function",
                     fix="shoal.Task(loss), where loss(output, batch) returns (sum, count)",
                 )
 
     def forward(self, model: Callable[..., Any], micro: Micro, seed: int) -> Any:
-        """Call `model` on a micro-batch and return its output."""
+        """Call `model` on a micro-batch and return its output.
+
+        Args:
+            model: The model, or a function that is called in its place.
+            micro: The micro-batch.
+            seed: Seed of the `Noise` of the samples.
+
+        Returns:
+            The output of the model.
+        """
         token = CURRENT_MICRO.set(micro)
         try:
             positional, named = self.arguments(micro, seed)
@@ -55,7 +73,7 @@ class Task:
             CURRENT_MICRO.reset(token)
 
     def arguments(self, micro: Micro, seed: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """What the model is called with: positional arguments and keywords."""
+        """Return the positional and keyword arguments of the model for a micro-batch."""
         if self.inputs is None:
             arguments = default_inputs(micro.value)
         elif self._inputs_take_noise:
@@ -69,7 +87,7 @@ class Task:
         return (arguments,), {}
 
     def reduce(self, output: Any, micro: Micro, seed: int) -> tuple[Tensor, Count]:
-        """The loss of a micro-batch as (sum, count), checked to be of that form."""
+        """Return the loss of a micro-batch as (sum, count). Raise StepError for another form."""
         token = CURRENT_MICRO.set(micro)
         try:
             if self._loss_takes_noise:
@@ -93,10 +111,10 @@ class Task:
 def check_loss(
     result: object, function: Callable[..., object] | None = None, *, call: str = ""
 ) -> tuple[Tensor, Count]:
-    """`result` as (sum, count), or a StepError that says what it is instead.
+    """Return `result` as (sum, count), or raise StepError if it has another form.
 
-    `function` is the loss function that returned it; None where your own loop computed it, and gave
-    it in `call`.
+    `function` is the loss function that returned it. It is None if a custom training loop computed
+    the loss and passed it in `call`.
     """
     if isinstance(result, tuple) and len(result) == 2:
         loss, count = result
@@ -108,7 +126,7 @@ def check_loss(
             shape = f" and shape {tuple(count.shape)}" if isinstance(count, Tensor) else ""
             found = f"a count of type {type(count).__name__}{shape} instead of one number"
         elif isinstance(loss, Tensor):
-            found = f"a loss of shape {tuple(loss.shape)} instead of a tensor without dimensions"
+            found = f"a loss of shape {tuple(loss.shape)} instead of a 0-dimensional tensor"
         else:
             found = f"a loss of type {type(loss).__name__} instead of a tensor"
     else:
@@ -125,20 +143,20 @@ def check_loss(
 
 
 def default_inputs(value: Any) -> Any:
-    """What the model is called with where the task does not say."""
+    """Return the arguments of the model for a task without `inputs`."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, tuple | list) and value:
         return (value[0],)
     raise DataError(
         given=f"batches of type {type(value).__name__} and a Task without `inputs`",
-        found="it is neither a tuple nor a mapping, so what to call the model with can't be known",
-        fix="shoal.Task(loss, inputs=lambda batch: batch), or whatever the model takes",
+        found="a batch that is neither a tuple nor a mapping does not define the inputs of the model",
+        fix="shoal.Task(loss, inputs=lambda batch: batch), or a function that returns the inputs",
     )
 
 
 def place(function: Callable[..., object]) -> str:
-    """What a user calls his function, and where he wrote it."""
+    """Return the name of a function and its place in the source."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name

@@ -1,1 +1,1 @@
-"""Strategies whose workers do not wait for each other: Hogwild, a parameter server."""
+"""Asynchronous strategies: Hogwild, in shared memory or with a parameter server."""

@@ -1,9 +1,8 @@
-"""Hogwild: workers that change the same parameters without waiting for each other.
+"""Hogwild: workers update the same parameters without waiting for each other.
 
-Each takes the newest parameters, computes a step on its own share of the batch, and adds what the
-optimizer made of it to the parameters, which others may have changed meanwhile. Not in the promise that
-one process is the specification: the numbers depend on how many workers there are, how fast each is,
-and chance.
+Each worker reads the newest parameters, computes an optimizer step on its local batch, and adds the
+change to the shared parameters, which other workers may have changed meanwhile. The results differ from
+those of one process: they depend on the number of workers, their speed, and chance.
 """
 
 from __future__ import annotations
@@ -41,15 +40,26 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Hogwild:
-    """Each rank steps alone on its share, and adds what comes of it to the parameters that all share.
+    """Hogwild: lock-free asynchronous updates of shared parameters (Recht et al. 2011).
 
-    Lock-free asynchronous updates (Recht et al. 2011). The parameters are in memory that the ranks
-    share, or where they can't, as on several machines, with a `server` in rank 0, which others reach
-    over torch RPC; True or False decides otherwise. With `max_staleness`, a worker that has taken so
-    many steps more than the slowest waits for it (Ho et al. 2013); 0 lets all take the same step at
-    the same time, and without it nobody waits. Moments of the optimizer stay each worker's own, but
-    for what a checkpoint keeps, which is their mean. A worker that is killed does not stop the
-    others.
+    Each rank steps separately on its local batch and adds the change to the shared parameters. Each
+    worker has its own optimizer state. A checkpoint contains the mean over the workers. If a worker is
+    killed, the others continue.
+
+    Args:
+        max_staleness: Number of steps that a worker may be ahead of the slowest one before it waits
+            (Ho et al. 2013). With 0, all workers take the same step at the same time. None means that
+            no worker waits. Default: None.
+        server: Keep the parameters in a parameter server on rank 0, which other ranks reach over torch
+            RPC (True), or in shared memory (False). None chooses shared memory if all ranks can share
+            it, as on one machine, and the server otherwise. Default: None.
+
+    Raises:
+        StepError: If an argument is out of range, or `server` is False and the ranks cannot share
+            memory.
+
+    Examples:
+        >>> strategy = shoal.Hogwild(max_staleness=8)
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
@@ -63,31 +73,32 @@ class Hogwild:
         if bound is not None and (type(bound) is not int or bound < 0):
             raise StepError(
                 given=f"shoal.Hogwild(max_staleness={bound!r})",
-                found="it is how many steps a worker may be ahead of the slowest, 0 or more",
+                found="max_staleness is the number of steps that a worker may be ahead of the slowest, "
+                "0 or more",
                 fix="max_staleness=8, or leave it out for no bound",
             )
         if self.server is not None and type(self.server) is not bool:
             raise StepError(
                 given=f"shoal.Hogwild(server={self.server!r})",
-                found="whether there is a server is True or False; it is always in rank 0",
-                fix="server=True, or leave it out: the ranks find out",
+                found="server is True, False or None; a server always runs on rank 0",
+                fix="server=True, or leave it out, and Shoal chooses",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Give all ranks rank 0's parameters and buffers, and return the engine."""
+        """Broadcast rank 0's parameters and buffers, and return the engine."""
         if any(map(is_divided, model.parameters())):
             raise StepError(
-                given="shoal.Hogwild() around a model whose layers are divided",
-                found="ranks that hold parts of one model must step together",
+                given="shoal.Hogwild() around a model whose layers are sharded",
+                found="ranks that hold shards of one model must step together",
                 fix="shoal.Hogwild() alone, or shoal.TensorParallel(plan=…) alone",
             )
         return HogwildEngine(model.to(world.device), world, self)
 
 
 class HogwildEngine(Engine):
-    """Runs the module as one process would, on a copy of the shared parameters, and adds the change.
+    """Engine that steps on a copy of the shared parameters and adds the change to them.
 
-    The user's own loop can't drive it: it has to know when the optimizer has stepped.
+    A custom training loop cannot use it, because it must know when the optimizer has stepped.
     """
 
     independent_steps = True
@@ -114,24 +125,30 @@ class HogwildEngine(Engine):
         self._ranks = [0] if survivors is None else list(survivors.members)
         bound = "no bound" if self._bound is None else f"at most {self._bound} steps"
         world.print(
-            "shoal: Hogwild, whose results are not those of one process: parameters in "
-            f"{choice.value}, since {choice.reason}; {bound} ahead of the slowest"
+            "shoal: Hogwild, whose results differ from those of one process: parameters in "
+            f"{choice.value}, because {choice.reason}; {bound} ahead of the slowest worker"
         )
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How many updates by others came between a read of the parameters and the update that was
-        computed from it: how often each number, over this worker's updates so far."""
+        """Histogram of staleness over this worker's updates so far.
+
+        The staleness of an update is the number of updates by other workers between the read of the
+        parameters and the update that was computed from them.
+        """
         return dict(sorted(self._staleness.items()))
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Compute those of this rank's local batch, at the newest parameters; see the contract."""
+        """Compute the gradients of this rank's local batch at the newest parameters; see the contract.
+
+        Raises StepError for float16.
+        """
         if autocast is torch.float16:
             raise StepError(
                 given="precision='fp16' with shoal.Hogwild()",
-                found="workers would each scale their losses otherwise, and none knows of the others",
+                found="each worker would scale its loss by a factor that the others do not know",
                 fix="precision='bf16', which needs no scaling",
             )
         with self.world.timeline.within(COMMUNICATION):
@@ -144,8 +161,8 @@ class HogwildEngine(Engine):
         return totals._replace(local=True)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Step on this rank's copy, and add what that changed; see the contract."""
-        if factor == 0:  # no sample was this rank's: a step would let its moments decay
+        """Step on this rank's copy and add the change to the shared parameters; see the contract."""
+        if factor == 0:  # this rank had no sample: a step would make its optimizer state decay
             self.discard()
             return
         before = [p.clone() for p in self._parameters]
@@ -160,13 +177,13 @@ class HogwildEngine(Engine):
         self._staleness[passed] += 1
 
     def discard(self) -> None:
-        """Clear the gradients; who waits for this worker need not any more."""
+        """Clear the gradients and count a step, so that no worker waits for this one."""
         self._local.discard()
         if self._apart:
             self._commons.tick()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output of this rank's copy, which `synchronize` has made that of all."""
+        """Return the output with this rank's copy, which `synchronize` has made the same on all."""
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
@@ -178,9 +195,9 @@ class HogwildEngine(Engine):
         self._local.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait for all, read the parameters while nobody changes them, average all else.
+        """Wait for all, read the parameters while no worker changes them, and average everything else.
 
-        Where others stand in their place, as those of an EMA do, these are averaged.
+        If other values have replaced the parameters, such as those of an EMA, average these.
         """
         replaced = any(self.world.gather(self._versions != self._now()))
         rest = others(self.module, optimizer, self.world)
@@ -195,16 +212,16 @@ class HogwildEngine(Engine):
         self._log()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """The parameters have been loaded; the next step lets all begin from them."""
+        """Make all workers begin the next step from the parameters that have been loaded."""
         self._versions = self._now()
         self._apart = False
 
     def _now(self) -> list[int]:
-        """Numbers that change with the values that the module has for its parameters."""
+        """Return numbers that change when the module's parameters get other values."""
         return [version(p) for p in self._parameters]
 
     def _part(self) -> None:
-        """From a meeting on, all begin with rank 0's parameters, whoever has changed them there."""
+        """Synchronize, and let all workers begin with rank 0's parameters."""
         self.world.barrier()
         if self.world.is_rank_zero:
             self._commons.put(self._parameters)
@@ -212,7 +229,7 @@ class HogwildEngine(Engine):
         self._apart = True
 
     def _wait(self) -> None:
-        """Until the slowest that lives is as near as the bound says."""
+        """Wait until the slowest live worker is within the bound."""
         if self._bound is None:
             return
         begun = looked = time.monotonic()
@@ -229,21 +246,21 @@ class HogwildEngine(Engine):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _look(self, workers: list[int], *, unreachable: bool = False) -> None:
-        """Which of some workers have ended, or can't be reached either."""
+        """Note which of some workers have ended or, if `unreachable`, can't be reached."""
         survivors = self.world.membership.survivors
         if survivors is not None:
             ended = survivors.gone([self._ranks[w] for w in workers], unreachable=unreachable)
             self._gone |= {worker for worker in workers if self._ranks[worker] in ended}
 
     def _check_left(self, late: list[int]) -> None:
-        """Raise StepError if one of those for which this worker has waited too long is there."""
+        """Raise StepError if a worker for which this one has waited too long is still alive."""
         left = [worker for worker in late if worker not in self._gone]
         if left:
             raise StepError(
                 given=f"a wait of more than {self.world.watchdog.limits.step:g} s in "
                 f"shoal.Hogwild(max_staleness={self._bound})",
-                found=f"rank {left[0]} lives and takes no step",
-                fix="see what keeps it; if a step may take so long, shoal.init(timeout=…)",
+                found=f"rank {left[0]} is alive and takes no step",
+                fix="find out what blocks it; if a step may take this long, shoal.init(timeout=…)",
             )
 
     def _late(self, bound: int) -> list[int]:
@@ -252,7 +269,7 @@ class HogwildEngine(Engine):
         return [w for w, clock in enumerate(clocks) if clock < least and w not in self._gone]
 
     def _log(self) -> None:
-        """Note what came since the last meeting with the Run that is open, if one is."""
+        """Log the staleness since the last synchronization to the open Run, if there is one."""
         new = self._staleness - self._logged
         if not (self.world.run_log.attached and new):
             return
@@ -264,17 +281,20 @@ class HogwildEngine(Engine):
 def _commons(
     server: bool | None, like: list[torch.Tensor], world: World
 ) -> tuple[Commons, Decision[str]]:
-    """Where the parameters are, and why there. Raises StepError where they can't be. Collective."""
-    found = "a server was asked for" if server and world.size > 1 else shared(like, world)
+    """Return the storage of the parameters, and the reason for it. Collective.
+
+    Raises StepError if shared memory was requested and is not available.
+    """
+    found = "server=True was given" if server and world.size > 1 else shared(like, world)
     if not isinstance(found, str):
         reason = GIVEN if server is False else "all ranks are on one machine"
         return found, Decision(what="parameters", value=SHARED, reason=reason)
     if server is False:
         raise StepError(
             given="shoal.Hogwild(server=False)",
-            found=f"not all ranks share memory: {found}",
+            found=f"the ranks cannot share memory: {found}",
             fix="server=True, or leave it out; or all ranks on one machine",
         )
-    from shoal.strategies.asynchronous.parameter_server import serve  # torch RPC, which few need
+    from shoal.strategies.asynchronous.parameter_server import serve  # imports torch RPC
 
     return serve(like, world), Decision(what="parameters", value=SERVED, reason=found)

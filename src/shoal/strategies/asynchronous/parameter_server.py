@@ -1,4 +1,4 @@
-"""A parameter server: the parameters are in rank 0, which trains too, and others call it."""
+"""Parameter server: rank 0 holds the parameters, and also trains. Other ranks call it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ SERVER = 0
 
 
 class Farewell:
-    """Lets other ranks call this one until all that live have come to close their world."""
+    """Service that lets other ranks call this one until all live ranks close their world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def close(self) -> None:
-        """Wait for all that live, unless this rank has failed."""
+        """Wait for all live ranks, unless this rank has failed."""
         if sys.exception() is None:
-            with suppress(LaunchError):  # rank 0 has taken their store with it
+            with suppress(LaunchError):  # rank 0 hosted the store, and has ended
                 self._world.membership.meet()
 
 
 class Client(Commons):
-    """The parameters in rank 0, as any other rank reaches them."""
+    """Access to the parameters on rank 0 from another rank."""
 
     def __init__(self, calls: RPCAgent, name: str, worker: int) -> None:
         self._calls = calls
@@ -41,24 +41,24 @@ class Client(Commons):
         self._worker = worker
 
     def put(self, values: Sequence[Tensor]) -> None:
-        """Nothing: rank 0 has put its own there, which all ranks have."""
+        """Do nothing: rank 0 has stored its parameters, which are the same on all ranks."""
 
     def read(self, into: Sequence[Tensor]) -> list[int]:
-        """Ask for all of them."""
+        """Request all parameters; see the contract."""
         before, values = self._ask("snapshot")
         foreach.copy_(list(into), values)
         return list(before)
 
     def add(self, changes: Sequence[Tensor]) -> list[int]:
-        """Send them."""
+        """Send the changes; see the contract."""
         return list(self._ask("add_for", self._worker, [change.cpu() for change in changes]))
 
     def tick(self) -> None:
-        """Tell."""
+        """Send the step; see the contract."""
         self._ask("tick_for", self._worker)
 
     def clocks(self) -> list[int]:
-        """Ask."""
+        """Request the numbers of steps; see the contract."""
         return list(self._ask("clocks"))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -67,21 +67,21 @@ class Client(Commons):
         except (RuntimeError, StepError) as error:
             reason = error.found if isinstance(error, StepError) else str(error).splitlines()[0]
             raise StepError(
-                given="shoal.Hogwild(…) with a parameter server in rank 0",
-                found=f"it does not answer any more: {reason}",
-                fix="see rank 0's own error; the same command goes on from the newest checkpoint",
+                given="shoal.Hogwild(…) with a parameter server on rank 0",
+                found=f"the server does not answer any more: {reason}",
+                fix="see the error of rank 0; the same command resumes from the newest checkpoint",
             ) from None
 
 
 def serve(like: Sequence[Tensor], world: World) -> Commons:
-    """Return the parameters as this rank reaches them: in the memory of rank 0. Collective."""
+    """Return this rank's access to the parameters in the memory of rank 0. Collective."""
     calls = world.service(RPCAgent)
     name = world.broadcast(uuid.uuid4().hex)
     server = world.rank == SERVER
     commons = private(like, world) if server else Client(calls, name, world.rank)
     farewell = Farewell(world)
     calls.serve(name, commons)
-    calls.keep(commons, farewell)  # others may call when the model is done with here
+    calls.keep(commons, farewell)  # others may call after this rank has deleted the model
     world.before_closing(farewell.close)
     world.barrier()
     return commons

@@ -1,7 +1,7 @@
-"""Parameters that many workers change at any time: in memory that they share, or in one of them.
+"""Parameters that several workers update at any time, in shared memory or in one process.
 
-Whoever adds takes no lock (Recht et al. 2011): two that add to one number at the same moment may lose
-one of the two. Whoever reads may see a change half done.
+Updates take no lock (Recht et al. 2011): if two workers add to one number at the same time, one of the
+two changes may be lost. A reader may see a partial update.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from shoal._torch import foreach
 from shoal.distributed.world import World
 
 _ALIGNED = 64
-"""Bytes of a line of the cache: workers that count beside each other don't take each other's."""
+"""Bytes of a cache line. Counters of different workers are on different lines (no false sharing)."""
 _UPDATES, _CLOCK = 0, 1
 _COUNTERS = _ALIGNED // 8
 _TOKEN = 16
 
 
 class Commons(ABC):
-    """Where the parameters are that all workers share; workers go by the first number of their rank."""
+    """Storage of the parameters of all workers. A worker's number is its rank at the start."""
 
     @abstractmethod
     def put(self, values: Sequence[Tensor]) -> None:
-        """Let the parameters have these values, as long as nobody changes them."""
+        """Set the parameters to these values. No worker may change them at the same time."""
 
     @abstractmethod
     def read(self, into: Sequence[Tensor]) -> list[int]:
-        """Copy the parameters; how many updates of each worker they had when that began."""
+        """Copy the parameters; return the number of updates of each worker before the copy."""
 
     @abstractmethod
     def add(self, changes: Sequence[Tensor]) -> list[int]:
-        """Add an update of this worker's; how many updates of each there were when that began."""
+        """Add an update of this worker; return the number of updates of each worker before it."""
 
     @abstractmethod
     def tick(self) -> None:
-        """This worker has taken a step, whether it changed anything or not."""
+        """Count a step of this worker, with or without an update."""
 
     @abstractmethod
     def clocks(self) -> list[int]:
-        """How many steps each worker has taken."""
+        """Return the number of steps that each worker has taken."""
 
 
 class SharedMemory(Commons):
-    """Parameters in memory of this machine, for one `worker` of several.
+    """Parameters in the memory of this machine, as seen by one `worker`.
 
-    Each worker counts in a place of its own, so that counting needs no lock either.
+    Each worker has separate counters, so that counting needs no lock either.
     """
 
     def __init__(self, memory: Tensor, like: Sequence[Tensor], worker: int, workers: int) -> None:
@@ -69,58 +69,58 @@ class SharedMemory(Commons):
             begin += _aligned(tensor.nbytes)
 
     def put(self, values: Sequence[Tensor]) -> None:
-        """Copy them there."""
+        """Copy the values into the memory; see the contract."""
         foreach.copy_(self._values, list(values))
 
     def read(self, into: Sequence[Tensor]) -> list[int]:
-        """Copy them from there."""
+        """Copy the parameters from the memory; see the contract."""
         before = self.updates()
         foreach.copy_(list(into), self._values)
         return before
 
     def add(self, changes: Sequence[Tensor]) -> list[int]:
-        """Add in place; see the class."""
+        """Add in place; see the contract."""
         return self.add_for(self._worker, changes)
 
     def tick(self) -> None:
-        """Count one more."""
+        """Count a step; see the contract."""
         self.tick_for(self._worker)
 
     def clocks(self) -> list[int]:
-        """As they stand."""
+        """Return the current numbers of steps; see the contract."""
         return [int(clock) for clock in self._counters[:, _CLOCK]]
 
     def updates(self) -> list[int]:
-        """How many updates of each worker there have been."""
+        """Return the number of updates of each worker so far."""
         return [int(count) for count in self._counters[:, _UPDATES]]
 
     def snapshot(self) -> tuple[list[int], list[Tensor]]:
-        """Return the parameters, which others may be changing, and their updates when that began."""
+        """Return the numbers of updates, and the parameters, which others may be changing."""
         return self.updates(), self._values
 
     def add_for(self, worker: int, changes: Sequence[Tensor]) -> list[int]:
-        """Add an update of a worker's."""
+        """Add an update of a worker."""
         before = self.updates()
         foreach.add_(self._values, list(changes))
         self._counters[worker, _UPDATES] += 1
         return before
 
     def tick_for(self, worker: int) -> None:
-        """Count a step of a worker's."""
+        """Count a step of a worker."""
         self._counters[worker, _CLOCK] += 1
 
 
 def private(like: Sequence[Tensor], world: World) -> SharedMemory:
-    """In memory of this process alone, of which it gives others what they ask for."""
+    """Return parameters in the memory of this process, which serves them to others on request."""
     memory = torch.zeros(_size(like, world.size), dtype=torch.uint8)
     return SharedMemory(memory, like, world.rank, world.size)
 
 
 def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
-    """In memory that all ranks have mapped; or why they can't. Collective.
+    """Return parameters in memory that all ranks have mapped, or the reason why they can't. Collective.
 
-    Nothing of it has a name, so that nothing is left behind whoever is killed when: rank 0 makes a
-    file in memory, and the others open what it has open.
+    The memory has no name, so that no file remains if processes are killed: rank 0 creates a file in
+    memory, and the others open it through the descriptor of rank 0.
     """
     size = _size(like, world.size)
     descriptor, path = -1, ""
@@ -138,7 +138,7 @@ def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             found = mmap.mmap(descriptor, size)
             if found[:_TOKEN] != token:  # a process of this number on another machine
-                found = "it has another file there"
+                found = "the descriptor belongs to another file"
         except (OSError, ValueError) as error:
             found = str(error)
         failures = world.gather(found if isinstance(found, str) else None)
@@ -147,7 +147,7 @@ def shared(like: Sequence[Tensor], world: World) -> SharedMemory | str:
             os.close(descriptor)
     for rank, failure in enumerate(failures):
         if failure is not None:
-            return f"rank {rank} can't map the memory of rank 0 ({failure})"
+            return f"rank {rank} cannot map the memory of rank 0 ({failure})"
     return SharedMemory(torch.frombuffer(found, dtype=torch.uint8), like, world.rank, world.size)
 
 

@@ -1,1 +1,1 @@
-"""Context parallelism: sequences divided over ranks, attention by all-to-all (Ulysses)."""
+"""Context parallelism: sequences split over ranks, attention with all-to-all (Ulysses)."""

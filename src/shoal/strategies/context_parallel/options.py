@@ -1,4 +1,4 @@
-"""Long sequences divided over neighbouring ranks: context parallelism (Jacobs et al. 2023)."""
+"""Options of context parallelism: each sequence is split over ranks (Jacobs et al. 2023)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,30 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallel:
-    """Each rank of the axis `context` computes the units of the model for a slice of every sequence.
+    """Context parallelism: each rank of the axis `context` computes a slice of every sequence.
 
-    `modules` are patterns of module names such as "blocks.*", or None for the repeated blocks of the
-    model. The hidden state, of shape (batch, length, features), is cut along its length where it enters
-    the first unit and put together where it leaves the last; tensors that come with it along the
-    sequence, such as rotary tables, are cut alike. What lies outside sees whole sequences on each rank.
-    In the units `scaled_dot_product_attention` exchanges slices of all heads for whole sequences of
-    some (Ulysses: Jacobs et al. 2023, section 3), and everything else acts on each position by itself.
-    With `check` the first forward runs twice more, cut and whole, and the outputs are compared.
+    The hidden state, of shape (batch, length, features), is split along its length where it enters the
+    first unit and gathered where it leaves the last. Other inputs that have the dimension of the
+    sequence, such as rotary tables, are split in the same way. Modules outside the units see full
+    sequences on each rank. Within the units, `scaled_dot_product_attention` exchanges slices with all
+    heads for full sequences with some of the heads (Ulysses: Jacobs et al. 2023, section 3); every
+    other operation must act on each position separately. `is_causal` stays exact; other masks raise
+    `StepError`.
 
-    Comes before the strategy that sums gradients, `[shoal.ContextParallel(), shoal.FSDP()]`; alone it
-    is followed by the one of the layout. `is_causal` stays exact, other masks are refused.
+    Put this strategy before the one that sums gradients. If it is given alone, the strategy of the
+    layout follows.
+
+    Args:
+        modules: Patterns of module names, such as "blocks.*". Each match is a unit. None means the
+            repeated blocks of the model. Default: None.
+        check: Run the first forward twice more, split and unsplit, and compare the outputs.
+            Default: True.
+
+    Raises:
+        StepError: If the model has no such units, or one unit contains another.
+
+    Examples:
+        >>> strategy = [shoal.ContextParallel(modules=("blocks.*",)), shoal.FSDP()]
     """
 
     axes: ClassVar[tuple[str, ...]] = ("context",)
@@ -35,14 +47,16 @@ class ContextParallel:
     check: bool = True
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Let the units work on slices; names stay as they are, and copies are whole again."""
+        """Make the units compute slices. Module names stay the same; copies compute full sequences."""
         wanted = {id(unit) for unit in find_units(model, self.modules)}
         units = {name: unit for name, unit in model.named_modules() if id(unit) in wanted}
         nested = [name for name in units if any(_within(name, other) for other in units)]
         if not units or nested:
             raise StepError(
                 given=f"shoal.ContextParallel(modules={self.modules!r}) for a {type(model).__name__}",
-                found=f"{nested[0]} is a unit inside another" if nested else "no blocks that repeat",
+                found=f"{nested[0]} is a unit inside another unit"
+                if nested
+                else "the model has no repeated blocks",
                 fix='shoal.ContextParallel(modules=("encoder.*",)), with names as in named_modules()',
             )
         if world.layout.degree("context") > 1:

@@ -1,4 +1,4 @@
-"""What context parallelism does to a model: sequences are cut before its units and gathered after."""
+"""Context parallelism of a model: sequences are sliced before its units and gathered after them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shoal.util.errors import StepError
 
 
 def slice_units(model: nn.Module, units: Mapping[str, nn.Module], world: World, *, check: bool) -> None:
-    """Let `units`, by name in the order of the model, work on slices of sequences.
+    """Make `units`, by name in the order of the model, compute slices of sequences.
 
-    The forwards are replaced in the instances, below everything that hooks into calls of modules
-    (FSDP's gathering, activation checkpointing): so what is computed again in backward is cut again.
+    The forwards are replaced in the instances, below all hooks on calls of modules (FSDP's gathering,
+    activation checkpointing), so that a recomputation in backward slices again.
     """
     mesh = world.mesh["context"]
     peers = Peers(mesh.get_group(), mesh.size(), mesh.get_local_rank(), world.timeline)
@@ -49,28 +49,28 @@ class _Stack:
 
     names: list[str] = field(default_factory=list)
     length: int | None = None
-    """Of the whole sequence, while a forward is between first and last."""
+    """Length of the full sequence, while a forward is between the first and the last unit."""
 
 
 @dataclass
 class _View:
-    """How units run at present: on slices, or, to compare, on whole sequences."""
+    """Mode of the units: slices or, for the comparison, full sequences."""
 
     world: World
     comparing: bool = False
-    """With whole sequences, at present."""
+    """Whether the units now compute full sequences."""
     seen: list[tuple[str, Tensor]] | None = None
-    """Of this rank's slice in each unit's output the norm at each position, while comparing."""
+    """Norms at each position of this rank's slice of each unit's output, during a comparison."""
     dtypes: set[torch.dtype] = field(default_factory=set)
 
     @property
     def whole(self) -> bool:
-        """Whether sequences stay whole: also once the world, and with it the other ranks, has gone."""
+        """Whether sequences are not sliced: in a comparison, and after the world is closed."""
         return self.comparing or self.world.group is None
 
 
 class _Forward:
-    """Stands for the forward of a module. A copied or pickled module has its own again."""
+    """Replacement of the forward of a module. Copied or pickled modules have the original forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -81,7 +81,7 @@ class _Forward:
 
 
 class _SlicedForward(_Forward):
-    """The forward of a unit, of this rank's slice."""
+    """Forward of a unit on this rank's slice."""
 
     def __init__(self, unit: nn.Module, name: str, stack: _Stack, peers: Peers, view: _View) -> None:
         super().__init__(unit)
@@ -110,7 +110,7 @@ class _SlicedForward(_Forward):
         return tree_map(lambda value: self._gather(value, slice_length), output)
 
     def _enter(self, hidden: Tensor) -> int:
-        """The length of the whole sequence, with units in the order in which they are cut."""
+        """Return the length of the full sequence. Raise StepError if units run in another order."""
         size, length = self._peers.size, hidden.size(1)
         if self._name != self._stack.names[0]:
             if not in_backward() and self._stack.length != length * size:
@@ -119,9 +119,9 @@ class _SlicedForward(_Forward):
         if length % size:
             raise StepError(
                 given=f"sequences of length {length} for {self._name or 'the model'}",
-                found=f"context={size} does not divide them",
-                fix=f"pad them to {math.ceil(length / size) * size}, in the collate function, and "
-                "leave what is added out of the loss",
+                found=f"the length is not divisible by context={size}",
+                fix=f"pad them to {math.ceil(length / size) * size} in the collate function, and "
+                "exclude the padding from the loss",
             )
         if not in_backward():
             self._stack.length = length
@@ -133,17 +133,17 @@ class _SlicedForward(_Forward):
         return StepError(
             given=f"shoal.ContextParallel() and {self._name}, run with a tensor of "
             f"{tuple(hidden.shape)}",
-            found=f"{first}, where sequences are cut, did not run before it"
+            found=f"{first}, where sequences are sliced, did not run before it"
             if whole is None
             else f"slices have length {whole // self._peers.size} since {first}",
             fix="modules=(…) that run one after the other, in the order of their names, each time",
         )
 
     def _cut(self, value: Any, batch: int, length: int) -> Any:
-        """This rank's slice of a tensor that runs along the sequence; anything else as it is."""
+        """Return this rank's slice of a tensor with a sequence dimension, or any other value as is."""
         part = length // self._peers.size
         if not isinstance(value, Tensor) or (value.dim() > 2 and value.shape[:2] == (batch, part)):
-            return value  # cut before, where the first unit begins
+            return value  # the first unit has sliced it
         dim = _sequence_dim(value, batch, length, self._name)
         return value if dim is None else value.narrow(dim, self._peers.index * part, part)
 
@@ -165,7 +165,7 @@ class _SlicedForward(_Forward):
 
 
 class _ModelForward(_Forward):
-    """The forward of the whole model: the first is compared, each has to come to its end."""
+    """Forward of the model. The first one is compared; each one must reach the last unit."""
 
     def __init__(self, model: nn.Module, stacks: Sequence[_Stack], view: _View, *, check: bool) -> None:
         super().__init__(model)
@@ -188,17 +188,17 @@ class _ModelForward(_Forward):
                 raise StepError(
                     given=f"shoal.ContextParallel() around {type(self._module).__name__}",
                     found=f"its forward ended without {stack.names[-1]}, where sequences are gathered",
-                    fix="modules=(…) that all run, each time",
+                    fix="modules=(…) that all run in every forward",
                 )
         return output
 
     def _compare(self, args: Any, named: Any) -> None:
-        """Raise StepError, on all ranks, if it makes a difference that sequences are cut."""
+        """Raise StepError on all ranks if slicing the sequences changes the output."""
         cut, noted = self._noted(args, named, whole=False)
         whole, expected = self._noted(args, named, whole=True)
         found, meant = _numbers(cut), _numbers(whole)
         if not found:
-            raise self._differing(f"it returns a {type(cut).__name__}, which can't be compared")
+            raise self._differing(f"it returns a {type(cut).__name__}, which cannot be compared")
         pairs = list(zip(found, meant, strict=True)) if len(found) == len(meant) else []
         distances = [distance(*pair) for pair in pairs] or [math.inf]
         dtypes = self._view.dtypes | {value.dtype for value in found}
@@ -212,22 +212,22 @@ class _ModelForward(_Forward):
             if distance(one, other) > tolerance
         ]
         first = self._reduce(min(apart, default=math.inf), "min")
-        place = f"first in {noted[int(first)][0]}" if math.isfinite(first) else "outside of the units"
+        place = f"first in {noted[int(first)][0]}" if math.isfinite(first) else "outside the units"
         raise self._differing(
-            f"its output differs by {worst:.2g} (relative) when sequences are cut, {place}"
+            f"its output differs by {worst:.2g} (relative) when sequences are sliced, {place}"
         )
 
     def _noted(self, args: Any, named: Any, *, whole: bool) -> tuple[Any, list[tuple[str, Tensor]]]:
         self._view.comparing, self._view.seen = whole, []
         try:
-            with self._aside((args, named)):
+            with self._isolated((args, named)):
                 return self._run(args, named), self._view.seen
         finally:
             self._view.comparing, self._view.seen = False, None
 
     @contextmanager
-    def _aside(self, values: Any) -> Iterator[None]:
-        # Autocast off: it keeps what it has cast, and what is cast here has no gradient.
+    def _isolated(self, values: Any) -> Iterator[None]:
+        # No autocast: it caches the tensors that it casts, and those cast here have no gradient.
         exact = torch.autocast(self._view.world.device.type, enabled=False)
         with torch.no_grad(), exact, untouched(self._module, values), evaluation(self._module):
             yield
@@ -241,17 +241,17 @@ class _ModelForward(_Forward):
         return StepError(
             given=f"shoal.ContextParallel() around {type(self._module).__name__}",
             found=found,
-            fix="nothing but scaled_dot_product_attention between positions; positions computed "
-            "outside of the units and given to them; modules=(…) without convolutions or pooling",
+            fix="use only scaled_dot_product_attention between positions, compute positions outside "
+            "the units and pass them in, and choose modules=(…) without convolutions or pooling",
         )
 
 
 class _GatherSlices(torch.autograd.Function):
-    """The whole of what each rank has a slice of, along dimension 1.
+    """Gather the slices of all ranks along dimension 1.
 
-    All ranks compute the same from it, each a share of the loss, one part in `size`. So the gradient
-    of a slice is `size` times that which this rank has found for it. Where it is cut again, each rank
-    finds the gradient of its slice alone, and they are summed.
+    All ranks compute the same from the result, each with the loss divided by `size`. So the gradient
+    of a slice is `size` times the one that this rank computes. If the result is sliced again, each rank
+    computes the gradient of its slice only, and the gradients are summed over ranks.
     """
 
     @staticmethod
@@ -276,7 +276,7 @@ class _GatherSlices(torch.autograd.Function):
 
 
 def _sum_behind(hidden: Tensor) -> None:
-    """Let gathers, from which sequences come that are cut now, sum their gradients."""
+    """Mark the gathers before `hidden`, which is sliced again, so that they sum their gradients."""
     waiting, visited = [hidden.grad_fn], set[Any]()
     while waiting:
         node: Any = waiting.pop()
@@ -289,7 +289,7 @@ def _sum_behind(hidden: Tensor) -> None:
 
 
 def _hidden(name: str, values: Any) -> Tensor:
-    """The hidden state among arguments or results: the first of (batch, length, features)."""
+    """Return the hidden state of arguments or results: the first (batch, length, features) tensor."""
     tensors = [v for v in tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
     for tensor in tensors:
         if tensor.dim() == 3:
@@ -297,8 +297,8 @@ def _hidden(name: str, values: Any) -> Tensor:
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor"
     raise StepError(
         given=f"shoal.ContextParallel() and {name or 'the model'}",
-        found=f"no tensor of shape (batch, length, features) goes in, or none comes out: {shapes}",
-        fix="modules=(…) that map such a tensor to another; embeddings and images stay outside",
+        found=f"it has no input, or no output, of shape (batch, length, features): {shapes}",
+        fix="modules=(…) that map such a tensor to another; no modules for embeddings or images",
     )
 
 
@@ -308,10 +308,10 @@ def _numbers(tree: Any) -> list[Tensor]:
 
 
 def _sequence_dim(value: Tensor, batch: int, length: int, name: str) -> int | None:
-    """Which dimension of an argument runs along the sequence; None if none does.
+    """Return the sequence dimension of an argument, or None.
 
-    The second one, after that of the batch; else, as for tables, the first of this length. The last
-    one of three or more holds features.
+    It is the second dimension, after that of the batch; otherwise, for tables, the first one of this
+    length. The last one of three or more dimensions holds features.
     """
     shape = value.shape
     if value.dim() >= 2 and shape[1] == length and shape[0] in {1, batch} - {length}:
@@ -322,8 +322,8 @@ def _sequence_dim(value: Tensor, batch: int, length: int, name: str) -> int | No
     if places and places[0] == 0 and batch == length:
         raise StepError(
             given=f"an argument of shape {tuple(shape)} for {name or 'the model'}",
-            found=f"batch and sequence both have length {length}, so it may hold a row for each sample "
-            "or for each position",
+            found=f"batch and sequence both have length {length}, so its rows may belong to samples "
+            "or to positions",
             fix="another batch_size or micro_batches; or tables with a first dimension of 1",
         )
     return places[0] if places else None

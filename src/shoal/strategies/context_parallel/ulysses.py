@@ -1,8 +1,8 @@
-"""Attention over sequences of which each rank has a slice: slices exchanged for heads (Ulysses).
+"""Attention over sliced sequences: ranks exchange slices for heads (Ulysses).
 
-Jacobs et al. 2023, section 3. An all-to-all turns a slice of all heads into the whole sequence of some
-heads, torch's own kernel computes their attention, and another all-to-all turns it back. So each rank
-has the same work under a causal mask too, and nothing is approximated.
+Jacobs et al. 2023, section 3. An all-to-all turns a slice with all heads into the full sequence with
+some of the heads, torch's kernel computes their attention, and another all-to-all turns the result
+back. So all ranks have the same work with a causal mask too, and nothing is approximated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal.util.errors import LayoutError, StepError
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that share sequences: their group, how many, and which of them this one is."""
+    """The ranks with slices of the same sequences: their group, its size, and this rank's index."""
 
     group: Any
     size: int
@@ -35,18 +35,18 @@ class Peers:
 
 
 class Heads(TorchFunctionMode):
-    """Where it is active, each rank computes attention for some heads, over the whole sequence.
+    """Function mode in which each rank computes attention for some heads, over the full sequence.
 
-    A function mode sees the calls however they are imported, and keeps torch's layers from taking
-    kernels of their own in evaluation. Elements that dropout drops are drawn for each slice anew; all
-    else that is drawn is alike on all ranks of a sequence, as decisions have to be.
+    A function mode intercepts calls however they are imported, and keeps torch's layers from using
+    special kernels in evaluation. Dropout draws separate numbers for each slice. All other random
+    numbers are the same on all ranks of a sequence, because decisions must be the same.
     """
 
     def __init__(self, unit: str, peers: Peers) -> None:
         super().__init__()
         self._unit = unit or "the model"
         self._peers = peers
-        # What it calls is not seen here again: modes are off while one of them handles a call.
+        # Its calls are not intercepted again: modes are off while one of them handles a call.
         self._multi_head = _calling(F.multi_head_attention_forward, self._attend)
 
     def __torch_function__(
@@ -85,7 +85,7 @@ class Heads(TorchFunctionMode):
         return self._to_slices(result)
 
     def _to_heads(self, *slices: Tensor) -> list[Tensor]:
-        """(batch, heads, length / n, features) → (batch, heads / n, length, features), at once."""
+        """Exchange (batch, heads, length / n, features) for (batch, heads / n, length, features)."""
         size = self._peers.size
         outgoing = [each.unflatten(1, (size, -1)).movedim(1, 0) for each in slices]
         packed = torch.cat([each.reshape(size, -1) for each in outgoing], 1)
@@ -109,7 +109,7 @@ class Heads(TorchFunctionMode):
                 given=f"shoal.ContextParallel() and attention in {self._unit}",
                 found=f"queries of shape {tuple(query.shape)} and keys of {tuple(key.shape)}, not one "
                 "sequence of (batch, heads, length, features)",
-                fix="modules=(…) whose attention is of a sequence to itself",
+                fix="modules=(…) with self-attention only",
             )
         heads = {query.size(1), key.size(1)}
         odd = [count for count in sorted(heads) if count % self._peers.size]
@@ -117,8 +117,8 @@ class Heads(TorchFunctionMode):
             what = "heads for keys and values" if odd[0] != query.size(1) else "heads"
             raise LayoutError(
                 given=f"layout with context={self._peers.size} and attention in {self._unit}",
-                found=f"it has {odd[0]} {what} here, which {self._peers.size} does not divide",
-                fix=f"context=N with an N that divides {odd[0]}; shard=N divides further",
+                found=f"it has {odd[0]} {what} on this rank, not divisible by {self._peers.size}",
+                fix=f"context=N with an N that divides {odd[0]}; use shard=N for the other ranks",
             )
 
     def _check_multi_head(self, named: dict[str, Any]) -> None:
@@ -128,13 +128,13 @@ class Heads(TorchFunctionMode):
         if named["need_weights"]:
             raise StepError(
                 given=f"shoal.ContextParallel() and nn.MultiheadAttention in {self._unit}",
-                found="it is asked for its weights, of which each rank would have those of its slice",
+                found="need_weights is set, and each rank has the weights of its slice only",
                 fix="need_weights=False in the call",
             )
 
     @contextlib.contextmanager
     def _own_noise(self, device: torch.device) -> Iterator[None]:
-        """Random numbers of this rank alone, from a seed that all draw alike."""
+        """Draw random numbers of this rank only, from a seed that all ranks draw in sync."""
         seed = int(torch.randint(2**62, (), device="cpu"))
         with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
             torch.manual_seed(seed + self._peers.index)
@@ -142,7 +142,7 @@ class Heads(TorchFunctionMode):
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i of the first dimension goes to rank i, and part i of the result came from it."""
+    """All-to-all: part i of the first dimension goes to rank i, and part i of the result is from it."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, peers: Peers) -> Tensor:
@@ -158,7 +158,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As autocast would before attention, but before the exchange: fewer bytes."""
+    """Cast as autocast does before attention, but before the exchange, which then sends fewer bytes."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
@@ -166,7 +166,7 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 def _calling(function: Callable[..., Any], attention: Callable[..., Tensor]) -> Callable[..., Any]:
-    """torch's multi-head attention, with `attention` where it calls the one of its module."""
+    """Return torch's multi-head attention with `attention` in place of the function it calls."""
     code: Any = function
     names = {**code.__globals__, "scaled_dot_product_attention": attention}
     return FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
@@ -175,7 +175,7 @@ def _calling(function: Callable[..., Any], attention: Callable[..., Tensor]) -> 
 def _masked(unit: str) -> StepError:
     return StepError(
         given=f"shoal.ContextParallel() and an attention mask in {unit}",
-        found="a mask relates all positions to each other, and each rank has a slice of them",
-        fix="is_causal=True instead of a causal mask; no mask for padding at the end of causal "
-        "sequences, which reaches no token before it: leave it out of the loss",
+        found="a mask relates all positions to each other, and each rank has only a slice of them",
+        fix="is_causal=True in place of a causal mask; for padding at the end of causal sequences, no "
+        "mask: earlier tokens do not attend to it, so exclude it from the loss",
     )

@@ -1,4 +1,4 @@
-"""Which compression is worth it over the link there is: tried on gradients like the model's."""
+"""compression="auto": measure each method on gradients like the model's, and choose one."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from shoal.strategies.data_parallel.compression import (
 from shoal.util.decision import Decision
 
 CANDIDATES: Sequence[Compress] = ("bf16", "int8", PowerSGD())
-"""What "auto" tries, the mildest first."""
+"""Methods that "auto" tries, in the order of increasing loss."""
 WORTH = 0.75
-"""Of the time without any: taking more than this, it is not worth its loss. Backward hides a part of
-the time on the wire, but not what the processor takes to make less of it."""
+"""Largest fraction of the uncompressed time that is worth the loss. Backward hides a part of the
+communication time, but not the processor time of compression."""
 GAIN = 0.95
-"""The same of what is milder."""
+"""The same fraction of the time of a method with less loss."""
 _TRIALS = 3
 
 
 def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Decision[Compress | None]:
-    """The way that is fastest over the link there is, tried on gradients like these. Collective."""
+    """Return the fastest method on this network, measured on gradients like these. Collective."""
     taken: dict[str, float] = {}
     best: Compress | None = None
     for each in (None, *CANDIDATES):
@@ -42,7 +42,7 @@ def choose(gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> Decision[Comp
         taken[str(each)] = seconds
     sent = sum(gradient.nbytes for _, gradient in gradients)
     times = ", ".join(
-        f"{1e3 * seconds:.3g} ms {'as they are' if name == 'None' else f'by {name}'}"
+        f"{1e3 * seconds:.3g} ms {'uncompressed' if name == 'None' else f'with {name}'}"
         for name, seconds in taken.items()
     )
     return Decision(
@@ -62,14 +62,14 @@ def _eager(compress: Compress) -> Method:
 
 
 def _seconds(chosen: Method | None, gradients: Sequence[tuple[str, Tensor]], wire: Wire) -> float:
-    """The slowest rank's time for the gradients, the fastest of a few trials."""
+    """Return the time of the slowest rank for the gradients, the fastest of a few trials."""
     bucket = Bucket([name for name, _ in gradients], [torch.randn_like(each) for _, each in gradients])
     taken = []
     for _ in range(_TRIALS):
         wire.gather(torch.zeros(1, device=bucket.gradients[0].device))  # all begin together
         begun = time.perf_counter()
         reduce(chosen, bucket, wire)
-        float(bucket.gradients[0].reshape(-1)[0])  # a device may not have ended yet
+        float(bucket.gradients[0].reshape(-1)[0])  # wait for the device
         taken.append(time.perf_counter() - begun)
     mine = torch.tensor(min(taken), dtype=torch.float64, device=bucket.gradients[0].device)
     return max(float(each) for each in wire.gather(mine))

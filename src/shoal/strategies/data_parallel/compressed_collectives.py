@@ -1,4 +1,4 @@
-"""Collectives of strategies that save bytes, and how many a rank puts on the wire for them."""
+"""Collectives for compressed gradients, with a count of the bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal.distributed.world import World
 
 
 class Wire:
-    """Means, gathers and swaps over all ranks; `sent` is what this rank has put on the wire so far.
+    """Means, gathers and exchanges over all ranks. `sent` is the number of bytes this rank has sent.
 
-    Counted as the usual algorithms send it, with the fewest bytes there are (Patarasuk and Yuan 2009):
-    of n bytes on r ranks 2 n (r-1)/r for a mean, n (r-1) for a gather, n (r-1)/r for a swap.
+    Counted for the usual bandwidth-optimal algorithms (Patarasuk and Yuan 2009): for n bytes on r
+    ranks, 2 n (r-1)/r for a mean, n (r-1) for a gather, n (r-1)/r for an exchange.
     """
 
     def __init__(self, world: World) -> None:
@@ -26,7 +26,7 @@ class Wire:
         self._group = world.group
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of `tensor` over the ranks, in place. Collective."""
+        """Replace `tensor` by its mean over the ranks, and return it. Collective."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._group)
             tensor.div_(self.size)
@@ -34,7 +34,7 @@ class Wire:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Those of all ranks, which have one shape and dtype. Collective."""
+        """Return the tensors of all ranks, which have the same shape and dtype. Collective."""
         if self.size == 1:
             return [tensor]
         everyone = list(tensor.new_empty(self.size, *tensor.shape).unbind())
@@ -43,7 +43,7 @@ class Wire:
         return everyone
 
     def swap(self, rows: Tensor) -> Tensor:
-        """Row i goes to rank i; back come the rows that the ranks have for this one. Collective."""
+        """Send row i to rank i, and return the rows that all ranks have for this one. Collective."""
         if self.size == 1:
             return rows
         received = torch.empty_like(rows)
@@ -53,12 +53,12 @@ class Wire:
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """All elements one after the other, in a new tensor of one dimension."""
+    """Return all elements, concatenated in a new tensor of one dimension."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def put_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """The elements of `flat` into `tensors`, which were joined to one like it."""
+    """Copy the elements of `flat` back into `tensors`, which `joined` concatenated."""
     if tensors:
         parts = flat.split([tensor.numel() for tensor in tensors])
         shaped = [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,11 +1,11 @@
-"""Fewer bytes for the gradients of replicas: lower precision, few bits, low rank, the largest only.
+"""Gradient compression for DDP: 16 bits, 8 bits, low rank (PowerSGD), and the largest elements (TopK).
 
-Each bucket of DDP's reducer passes through here while backward goes on, on the thread that runs it: so
-all ranks call the same collectives in the same order, however many buckets there are. (Collectives in
-callbacks of Gloo's threads don't have that order, and hang.) What a method leaves out is kept and added
-to the next gradient, its error feedback (Seide et al. 2014; Karimireddy et al. 2019).
+Each bucket of DDP's reducer is compressed during backward, on the thread that runs it, so all ranks
+call the same collectives in the same order, however many buckets there are. (Collectives in callbacks
+of Gloo's threads do not have that order, and hang.) The residual that a method leaves out is added to
+the next gradient, its error feedback (Seide et al. 2014; Karimireddy et al. 2019).
 
-Not in the promise that one process is the specification: what is lost depends on the ranks' shares.
+The results differ from those of one process: the residual depends on the ranks' local batches.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ from shoal.util.errors import StepError
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BLOCK = 1024
-"""Elements that share the scale of "int8"."""
+"""Number of elements with one scale in "int8"."""
 _LEVELS = 127
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD:
-    """Gradients of matrices as products of two narrow ones (Vogels et al. 2019), of rank `rank`.
+    """Low-rank gradient compression: matrices as products of two narrow ones (Vogels et al. 2019).
 
-    The first `warmup_steps` steps are not compressed: gradients are large and change fast there.
+    Args:
+        rank: Rank of the approximation, at least 1. A larger rank is more exact and sends more bytes.
+            Default: 4.
+        warmup_steps: Number of steps at the start without compression, because gradients are large and
+            change fast there. Default: 10.
+
+    Raises:
+        StepError: If an argument is not an integer or too small.
+
+    Examples:
+        >>> strategy = shoal.DDP(compression=shoal.PowerSGD(rank=2))
     """
 
     rank: int = 4
@@ -43,14 +53,24 @@ class PowerSGD:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise StepError(
                     given=f"shoal.PowerSGD({option}={value!r})",
-                    found=f"it is a number, {least} or more",
+                    found=f"{option} is an integer, {least} or more",
                     fix="shoal.PowerSGD(rank=4, warmup_steps=10)",
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK:
-    """Of each bucket the `ratio` of its elements that are largest (Aji and Heafield 2017)."""
+    """Gradient compression that sends only the largest elements (Aji and Heafield 2017).
+
+    Args:
+        ratio: Fraction of the elements of each bucket to send, in (0, 1]. Default: 0.01.
+
+    Raises:
+        StepError: If `ratio` is out of range.
+
+    Examples:
+        >>> strategy = shoal.DDP(compression=shoal.TopK(ratio=0.05))
+    """
 
     ratio: float = 0.01
 
@@ -58,19 +78,19 @@ class TopK:
         if not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
             raise StepError(
                 given=f"shoal.TopK(ratio={self.ratio!r})",
-                found="the share of elements that is sent is in (0, 1]",
+                found="ratio is the fraction of elements to send, in (0, 1]",
                 fix="shoal.TopK(ratio=0.01)",
             )
 
 
 Compress: TypeAlias = str | PowerSGD | TopK
-"""What `shoal.DDP(compression=…)` takes: "fp16", "bf16", "int8", "auto", or options."""
+"""Values of `shoal.DDP(compression=…)`: "fp16", "bf16", "int8", "auto", or options."""
 
 
 class Bucket(NamedTuple):
-    """Gradients that are ready, of parameters of these names; of one dtype, on one device.
+    """Gradients that are ready, of one dtype on one device, and the names of their parameters.
 
-    They are multiplied by `scale`, that of the loss with fp16, which differs from step to step.
+    They are multiplied by `scale`, the loss scale of fp16, which differs from step to step.
     """
 
     names: Sequence[str]
@@ -79,47 +99,47 @@ class Bucket(NamedTuple):
 
 
 class Method(Protocol):
-    """A way to take means over ranks with fewer bytes."""
+    """Protocol of compression methods: means over ranks with fewer bytes."""
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
-        """Replace the gradients by their means over the ranks, nearly. Collective."""
+        """Replace the gradients by their approximate means over the ranks. Collective."""
         ...
 
     def synchronize(self, wire: Wire) -> None:
-        """Make what is kept the same on all ranks, without changing its mean. Collective."""
+        """Make the error feedback the same on all ranks, without changing its mean. Collective."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What is kept, by names of parameters."""
+        """Return the state, by names of parameters."""
         ...
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned, on any number of ranks."""
+        """Restore the value that `state` returned, on any number of ranks."""
         ...
 
     def keep(self, unused: Sequence[str]) -> None:
-        """The means since the last time are taken, but for those of parameters that nobody has used."""
+        """Keep the changes since the last call, except those of parameters that no rank has used."""
         ...
 
     def forget(self) -> None:
-        """They are not: what is kept is what was kept before them."""
+        """Undo the changes since the last call of `keep`."""
         ...
 
 
 def check_compression(compress: object) -> Compress:
-    """`compress` if it names a method. Raises StepError."""
+    """Return `compress`, or raise StepError if it is not a method."""
     if isinstance(compress, PowerSGD | TopK) or compress in (*HALVES, "int8", "auto"):
         return compress
     raise StepError(
         given=f"shoal.DDP(compression={compress!r})",
-        found="the ways to compress gradients are 'fp16', 'bf16', 'int8', shoal.PowerSGD(…), "
+        found="the compression methods are 'fp16', 'bf16', 'int8', shoal.PowerSGD(…), "
         "shoal.TopK(…) and 'auto'",
-        fix="shoal.DDP(compression='auto'), which measures the link and chooses",
+        fix="shoal.DDP(compression='auto'), which measures the network and chooses",
     )
 
 
 def method(compress: Compress) -> Method:
-    """What does it; "auto" has to be decided before."""
+    """Return the implementation. "auto" must be resolved before."""
     if isinstance(compress, PowerSGD):
         return LowRank(compress)
     if isinstance(compress, TopK):
@@ -128,9 +148,10 @@ def method(compress: Compress) -> Method:
 
 
 def reduce(chosen: Method | None, bucket: Bucket, wire: Wire) -> None:
-    """Take means as `chosen` does it, and exactly where that is None.
+    """Average the bucket over ranks with `chosen`, or exactly if that is None.
 
-    What is not finite on any rank is seen by all. Raises StepError for what are no real numbers.
+    A value that is not finite on one rank is not finite on any. Raises StepError for gradients that are
+    not real floating-point numbers.
     """
     dtype = bucket.gradients[0].dtype
     if not dtype.is_floating_point:
@@ -146,69 +167,69 @@ def reduce(chosen: Method | None, bucket: Bucket, wire: Wire) -> None:
 
 
 class Half:
-    """Sums in 16 bits: half the bytes. Nothing is kept."""
+    """Sums in 16 bits: half the bytes, without error feedback."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
-        """See the protocol. Divided first, so that a sum does not overflow where no part does."""
+        """Average in 16 bits; see the protocol. Divides before summing, so that sums don't overflow."""
         flat = (joined(bucket.gradients) / wire.size).to(self._dtype)
         put_back(wire.mean(flat) * wire.size, bucket.gradients)
 
     def synchronize(self, wire: Wire) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def state(self) -> dict[str, Any]:
-        """Nothing is kept."""
+        """Return an empty state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def keep(self, unused: Sequence[str]) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
 
 class Feedback:
-    """What was left out so far, of each parameter, to be added to its next gradient.
+    """Error feedback: the residual of each parameter, to be added to its next gradient.
 
-    Kept without the scale that the loss had, since the next one may have another.
+    Stored without the loss scale, since that of the next step may differ.
     """
 
     def __init__(self) -> None:
         self.left: dict[str, Tensor] = {}
         self._before: list[tuple[dict[str, Any], str, Any]] = []
-        """What stood where something was kept since the last step that was taken: a step may fail."""
+        """Values that were replaced since the last completed step, since a step may fail."""
 
     def synchronize(self, wire: Wire) -> None:
-        """Each rank keeps the mean of what all have left out: in the next mean it counts the same."""
+        """Replace each residual by its mean over ranks, which contributes the same to the next mean."""
         for name in sorted(self.left):
             wire.mean(self.left[name])
 
     def state(self) -> dict[str, Any]:
-        """What was left out, by name."""
+        """Return the residuals, by name."""
         return {"left": dict(self.left)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was left out."""
+        """Restore the residuals."""
         self.left = {name: value.clone() for name, value in state.get("left", {}).items()}
 
     def keep(self, unused: Sequence[str]) -> None:
-        """See the protocol."""
-        nobodys = set(unused)
-        self._go_back([each for each in self._before if each[0] is self.left and each[1] in nobodys])
+        """Keep the residuals of this step, except those of unused parameters; see the protocol."""
+        skipped = set(unused)
+        self._restore([each for each in self._before if each[0] is self.left and each[1] in skipped])
         self._before.clear()
 
     def forget(self) -> None:
-        """See the protocol."""
-        self._go_back(self._before)
+        """Restore the residuals from before this step; see the protocol."""
+        self._restore(self._before)
         self._before.clear()
 
-    def _go_back(self, entries: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    def _restore(self, entries: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
         for table, name, value in reversed(entries):
             if value is None:
                 table.pop(name, None)
@@ -220,7 +241,7 @@ class Feedback:
         table[name] = value
 
     def _with_left(self, bucket: Bucket) -> Tensor:
-        """The gradients of `bucket` and what was left of them, joined."""
+        """Return the sums of gradients and residuals of `bucket` as one tensor."""
         flat = joined(bucket.gradients)
         parts = flat.split([gradient.numel() for gradient in bucket.gradients])
         known = [
@@ -234,7 +255,7 @@ class Feedback:
         return flat
 
     def _leave(self, bucket: Bucket, rest: Tensor) -> None:
-        """Keep `rest`, joined like the gradients, unless it is not finite: that must not stay."""
+        """Store the residual `rest`, flattened like the gradients; zeros if it is not finite."""
         if not bool(rest.isfinite().all()):
             rest = torch.zeros_like(rest)
         sizes = [gradient.numel() for gradient in bucket.gradients]
@@ -243,14 +264,14 @@ class Feedback:
 
 
 class Bits(Feedback):
-    """8 bits per element and a scale for each block of them: a quarter of the bytes of float32.
+    """8 bits per element and a scale per block: a quarter of the bytes of float32.
 
-    Ranks swap shares of the bucket, each sums one, and all gather the sums: as an all-reduce does it,
-    but with numbers that can't overflow.
+    Ranks exchange parts of the bucket, each rank sums one part, and all gather the sums, as in an
+    all-reduce, but with numbers that cannot overflow.
     """
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
-        """See the protocol."""
+        """Average in 8 bits; see the protocol."""
         wanted = self._with_left(bucket)
         count = wanted.numel()
         length = math.ceil(count / (wire.size * BLOCK)) * BLOCK
@@ -260,7 +281,7 @@ class Bits(Feedback):
         theirs = _restored(wire.swap(levels), wire.swap(scales), wanted.dtype)
         total = theirs.sum(0, keepdim=True) / wire.size
         levels, scales = _quantised(total)
-        # The second rounding is this rank's alone: in the mean it is one of as many.
+        # Only this rank rounds this part a second time, so the error counts 1/size in the mean.
         rest[wire.rank] += (total - _restored(levels, scales, wanted.dtype))[0] * wire.size
         gathered = zip(wire.gather(levels), wire.gather(scales), strict=True)
         means = torch.cat([_restored(*each, wanted.dtype).view(-1) for each in gathered])
@@ -269,7 +290,7 @@ class Bits(Feedback):
 
 
 def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels in int8, and for each block its scale; NaN where it has something that is not finite."""
+    """Return levels in int8 and a scale per block, NaN for a block with values that are not finite."""
     blocks = rows.view(len(rows), -1, BLOCK)
     # In 16 bits a scale may be rounded so far that the largest element is beyond the last level.
     scales = blocks.abs().amax(2, keepdim=True).float() / _LEVELS
@@ -285,16 +306,16 @@ def _restored(levels: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Largest(Feedback):
-    """The elements of the largest absolute value, with their places; the others are kept."""
+    """The elements of the largest absolute value, with their positions; the others are the residual."""
 
     def __init__(self, options: TopK) -> None:
         super().__init__()
-        self._share = options.ratio
+        self._ratio = options.ratio
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
-        """See the protocol."""
+        """Average the largest elements; see the protocol."""
         wanted = self._with_left(bucket)
-        count = min(max(1, round(self._share * wanted.numel())), wanted.numel())
+        count = min(max(1, round(self._ratio * wanted.numel())), wanted.numel())
         places = wanted.nan_to_num(math.inf, math.inf, -math.inf).abs().topk(count).indices
         values = wanted[places]
         rest = wanted.index_fill(0, places, 0.0)
@@ -307,9 +328,9 @@ class Largest(Feedback):
 
 
 class LowRank(Feedback):
-    """Each matrix M as P Q^T: one round of the power method a step, begun where the last one ended.
+    """PowerSGD: each matrix M as P Q^T, with one power iteration per step from the last result.
 
-    Vectors, and matrices that would not get smaller, are averaged as they are.
+    Vectors, and matrices that would not get smaller, are averaged uncompressed.
     """
 
     def __init__(self, options: PowerSGD) -> None:
@@ -317,12 +338,12 @@ class LowRank(Feedback):
         self._rank = options.rank
         self._whole = options.warmup_steps
         self._taken = 0
-        """The steps that other attempts of the run have taken."""
+        """Number of steps that earlier attempts of the run have taken."""
         self._steps: dict[str, int] = {}
         self._bases: dict[str, Tensor] = {}
 
     def reduce(self, bucket: Bucket, wire: Wire) -> None:
-        """See the protocol."""
+        """Average low-rank approximations after the warm-up; see the protocol."""
         first = bucket.names[0]
         taken = self._steps.get(first, self._taken) + 1
         self._set(self._steps, first, taken)
@@ -344,7 +365,7 @@ class LowRank(Feedback):
             self._approximate(matrices, bucket.scale, wire)
 
     def _send_whole(self, bucket: Bucket, wire: Wire) -> None:
-        """With what is left of them, if a run goes on from where another method was."""
+        """Average uncompressed, with the residuals of an earlier method if a run was resumed."""
         put_back(wire.mean(self._with_left(bucket)), bucket.gradients)
         for name in bucket.names:
             if name in self.left:
@@ -372,7 +393,7 @@ class LowRank(Feedback):
                 gradient.fill_(math.nan)
 
     def state(self) -> dict[str, Any]:
-        """Besides, the bases, and how many steps each bucket has seen."""
+        """Return the residuals, the bases, and the number of steps that the buckets have seen."""
         return {
             **super().state(),
             "bases": dict(self._bases),
@@ -380,7 +401,7 @@ class LowRank(Feedback):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; other ranks may cut other buckets."""
+        """Restore the state. The buckets may be other ones on another number of ranks."""
         super().load_state(state)
         self._bases = {name: value.clone() for name, value in state.get("bases", {}).items()}
         self._taken = state.get("steps", 0)
@@ -395,14 +416,14 @@ class LowRank(Feedback):
     def _basis(self, name: str, matrix: Tensor) -> Tensor:
         known = self._bases.get(name)
         if known is None:
-            # The same on all ranks, which don't meet for it.
+            # The same on all ranks, without communication.
             generator = torch.Generator().manual_seed(sum(name.encode()) + matrix.shape[1])
             known = torch.randn(matrix.shape[1], self._rank, generator=generator)
         return known.to(matrix)
 
 
 def _orthogonal(columns: Tensor) -> Tensor:
-    """Orthogonal columns of the same span; torch has no QR in 16 bits."""
+    """Return orthogonal columns with the same span. torch has no QR in 16 bits."""
     wide = columns.to(torch.promote_types(columns.dtype, torch.float32))
     found: Tensor = torch.linalg.qr(wide)[0]
     return found.to(columns)

@@ -1,9 +1,9 @@
-"""One copy of the model per rank (DDP), per GPU of one process (DataParallel), or just one (Single).
+"""Replicated models: one per rank (DDP), one per GPU of a process (DataParallel), or SingleProcess.
 
 torch's DistributedDataParallel serves as a *reducer* here: it buckets gradients and all-reduces each
-bucket while backward goes on. It is built around a private holder of the user's module, whose forward
-is never called through it. So the module stays the user's own, needs no hooks and no `no_sync`, and
-the engine tells the reducer itself when a backward is the last of a batch.
+bucket while backward runs. It wraps a private holder of the user's module, and Shoal never calls the
+forward through it. So the user's module is not wrapped, needs no hooks and no `no_sync`, and the engine
+tells the reducer when a backward is the last of a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class SingleProcess:
-    """The whole model in this process and nothing else; StepError in a world of several."""
+    """Training in a single process, on one device.
+
+    Raises:
+        StepError: If the world has more than one process.
+
+    Examples:
+        >>> strategy = shoal.SingleProcess()
+    """
 
     axes: ClassVar[tuple[str, ...]] = AXES
     defers: ClassVar[bool] = False
@@ -51,7 +58,7 @@ class SingleProcess:
         if world.size > 1:
             raise StepError(
                 given=f"shoal.SingleProcess() in a world of {world.size} processes",
-                found="every process would train a copy of its own",
+                found="each process would train a separate model",
                 fix="shoal.DDP(), or leave the strategy out",
             )
         bring(model, world)
@@ -60,19 +67,32 @@ class SingleProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class DDP:
-    """Replicas that average gradients in buckets during backward (Li et al. 2020).
+    """Data parallelism (DDP): replicas all-reduce gradients in buckets during backward.
 
-    `bucket_cap_mb` is the size of a bucket in MiB. `gradient_as_bucket_view` lets gradients live
-    inside the buckets, which saves a copy and their memory. `static_graph` promises that the same
-    parameters are used in the same way at every step, as re-entrant activation checkpointing needs.
-    `find_unused_parameters` allows parameters without a gradient, at the price of a walk over the
-    graph; they are named once. `broadcast_buffers` sends rank 0's buffers to all after each batch,
-    not only before evaluating and saving. `sync_batch_norm` replaces BatchNorm by SyncBatchNorm (CUDA
-    only, a limit of torch's).
+    Uses the reducer of torch's DistributedDataParallel (Li et al. 2020).
 
-    `compression` sends fewer bytes, which loses something and leaves the promise that one process is
-    the specification: "fp16", "bf16", "int8", `shoal.PowerSGD()`, `shoal.TopK()`, or "auto", which
-    measures the link and takes the one that is worth it, or none.
+    Args:
+        bucket_cap_mb: Size of a gradient bucket, in MiB. Default: 25.0.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves a copy and their
+            memory. Default: True.
+        static_graph: Promise that every step uses the same parameters in the same way, as re-entrant
+            activation checkpointing needs. Default: False.
+        find_unused_parameters: Allow parameters without a gradient and report them once. Costs a
+            traversal of the autograd graph per step. Default: False.
+        broadcast_buffers: Broadcast rank 0's buffers after each batch. If False, only before
+            evaluating and saving. Default: True.
+        sync_batch_norm: Replace BatchNorm by SyncBatchNorm. CUDA only, a limit of torch.
+            Default: False.
+        compression: Gradient compression: "fp16", "bf16", "int8", a `PowerSGD`, a `TopK`, or "auto",
+            which measures the network and chooses a method or none. Compression is lossy: results
+            differ from those of one process. None means no compression. Default: None.
+
+    Raises:
+        StepError: If an argument is out of range, a layer of the model is sharded, or
+            `sync_batch_norm` is set on the CPU.
+
+    Examples:
+        >>> strategy = shoal.DDP(bucket_cap_mb=50, find_unused_parameters=True)
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
@@ -93,24 +113,24 @@ class DDP:
         if self.bucket_cap_mb <= 0:
             raise StepError(
                 given=f"shoal.DDP(bucket_cap_mb={self.bucket_cap_mb})",
-                found="a bucket holds at least one parameter",
-                fix="bucket_cap_mb=25, torch's default",
+                found="bucket_cap_mb must be positive",
+                fix="bucket_cap_mb=25, the default of torch",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Replicate rank 0's parameters and buffers; in a world of one there is nothing to do."""
+        """Broadcast rank 0's parameters and buffers. In a world of size 1, do nothing."""
         if self.sync_batch_norm:
             if world.device.type != "cuda":
                 raise StepError(
                     given="shoal.DDP(sync_batch_norm=True) on the CPU",
                     found="torch has SyncBatchNorm for CUDA only",
-                    fix="GroupNorm or LayerNorm, which don't couple samples; or train on GPUs",
+                    fix="GroupNorm or LayerNorm, which treat each sample separately; or train on GPUs",
                 )
             nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if any(map(is_divided, model.parameters())):
             raise StepError(
-                given="shoal.DDP() around a model whose layers are divided",
-                found="its reducer loses divided parameters after the first forward",
+                given="shoal.DDP() around a model whose layers are sharded",
+                found="the reducer of DDP loses sharded parameters after the first forward",
                 fix="shoal.TensorParallel(plan=…) alone, which sums over replicas too, or followed by "
                 "shoal.FSDP()",
             )
@@ -122,11 +142,11 @@ class DDP:
 
 
 class DDPReducer(Reducer):
-    """Drives torch's gradient reducer; sums of loss and count ride in its first bucket.
+    """Reducer that drives torch's gradient reducer and sums loss and count in its first bucket.
 
-    A parameter of two elements, the tally, is reduced along with the user's. Its "gradient" is
-    (loss sum, count) of this rank, so that after backward every rank holds the exact global sums
-    without a collective of their own.
+    A parameter of two elements, the tally, is reduced along with the user's parameters. Its "gradient"
+    is (loss sum, count) of this rank, so that after backward every rank holds the exact global sums
+    without another collective.
     """
 
     def __init__(self, held: HeldParameters, options: DDP) -> None:
@@ -134,10 +154,10 @@ class DDPReducer(Reducer):
         self.world = world = held.world
         self.options = options
         self.wire = Wire(world)
-        """What compression sends."""
+        """Collectives of compressed gradients, which count the bytes sent."""
         self._primed = False
         self.reports_loss = world.layout.coordinate(world.rank, "context") == 0
-        # On the device of the last parameters, whose bucket is the first: on all ranks the same.
+        # On the device of the last parameters, whose bucket is the first: the same on all ranks.
         place = held.parameters[-1].device
         self._tally = nn.Parameter(torch.zeros(2, dtype=tally_dtype(held.parameters), device=place))
         self._reducer = GradientReducer(
@@ -165,10 +185,10 @@ class DDPReducer(Reducer):
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
     ) -> None:
-        """Run backward; in the last one the reducer all-reduces. See the contract."""
+        """Run backward. The reducer all-reduces in the last one of a batch. See the contract."""
         ranks = self.world.size
-        weight = micro.weight * ranks  # the reducer averages over ranks; what is meant is a sum
-        copies = self.world.layout.degree("context")  # of this loss, of which one is counted
+        weight = micro.weight * ranks  # the reducer averages over ranks, and a sum is needed
+        copies = self.world.layout.degree("context")  # of this loss; only one is counted
         seed = backward_seed(loss, scale * weight / size / copies)
         if loss.device.type == "cpu" and not isinstance(count, Tensor):
             value = self._tally.new_tensor((loss.item() * weight, count * weight))
@@ -178,7 +198,7 @@ class DDPReducer(Reducer):
         if micro.weight == 0 or not self.reports_loss:
             value = torch.zeros_like(value)  # not 0 * loss, which is NaN for an infinite loss
         if not self._primed:
-            # Before any other backward: the reducer takes the first that it sees for the graph.
+            # Before any other backward: the reducer records the first graph that it sees.
             self._prime_static(loss, value)
         if last:
             roots = (
@@ -200,7 +220,7 @@ class DDPReducer(Reducer):
         return split
 
     def totals(self) -> Totals:
-        """Return the tally's sums and the norm; then rank 0's buffers go to all, as DDP has it."""
+        """Return the sums of the tally and the norm, then broadcast rank 0's buffers as DDP does."""
         self.held.check()
         totals = self._totals(self.held.norm())
         if self._buffers and self.options.broadcast_buffers:
@@ -209,41 +229,41 @@ class DDPReducer(Reducer):
         return totals
 
     def _mark_end(self, _: Tensor) -> None:
-        """Mark where backward has computed all, and begins to wait for buckets that are not reduced.
+        """Mark where backward has computed all gradients and begins to wait for buckets.
 
-        The tally is a root of the graph, so its hook runs before any gradient is ready, and what it
-        queues comes before what the reducer queues: that waits.
+        The tally is a root of the graph, so its hook runs before any gradient is ready. Its callback
+        is queued before that of the reducer, which waits.
         """
         if self._last:
             enter = self.world.timeline.enter
             after_backward(lambda: enter(COMMUNICATION))
 
     def synchronize(self) -> None:
-        """Send rank 0's buffers to all: they may differ, or another model's loss have changed them."""
+        """Broadcast rank 0's buffers. They may differ: another model's loss can change them."""
         if self._buffers:
             self._reducer.broadcast_buffers()
         if self._method is not None:
             self._method.synchronize(self.wire)
 
     def state(self) -> dict[str, Any]:
-        """Return what compression has left out so far."""
+        """Return the error feedback of compression."""
         return {} if self._method is None else {"compression": self._method.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was left out; a checkpoint without compression has nothing."""
+        """Restore the error feedback of compression. A checkpoint without compression has none."""
         if self._method is not None:
             self._method.load_state(state.get("compression", {}))
 
     def _compress(self, how: Compress) -> None:
-        """Let each bucket pass through here on its way to the other ranks."""
+        """Reduce each bucket with a compression method, "auto" with the one chosen for the network."""
         named = [(n, p.detach()) for n, p in self.held.module.named_parameters() if p.requires_grad]
         if how == "auto":
             some = list(_first_bytes(named, self.options.bucket_cap_mb * (1 << 20)))
             if not some:
-                self.world.print("shoal: compression of gradients: none, since there are no real ones")
+                self.world.print("shoal: compression of gradients: none, because all are complex")
                 return
             choice = choose_compression.choose(some, self.wire)
-            self.world.print(f"shoal: {choice.what}: {choice.value or 'none'}, since {choice.reason}")
+            self.world.print(f"shoal: {choice.what}: {choice.value or 'none'}, because {choice.reason}")
             if choice.value is None:
                 return
             how = choice.value
@@ -251,7 +271,7 @@ class DDPReducer(Reducer):
         self._reducer.register_hook(_weakly(self._reduced))
 
     def _reduced(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """The means of the gradients in a bucket of torch's, nearly."""
+        """Replace the gradients of a bucket by approximate means over the ranks, and return it."""
         with self.world.timeline.within(COMMUNICATION):
             self._reduce(bucket)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -260,7 +280,7 @@ class DDPReducer(Reducer):
 
     def _reduce(self, bucket: Any) -> None:
         if any(p.is_complex() for p in bucket.parameters()):
-            # They pass as they are; and torch cuts the gradients of such a bucket wrongly.
+            # Complex gradients are not compressed, and torch splits such a bucket wrongly.
             self.wire.mean(bucket.buffer())
             return
         own = []
@@ -275,15 +295,15 @@ class DDPReducer(Reducer):
             compression.reduce(self._method if self._primed else None, found, self.wire)
 
     def multiply(self, factor: float) -> None:
-        """The batch has come to its end: what compression has left out of it is kept."""
+        """Multiply the gradients, and keep the error feedback of the batch, which is complete."""
         if self._method is not None:
             named = self.held.module.named_parameters()
-            # Compression has sent what was left of these too, and it reached no gradient.
+            # Compression has sent the residuals of these too, and they reached no gradient.
             self._method.keep([n for n, p in named if p.requires_grad and p.grad is None])
         self.held.multiply(factor)
 
     def discard(self) -> None:
-        """Drop the gradients, the tally's too, and what compression has left out of a failed batch."""
+        """Clear the gradients and the tally, and drop the error feedback of a failed batch."""
         self.held.clear()
         self._tally.grad = None
         if self._method is not None:
@@ -291,14 +311,14 @@ class DDPReducer(Reducer):
 
     @property
     def pending(self) -> bool:
-        """Whether the tally has sums of a batch that was not finished."""
+        """Whether the tally holds sums of an unfinished batch."""
         return self._tally.grad is not None
 
     def _check_reduced(self) -> None:
-        """Raise StepError if a bucket still waits for a gradient: all in it would stay this rank's."""
+        """Raise StepError if a bucket still waits for a gradient, since it would not be reduced."""
         self._check_unused()
         try:
-            self._reducer.rebuild_buckets()  # done long ago; it still checks that all are reduced
+            self._reducer.rebuild_buckets()  # already rebuilt; the call checks that all are reduced
         except RuntimeError:
             self.held.check_converted()
             self.held.check_replaced()
@@ -307,10 +327,9 @@ class DDPReducer(Reducer):
             raise StepError(
                 given=f"shoal.DDP() around {type(self.held.module).__name__}",
                 found="parameters that earlier batches used got no gradient in the last micro-batch "
-                f"of this one{some}; the parameters were not touched",
-                fix="shoal.DDP(find_unused_parameters=True) where the loss does not always use all of "
-                "them; freeze or "
-                "convert parameters before parallelize",
+                f"of this one{some}; the parameters were not changed",
+                fix="shoal.DDP(find_unused_parameters=True) if the loss does not always use all "
+                "parameters; freeze or convert parameters before parallelize",
             ) from None
 
     def _leaves(self) -> list[nn.Parameter] | None:
@@ -342,9 +361,9 @@ class DDPReducer(Reducer):
         the order to the reverse order of the parameters, torch's own first guess, whether the run is
         fresh or resumed.
 
-        Each leaf gets a backward of its own: autograd runs the roots of one backward in an arbitrary
+        Each leaf gets a separate backward: autograd runs the roots of one backward in an arbitrary
         order, and buckets in that order would hold the last gradients first, so that no all-reduce
-        could start before backward has ended.
+        could start before the end of backward.
         """
         self._reducer.begin()
         for leaf in reversed([*self.held.parameters, self._tally]):
@@ -354,7 +373,7 @@ class DDPReducer(Reducer):
         self._primed = True
 
     def _prime_static(self, loss: Tensor, value: Tensor) -> None:
-        """The same with the real graph, whose gradients are then thrown away."""
+        """Do the same as `_prime` with the real graph, and discard its gradients."""
         kept = [(leaf, leaf.grad) for leaf in (*self.held.parameters, self._tally)]
         for leaf, _ in kept:
             leaf.grad = None
@@ -372,7 +391,7 @@ class DDPReducer(Reducer):
         self._primed = True
 
     def _check_unused(self) -> None:
-        """Raise StepError for parameters that the first batch has not used, or print them."""
+        """Raise StepError for parameters that the first batch did not use, or print them."""
         if self.options.find_unused_parameters or self.options.static_graph:
             self.held.print_unused()
         elif names := self.held.unused():
@@ -385,9 +404,9 @@ class DDPReducer(Reducer):
 
 
 def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`method` for a hook on something that its object holds.
+    """Return `method` with a weak reference to its object, for a hook on something that it holds.
 
-    A circle would keep the engine, its reducer and their threads after the model is gone.
+    A reference cycle would keep the engine, its reducer and their threads alive after the model.
     """
     reference = WeakMethod(method)
 
@@ -399,7 +418,7 @@ def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _first_bytes(named: Sequence[tuple[str, Tensor]], most: float) -> Iterator[tuple[str, Tensor]]:
-    """Of the real dtype that most bytes are of as many as have so many bytes, one at least."""
+    """Yield tensors of the commonest real dtype up to `most` bytes, and at least one."""
     bytes_of: Counter[torch.dtype] = Counter()
     for _, tensor in named:
         if tensor.is_floating_point() and tensor.numel():
@@ -420,16 +439,16 @@ class _Holder(nn.Module):
 
 
 def tally_dtype(parameters: Sequence[Tensor]) -> torch.dtype:
-    """The widest real floating dtype among `parameters`, at least float32.
+    """Return the widest real floating dtype among `parameters`, at least float32.
 
-    Sharing a dtype with the parameters lets the tally share a bucket with them.
+    A tally of the same dtype as the parameters can be in a bucket with them.
     """
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return torch.float64 if wide else torch.float32
 
 
 def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
-    """`count` without the rounding that averaging over ranks left on a whole number."""
+    """Return `count` without the rounding error that averaging over ranks left on an integer."""
     if not math.isfinite(count):
         return count
     nearest = float(round(count))
@@ -438,31 +457,38 @@ def whole(count: float, dtype: torch.dtype, ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel:
-    """One process, several GPUs: scatter, replicate, gather at each forward (torch.nn.DataParallel).
+    """Data parallelism over the GPUs of one process, with torch.nn.DataParallel.
 
-    For scripts that need it; DDP with a process per GPU is faster. Without two GPUs it does nothing
-    and says so.
+    Each forward scatters the inputs, replicates the model and gathers the outputs. `DDP` with one
+    process per GPU is faster. With fewer than two GPUs, the model runs on one device, and Shoal prints
+    a line about it.
+
+    Raises:
+        StepError: If the world has more than one process.
+
+    Examples:
+        >>> strategy = shoal.DataParallel()
     """
 
     axes: ClassVar[tuple[str, ...]] = AXES
     defers: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Return an engine that spreads each forward over the visible GPUs."""
+        """Return an engine that runs each forward on all visible GPUs."""
         if world.size > 1:
             raise StepError(
                 given=f"shoal.DataParallel() in a world of {world.size} processes",
-                found="it spreads one process over several GPUs; processes are spread by DDP",
+                found="DataParallel uses several GPUs from one process; DDP uses several processes",
                 fix="shoal.DDP(), or start one process",
             )
         visible = torch.cuda.device_count() if world.device.type == "cuda" else 0
         if visible < 2:
             world.print(
-                f"shoal: DataParallel does nothing here: it needs two GPUs, and {visible} are visible "
+                f"shoal: DataParallel has no effect: it needs two GPUs, and {visible} are visible "
                 f"on {world.device}"
             )
             return local_engine(model.to(world.device), world)
         model.to(world.device)
         reducer = LocalReducer(HeldParameters(model, world))
-        # A user's own loop uses one GPU.
+        # A custom training loop uses one GPU.
         return SynchronousEngine(LocalRunner(reducer, nn.DataParallel(model)))

@@ -1,7 +1,7 @@
-"""Replicas that train alone and are averaged now and then: LocalSGD and DiLoCo.
+"""Local SGD and DiLoCo: replicas train separately, and their parameters are averaged at intervals.
 
-Between two averagings no rank sends anything, so a slow link costs little. Not in the promise that one
-process is the specification: the numbers depend on how many ranks there are and how often they meet.
+Ranks communicate only when they average, so a low-bandwidth network costs little. The results differ
+from those of one process: they depend on the number of ranks and on the interval.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ from shoal.telemetry.step_timer import COMMUNICATION
 from shoal.util.errors import StepError
 
 BUCKET_BYTES = 25 << 20
-"""What is sent at once: more would need a copy of the whole model."""
+"""Size of one all-reduce. A larger one would need a copy of the complete model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD:
-    """Each rank takes its own steps; every `sync_every` steps the parameters are averaged (Stich 2019).
+    """Local SGD: ranks step separately and average their parameters at intervals (Stich 2019).
 
-    The first `warmup_steps` steps are averaged each, as Lin et al. 2020 advise (post-local SGD).
-    Moments of the optimizer stay each rank's own, but for what a checkpoint keeps, which is their
-    mean.
+    Each rank has its own optimizer state. A checkpoint contains the mean over the ranks.
+
+    Args:
+        sync_every: Number of optimizer steps between two averages, at least 1. Default: 8.
+        warmup_steps: Number of steps at the start after each of which parameters are averaged, as in
+            post-local SGD (Lin et al. 2020). Default: 0.
+
+    Raises:
+        StepError: If a number of steps is not an integer or too small.
+
+    Examples:
+        >>> strategy = shoal.LocalSGD(sync_every=16, warmup_steps=1000)
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
@@ -50,17 +59,29 @@ class LocalSGD:
         _check_steps("LocalSGD", "warmup_steps", self.warmup_steps, least=0)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Give all ranks rank 0's parameters and buffers, and return the engine."""
+        """Broadcast rank 0's parameters and buffers, and return the engine."""
         return AveragingEngine(model.to(world.device), world, self.sync_every, self.warmup_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo:
-    """Every `sync_every` steps the mean way that the ranks have gone is one step of an outer optimizer.
+    """DiLoCo: local SGD with an outer optimizer (Douillard et al. 2023).
 
-    Douillard et al. 2023: the outer optimizer is SGD with Nesterov momentum, `lr` and `momentum`
-    are theirs, and so is what `sync_every` is by default. Moments of the inner optimizer stay each
-    rank's own, but for what a checkpoint keeps, which is their mean.
+    Ranks step separately. Every `sync_every` steps, the mean change of their parameters is the
+    gradient for one step of an outer optimizer, SGD with Nesterov momentum. Each rank has its own
+    inner optimizer state. A checkpoint contains the mean over the ranks. The defaults are those of the
+    paper.
+
+    Args:
+        sync_every: Number of inner optimizer steps per outer step, at least 1. Default: 500.
+        lr: Learning rate of the outer optimizer, positive. Default: 0.7.
+        momentum: Nesterov momentum of the outer optimizer, in [0, 1). Default: 0.9.
+
+    Raises:
+        StepError: If an argument is out of range.
+
+    Examples:
+        >>> strategy = shoal.DiLoCo(sync_every=100)
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate",)
@@ -76,19 +97,19 @@ class DiLoCo:
         if not (numbers and 0 < self.lr < math.inf and 0 <= self.momentum < 1):
             raise StepError(
                 given=f"shoal.DiLoCo(lr={self.lr!r}, momentum={self.momentum!r})",
-                found="the outer rate is positive and the momentum in [0, 1)",
-                fix="lr=0.7, momentum=0.9, those of the paper",
+                found="the outer learning rate must be positive, and the momentum in [0, 1)",
+                fix="lr=0.7, momentum=0.9, the values of the paper",
             )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Give all ranks rank 0's parameters and buffers, and return the engine."""
+        """Broadcast rank 0's parameters and buffers, and return the engine."""
         return AveragingEngine(model.to(world.device), world, self.sync_every, outer=self)
 
 
 class AveragingEngine(Engine):
-    """Runs the module as one process would, on this rank's local batch, and averages after some steps.
+    """Engine that trains this rank's replica on its local batch and averages at intervals.
 
-    The user's own loop can't drive it: it has to know when the optimizer has stepped.
+    A custom training loop cannot use it, because it must know when the optimizer has stepped.
     """
 
     independent_steps = True
@@ -116,33 +137,33 @@ class AveragingEngine(Engine):
 
     @property
     def sent(self) -> int:
-        """The bytes that this rank has put on the wire since the engine was made; see `Wire`."""
+        """Bytes that this rank has sent since the engine was created; see `Wire`."""
         return self._wire.sent
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Compute those of this rank's local batch; see the contract."""
+        """Compute the gradients of this rank's local batch; see the contract."""
         if self._taken == 0 and self._outer is not None:
             self._outer.start()
         totals = self._local.gradients(task, batch, autocast=autocast, scale=scale)
         return totals._replace(local=True)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        """Step without the others, then average if it is time; see the contract."""
-        if factor == 0:  # no sample was this rank's: a step would let its moments decay
+        """Step on this rank, then average if it is time; see the contract."""
+        if factor == 0:  # this rank had no sample: a step would make its optimizer state decay
             self._local.discard()
         else:
             self._local.update(optimizer, factor)
         self._count()
 
     def discard(self) -> None:
-        """Clear the gradients; others may have stepped, and count this as a step."""
+        """Clear the gradients and count a step, since other ranks may have stepped."""
         self._local.discard()
         self._count()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output of this rank's parameters, which `synchronize` has averaged."""
+        """Return the output with this rank's parameters, which `synchronize` has averaged."""
         return self._local.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
@@ -154,17 +175,17 @@ class AveragingEngine(Engine):
         self._local.compile_with(compiler)
 
     def synchronize(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Average parameters, buffers and moments: an averaging more, which training goes on from."""
+        """Average parameters, buffers and optimizer state. Training continues from these averages."""
         self._average(_inexact(self.module.parameters()))
         self._average(others(self.module, optimizer, self.world))
 
     def state(self) -> dict[str, Any]:
-        """Return how many steps were taken, and what an outer step keeps."""
+        """Return the number of steps taken, and the state of the outer step."""
         outer = {} if self._outer is None else self._outer.state()
         return {"taken": self._taken, **outer}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there; a checkpoint of another strategy has nothing to count on from."""
+        """Continue counting from a saved state; from 0 if another strategy saved the checkpoint."""
         self._taken = state.get("taken", 0)
         if self._outer is not None:
             self._outer.load_state(state)
@@ -182,7 +203,7 @@ class AveragingEngine(Engine):
 
 
 class OuterStep:
-    """Takes the mean way of the ranks since they met last for the gradient of an outer optimizer."""
+    """Outer optimizer whose gradient is the mean change of the parameters since the last average."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], options: DiLoCo) -> None:
         self._module = module
@@ -194,11 +215,11 @@ class OuterStep:
         )
 
     def start(self) -> None:
-        """Begin from where the parameters are: weights may have been loaded."""
+        """Begin from the current parameters: weights may have been loaded."""
         foreach.copy_(self._anchors, [p.detach() for p in self._parameters])
 
     def step(self) -> None:
-        """Step from where the ranks met last, on parameters that have just been averaged."""
+        """Step from the last synchronized parameters, given parameters that were just averaged."""
         parameters = [p.detach() for p in self._parameters]
         for anchor, parameter in zip(self._anchors, parameters, strict=True):
             anchor.grad = anchor - parameter
@@ -207,7 +228,7 @@ class OuterStep:
         foreach.copy_(parameters, self._anchors)
 
     def state(self) -> dict[str, Any]:
-        """Return where the ranks met last and the outer momentum, by the names of parameters."""
+        """Return the last synchronized parameters and the outer momentum, by parameter name."""
         momentum = {
             name: self._optimizer.state[anchor]["momentum_buffer"]
             for name, anchor in zip(self._names, self._anchors, strict=True)
@@ -216,11 +237,12 @@ class OuterStep:
         return {"anchors": dict(zip(self._names, self._anchors, strict=True)), "momentum": momentum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; from a checkpoint of another strategy the ranks set out together."""
+        """Continue from a saved state; from the loaded parameters if another strategy saved it."""
         loaded = dict(self._module.named_parameters())
         anchors, momentum = state.get("anchors", loaded), state.get("momentum", {})
         for name, anchor in zip(self._names, self._anchors, strict=True):
-            anchor.copy_(anchors.get(name, loaded[name]).detach())  # it may have been frozen then
+            # A parameter that was frozen then has no anchor.
+            anchor.copy_(anchors.get(name, loaded[name]).detach())
             kept = momentum.get(name)
             if kept is None:
                 self._optimizer.state.pop(anchor, None)
@@ -229,34 +251,32 @@ class OuterStep:
 
 
 def average(tensors: Sequence[Tensor], wire: Wire, device: torch.device) -> None:
-    """Replace each by its mean over the ranks, bucket by bucket. Collective."""
+    """Replace each tensor by its mean over the ranks, bucket by bucket. Collective."""
     if wire.size == 1:
         return
     for bucket in _buckets([_real(tensor.detach()) for tensor in tensors]):
         flat = joined(bucket)
-        # 16 bits would round sums; and optimizers keep their count of steps on the CPU.
+        # Sums in 16 bits would be rounded; and optimizers keep their step count on the CPU.
         flat = flat.to(device, torch.promote_types(flat.dtype, torch.float32))
         put_back(wire.mean(flat), bucket)
 
 
 def others(module: nn.Module, optimizer: torch.optim.Optimizer | None, world: World) -> list[Tensor]:
-    """What ranks that step alone have besides parameters: buffers, and moments that all have.
+    """Return the buffers, and the optimizer state of the parameters for which all ranks have it.
 
-    Collective. A rank has none of a parameter that its samples have not used so far, and none at all
-    if it had no sample; of such parameters all keep their own.
+    Collective. A rank has no state for a parameter that its samples have not used so far, and none at
+    all if it had no sample. All ranks keep their own state of such parameters.
     """
     state = {} if optimizer is None else optimizer.state
     moments = [_numbers(state.get(p, {})) for p in module.parameters()]
     shapes = [[(value.shape, value.dtype) for value in some] for some in moments]
-    alike = [len({*map(str, each)}) == 1 for each in zip(*world.gather(shapes), strict=True)]
-    common = [
-        value for some, all_have in zip(moments, alike, strict=True) if all_have for value in some
-    ]
+    same = [len({*map(str, each)}) == 1 for each in zip(*world.gather(shapes), strict=True)]
+    common = [value for some, all_have in zip(moments, same, strict=True) if all_have for value in some]
     return _inexact(module.buffers()) + common
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors, those of one dtype on one device together up to a size."""
+    """Yield the tensors in buckets of one dtype on one device, up to a size."""
     begun: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kind = (tensor.dtype, tensor.device)
@@ -273,12 +293,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _numbers(state: Mapping[str, Any]) -> list[Tensor]:
-    """What an optimizer keeps of a parameter: moments, and a count of steps, which may differ too."""
+    """Return the optimizer state of a parameter: moments and a step count, which may also differ."""
     return _inexact(value for value in state.values() if isinstance(value, Tensor))
 
 
 def _inexact(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those of which there are means; whole numbers, of which there are none, stay each rank's own."""
+    """Return the tensors that can be averaged. Integer tensors stay as they are on each rank."""
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
@@ -287,6 +307,6 @@ def _check_steps(strategy: str, option: str, value: object, *, least: int) -> No
         return
     raise StepError(
         given=f"shoal.{strategy}({option}={value!r})",
-        found=f"it is a number of optimizer steps, {least} or more",
+        found=f"{option} is a number of optimizer steps, {least} or more",
         fix=f"shoal.{strategy}({option}=8)" if least else f"leave {option} out",
     )

@@ -1,1 +1,1 @@
-"""Modules on several devices of one process, by a map or balanced."""
+"""Device placement: modules on several devices of one process, by a map or balanced."""

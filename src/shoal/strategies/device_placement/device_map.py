@@ -1,4 +1,4 @@
-"""Which device each module of a model belongs to: by a map of names, or balanced by memory."""
+"""Assignment of modules to devices: by a map of names, or balanced by memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.util.errors import StepError
 
 
 class Spot(NamedTuple):
-    """A device; `number` tells apart those that are one device, as the CPU taken for two."""
+    """A device. `number` distinguishes entries of the same device, such as the CPU listed twice."""
 
     device: torch.device
     number: int = 0
@@ -27,7 +27,7 @@ class Spot(NamedTuple):
 
 @dataclass
 class Piece:
-    """A module that stays whole, or with `own` what it holds itself besides its modules."""
+    """A module that is not split, or with `own` only the tensors outside its submodules."""
 
     name: str
     own: bool
@@ -37,7 +37,7 @@ class Piece:
 
 
 class Held(NamedTuple):
-    """Names of neighbours on a spot, of what shares parameters with them, and all of their bytes."""
+    """Names of adjacent modules on a spot, names of modules tied to them, and all of their bytes."""
 
     names: list[str]
     tied: list[str]
@@ -45,18 +45,18 @@ class Held(NamedTuple):
 
     def __str__(self) -> str:
         ends = dict.fromkeys((self.names[0], self.names[-1]))
-        neighbours = " to ".join(name or "what is the model's own" for name in ends)
+        neighbours = " to ".join(name or "the model's direct parameters" for name in ends)
         tied = "".join(f" and {name}" for name in self.tied)
         return f"{neighbours}{tied}, {self.size / 2**20:.3g} MiB"
 
 
 def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[nn.Module, Spot]:
-    """The spot of each module that `entries` name, or that is inside of one; the innermost decides.
+    """Return the spot of each module in `entries` or inside one of them; the innermost entry decides.
 
-    `entries` are names as in named_modules(), or patterns in which `*` stands for one part of a name.
-    Left out are modules without tensors that are not named: they take what comes. Raises StepError,
-    with `given` for what was asked, for names that there are not, contradictions, parameters that
-    belong nowhere or to two spots.
+    The keys of `entries` are names as in named_modules(), or patterns in which `*` stands for one part
+    of a name. Modules without tensors are left out unless `entries` contains them, and run wherever
+    their inputs are. Raises StepError, with `given` as the situation, for unknown names,
+    contradictions, and parameters that belong to no spot or to two.
     """
     named = _named(model, entries, given)
     spots: dict[nn.Module, Spot] = {}
@@ -78,11 +78,11 @@ def assigned(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[
 
 
 def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[str, Spot], list[Held]]:
-    """Entries for `assigned` by which the fullest spot has as little to hold as can be.
+    """Return entries for `assigned` that minimize the memory of the fullest spot, and the contents.
 
-    Neighbours in the order of registration stay together. The model is cut before its repeated
-    blocks and after them; one without, between the layers of its Sequentials, or else between its
-    children. What shares a parameter goes where that is. Besides, what is then on each spot.
+    Adjacent modules in the order of registration stay together. The model is split before and after
+    its repeated blocks; without any, between the layers of its Sequentials, or else between its
+    children. Modules that share a parameter are on the same spot.
     """
     pieces = list(_pieces(model))
     hosts, sizes = _hosts(pieces)
@@ -100,8 +100,8 @@ def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[s
     except ValueError:
         raise StepError(
             given=given,
-            found=f"{len(spots)} devices, and {len(atoms)} part(s) of {type(model).__name__} that can "
-            "be placed apart",
+            found=f"{len(spots)} devices, but only {len(atoms)} part(s) of {type(model).__name__} that "
+            "can be on different devices",
             fix="fewer devices, or a map: shoal.DevicePlacement({'encoder': 0, 'decoder': 1})",
         ) from None
     entries: dict[str, Spot] = {}
@@ -120,7 +120,7 @@ def balance(model: nn.Module, spots: Sequence[Spot], given: str) -> tuple[dict[s
 
 
 def place(model: nn.Module, spots: Mapping[nn.Module, Spot]) -> None:
-    """Move the tensors of each module to its spot; what was one parameter stays one."""
+    """Move the tensors of each module to its spot. Tied parameters stay tied."""
     if model in spots and len({spots.get(part, spots[model]) for part in model.modules()}) == 1:
         model.to(spots[model].device)
         return
@@ -141,22 +141,22 @@ def _named(model: nn.Module, entries: Mapping[str, Spot], given: str) -> dict[st
             near = get_close_matches(pattern, names) or [n for n, _ in model.named_children()]
             raise StepError(
                 given=given,
-                found=f"no module of {type(model).__name__} is named like {pattern!r}",
+                found=f"no module of {type(model).__name__} matches {pattern!r}",
                 fix=f"one of these: {', '.join(map(repr, near))}"
                 if near
-                else "'' for the whole model, which has no parts",
+                else "'' for the model itself, which has no submodules",
             )
         for name in found:
             if named.setdefault(name, spot) != spot:
-                raise _contradiction(given, f"two entries of the map name {name!r}", named[name])
+                raise _contradiction(given, f"two entries of the map match {name!r}", named[name])
     return named
 
 
 def _contradiction(given: str, found: str, spot: Spot) -> StepError:
     return StepError(
         given=given,
-        found=f"{found}, placed on {spot.device} by one and elsewhere by the other",
-        fix="one device for each module; of a name and one inside of it the inner one holds",
+        found=f"{found}; one places it on {spot.device}, and the other on another device",
+        fix="one device per module; an entry of a submodule overrides that of its parent",
     )
 
 
@@ -175,13 +175,13 @@ def _check_tensors(model: nn.Module, spots: Mapping[nn.Module, Spot], given: str
                     given=given,
                     found=f"{other} and {full} are one tensor, placed on {spot.device} and on "
                     f"{spots[module].device}",
-                    fix="one device for both modules; what comes to the second is moved there",
+                    fix="one device for both modules; hooks move the inputs of the second one there",
                 )
     if loose:
         raise StepError(
             given=given,
-            found=f"no entry of the map places {first(loose)}",
-            fix="their modules too; or '': 0 for all that is not named otherwise",
+            found=f"no entry of the map covers {first(loose)}",
+            fix="add their modules; or add '': 0 for all other modules",
         )
 
 
@@ -204,12 +204,12 @@ def _pieces(model: nn.Module) -> Iterator[Piece]:
 
 
 def _points(model: nn.Module) -> list[nn.Module]:
-    """Before what a model may be cut."""
+    """Return the modules before which a model may be split."""
     return find_units(model, None) or list(_layers(model)) or list(model.children())
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers of the outermost Sequentials."""
+    """Yield the layers of the outermost Sequentials."""
     if isinstance(model, nn.Sequential):
         yield from model.children()
         return
@@ -218,7 +218,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _hosts(pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
-    """Of each piece the one that it goes with, itself or an earlier one, and what that then holds."""
+    """Return the piece with which each piece is placed, itself or an earlier one, and its bytes."""
     hosts, sizes = list(range(len(pieces))), [0] * len(pieces)
     holder: dict[int, int] = {}
     for number, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Models on several devices of one process: placed by hand, or by `shoal.DevicePlacement`."""
+"""Models on several devices of one process: placed manually, or by `shoal.DevicePlacement`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ATTRIBUTE = "_shoal_placing"
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """What `shoal.DevicePlacement` leaves on a model.
+    """Record that `shoal.DevicePlacement` attaches to a model.
 
-    `in_flight` is how many micro-batches run at once, None for as many as the devices can use;
-    `hooked` says whether hooks move the arguments of its modules.
+    `in_flight` is the number of micro-batches that run forward before a backward, None for all if
+    there are several devices. `hooked` says whether hooks move the arguments of its modules.
     """
 
     in_flight: int | None
@@ -30,8 +30,11 @@ class Placing:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The devices that a model's parameters are on, how many micro-batches are under way at once
-    (None for all of a batch), and whether hooks move what its modules are called with."""
+    """The devices of a model's parameters.
+
+    `in_flight` is the number of micro-batches that run forward before a backward, None for all of a
+    batch. `hooked` says whether hooks move the arguments of its modules.
+    """
 
     devices: tuple[torch.device, ...]
     in_flight: int | None
@@ -39,9 +42,9 @@ class Span:
 
 
 def span_of(model: nn.Module) -> Span | None:
-    """The devices of a model that was placed, or that has its parameters on several; None for others.
+    """Return the devices of a model that was placed or has parameters on several; None for others.
 
-    Micro-batches of a model that is placed by hand follow each other, as its forward was written for.
+    Micro-batches of a manually placed model run one after the other, as its forward expects.
     """
     placing = getattr(model, ATTRIBUTE, None)
     devices = tuple(dict.fromkeys(parameter.device for parameter in model.parameters()))
@@ -58,7 +61,7 @@ def bring(model: nn.Module, world: World) -> None:
 
 
 def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
-    """Raise StepError where `model` is on several devices and a strategy wants it on one."""
+    """Raise StepError if `model` is on several devices and a strategy needs it on one."""
     span = span_of(model)
     if span is None:
         return
@@ -67,26 +70,25 @@ def check_strategies(model: nn.Module, strategies: Sequence[Any]) -> None:
             name = type(each).__name__
             raise StepError(
                 given=f"shoal.{name}(…) around {_described(model, span)}",
-                found="it keeps what a process has of a model on one device",
+                found="this strategy needs the part of the model in each process on a single device",
                 fix="[shoal.DevicePlacement(…), shoal.DDP()]; or no shoal.DevicePlacement(…), a model "
-                "that is on one "
-                "device, and a process for each device",
+                "on one device, and one process per device",
             )
     for unit in units_that_run_again(model):
         if len({parameter.device for parameter in unit.parameters()}) > 1:
             raise StepError(
                 given=f"shoal.ActivationCheckpointing(…) around {_described(model, span)}",
-                found=f"a {type(unit).__name__} that runs again is on several devices, and torch keeps "
-                "the random state of one",
+                found=f"a {type(unit).__name__} that is recomputed is on several devices, and torch "
+                "saves the random state of only one",
                 fix="shoal.ActivationCheckpointing(modules=…) with units that are on one device each",
             )
 
 
 def check_replicas(model: nn.Module, world: World) -> None:
-    """Raise StepError unless the replicas of a model on several devices fit each other. Collective.
+    """Raise StepError unless all replicas have the same modules on the same devices. Collective.
 
-    What is summed at once is on one device, the same on all ranks, counted from the one that the rank
-    was given: NCCL has a communicator for each device of a rank, and pairs them by these.
+    Each bucket is on one device, at the same place in the list of devices on all ranks: NCCL has a
+    communicator for each device of a rank, and pairs the devices by their order.
     """
     span = span_of(model)
     if span is None or world.size == 1:
@@ -97,16 +99,16 @@ def check_replicas(model: nn.Module, world: World) -> None:
     if differ or len({device.type for device in span.devices}) > 1:
         raise StepError(
             given=f"shoal.DDP() around {_described(model, span)}",
-            found="other ranks have other parts of it on the first, the second … of their devices"
+            found="the ranks have different parts of it on the first, second, … of their devices"
             if differ
-            else "torch's DDP wants all parameters on devices of one type",
+            else "torch's DDP needs all parameters on devices of one type",
             fix="shoal.init(devices_per_rank=2) and Net(*world.devices), the same on every rank"
             if differ
-            else "only GPUs or only the CPU; or one process",
+            else "use only GPUs or only the CPU; or one process",
         )
 
 
 def _described(model: nn.Module, span: Span) -> str:
-    by = "by shoal.DevicePlacement" if hasattr(model, ATTRIBUTE) else "by hand"
+    by = "by shoal.DevicePlacement" if hasattr(model, ATTRIBUTE) else "manually"
     places = ", ".join(map(str, span.devices))
-    return f"a {type(model).__name__} that is placed {by} on {places}"
+    return f"a {type(model).__name__} that was placed {by} on {places}"

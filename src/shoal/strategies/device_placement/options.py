@@ -1,4 +1,4 @@
-"""Parts of a model on several devices of one process: model parallelism by hand."""
+"""Options of device placement: modules on several devices of one process (naive model parallel)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,34 @@ from shoal.strategies.device_placement.transfer_hooks import arrange
 from shoal.util.errors import StepError
 
 MAP = 'shoal.DevicePlacement({"encoder": 0, "decoder": 1})'
-"""What a map may look like, for those who are told."""
+"""An example of a device map, for errors."""
 
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Modules on devices of this process; what they are called with is moved to them.
+    """Modules on several devices of one process (`device_map`, naive model parallelism).
 
-    `device_map` is a map from modules to devices, or the devices themselves, over which the model is
-    then balanced by the memory of its parameters and buffers; without it, those that each rank was
-    given: `shoal.init(devices_per_rank=2)`. A device is a name such as "cuda:1", or a number, which
-    counts the devices of the rank, so that the same map is right on every rank. A map has names as in
-    `named_modules()`, in which `*` stands for one part of a name; modules inside of a named one are
-    where it is, unless they are named too, and "" is the whole model.
+    Hooks move the inputs of these modules to their devices. Outputs stay where they are, and the loss
+    gets its micro-batch on the device of the model's output. Put this strategy before the one that sums
+    gradients. If it is given alone, `DDP` follows.
 
-        shoal.DevicePlacement({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1})
-        shoal.DevicePlacement(("cuda:0", "cuda:1"))
+    Args:
+        device_map: A mapping from modules to devices, or a sequence of devices over which Shoal
+            balances the memory of parameters and buffers. A device is a name such as "cuda:1", or the
+            number of a device of the rank, so that one map is right on every rank. Modules are names
+            as in `named_modules()`, in which `*` stands for one part of a name. A submodule is on the
+            device of its parent unless the map contains it too; "" is the model itself. None means
+            all devices of the rank, `shoal.init(devices_per_rank=2)`. Default: None.
+        in_flight: Number of micro-batches that run forward before the first of them runs backward, so
+            that the devices compute different ones at the same time (GPipe: Huang et al. 2019). None
+            means all of a batch if there are several devices. Default: None.
 
-    Inputs of these modules are moved by hooks, their outputs stay where they are, and the loss gets its
-    micro-batch on the device of the model's output. `in_flight` micro-batches of a batch run forward
-    before the first of them runs backward, so that GPUs compute different ones at once (GPipe: Huang et
-    al. 2019); unless given, all where there are several devices. Comes before the strategy that sums
-    gradients, `[shoal.DevicePlacement(…), shoal.DDP()]`; alone it is followed by that.
+    Raises:
+        StepError: If the map is malformed, or a device does not exist or belongs to another rank.
+
+    Examples:
+        >>> mapped = shoal.DevicePlacement({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1})
+        >>> balanced = [shoal.DevicePlacement(("cuda:0", "cuda:1"), in_flight=4), shoal.DDP()]
     """
 
     axes: ClassVar[tuple[str, ...]] = ()
@@ -54,16 +60,17 @@ class DevicePlacement:
             self.device_map, str
         ):
             found = (
-                f"a {type(self.device_map).__name__} is neither a map of modules nor several devices"
+                f"a {type(self.device_map).__name__} is neither a mapping from modules to devices nor "
+                "a sequence of devices"
             )
         elif isinstance(self.device_map, Mapping) and not all(
             isinstance(n, str) for n in self.device_map
         ):
-            found = "a map has names of modules, which are texts"
+            found = "the keys of a device map are names of modules, which are strings"
         elif self.device_map is not None and not self.device_map:
-            found = "no device at all"
+            found = "the device map is empty"
         elif self.in_flight is not None and not _positive(self.in_flight):
-            found = f"in_flight={self.in_flight!r} is no number of micro-batches, 1 or more"
+            found = f"in_flight={self.in_flight!r} is not a number of micro-batches, 1 or more"
         else:
             return
         raise StepError(
@@ -73,13 +80,13 @@ class DevicePlacement:
         )
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Move the modules, and hook those that are called."""
+        """Move the modules to their devices, and add hooks that move their inputs."""
         given = f"shoal.DevicePlacement({'' if self.device_map is None else repr(self.device_map)})"
         if hasattr(model, ATTRIBUTE):
             raise StepError(
-                given=f"two of shoal.DevicePlacement(…) for one {type(model).__name__}",
-                found="each of them would place all of it",
-                fix="one, with a map of all modules",
+                given=f"two shoal.DevicePlacement(…) for one {type(model).__name__}",
+                found="each of them would place the complete model",
+                fix="one shoal.DevicePlacement(…) with a map of all modules",
             )
         if isinstance(self.device_map, Mapping):
             entries = {n: Spot(*self._located(w, world, given)) for n, w in self.device_map.items()}
@@ -98,7 +105,9 @@ class DevicePlacement:
         if len(listed) < 2:
             raise StepError(
                 given=given,
-                found=f"one device, {world.devices[0]}" if self.device_map is None else "one device",
+                found=f"only one device, {world.devices[0]}"
+                if self.device_map is None
+                else "only one device",
                 fix="shoal.init(devices_per_rank=2), or shoal.DevicePlacement(('cuda:0', 'cuda:1'))",
             )
         met: Counter[torch.device] = Counter()
@@ -113,13 +122,14 @@ class DevicePlacement:
         return entries
 
     def _located(self, where: Any, world: World, given: str) -> tuple[torch.device, int]:
-        """The device, and how many of this rank's before it are the same one."""
+        """Return the device, and how often this rank's device list contains it before that place."""
         if isinstance(where, int) and not isinstance(where, bool):
             if not 0 <= where < len(world.devices):
                 own = ", ".join(map(str, world.devices))
                 raise StepError(
                     given=given,
-                    found=f"no device {where}: this rank has {len(world.devices)}, from 0 on: {own}",
+                    found=f"no device {where}: this rank has {len(world.devices)}, numbered from 0: "
+                    f"{own}",
                     fix=f"shoal.init(devices_per_rank={max(where, 0) + 1})",
                 )
             device = world.devices[where]
@@ -132,9 +142,9 @@ def _positive(number: object) -> bool:
 
 
 def _named(where: Any, world: World, given: str) -> torch.device:
-    """The device of that name, if it is there and no other rank's."""
+    """Return the device of that name. Raise StepError if it is missing or belongs to another rank."""
     visible = torch.cuda.device_count()
-    fix = f"a number, which counts the devices of a rank: {MAP}"
+    fix = f"the number of a device of the rank: {MAP}"
     found = ""
     try:
         device = torch.device(where) if isinstance(where, str | torch.device) else torch.device("meta")
@@ -143,10 +153,10 @@ def _named(where: Any, world: World, given: str) -> torch.device:
             device = torch.device("cuda", index)
             found = "" if index < visible else f"no GPU {index}: {visible} visible, numbered from 0"
         elif device.type == "cpu":
-            found = "" if not device.index else "the CPU is one device, without numbers"
+            found = "" if not device.index else "the CPU is a single device without a number"
             device = torch.device("cpu")
         elif device.type == "meta":
-            found = f"{where!r} is no device that holds values"
+            found = f"{where!r} is not a device that holds values"
         else:
             device = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -157,8 +167,8 @@ def _named(where: Any, world: World, given: str) -> torch.device:
         own = ", ".join(map(str, world.devices))
         raise StepError(
             given=given,
-            found=f"{device} is not this rank's, which has {own}; {world.placement.local_size} ranks "
-            "share the machine",
+            found=f"{device} does not belong to this rank, which has {own}; "
+            f"{world.placement.local_size} ranks run on this machine",
             fix=f"shoal.init(devices_per_rank=2), and {fix}",
         )
     return device

@@ -1,4 +1,4 @@
-"""What modules are called with, brought to the devices that they are on."""
+"""Hooks that move the arguments of modules to the devices of the modules."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from shoal.distributed.to_device import move, send
 
 
 class Copies:
-    """The copies made in the forward that is under way.
+    """Copies made in the current forward.
 
-    What several modules of a device are given, such as a mask, is copied to it once.
+    An argument of several modules of a device, such as a mask, is copied to it once.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, torch.device, bool], tuple[Tensor, int, Tensor]] | None = None
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        """A forward of the whole model begins."""
+        """Begin the copies of a forward of the model; a hook."""
         self._made = {}
 
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """It has ended, or failed. What runs again in backward copies anew."""
+        """Drop the copies after a forward, complete or failed; a hook. A recomputation copies again."""
         self._made = None
 
     def bring(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """`tensor` on `device`: itself, a copy made before, or a new one."""
+        """Return `tensor` on `device`: itself, an earlier copy, or a new one."""
         if tensor.device == device:
             return tensor
-        if self._made is None or tensor.is_inference():  # which has no version
+        if self._made is None or tensor.is_inference():  # inference tensors have no version
             return send(tensor, device)
         key = (id(tensor), device, torch.is_grad_enabled())
-        # The tensor is kept with its copy: another one can't have its id meanwhile.
+        # The tensor is kept with its copy, so that no other tensor gets its id meanwhile.
         _, copied, copy = self._made.get(key, (tensor, -1, tensor))
         if copied != version(tensor):
             copy = send(tensor, device)
@@ -45,9 +45,9 @@ class Copies:
 
 
 class Arrival:
-    """A hook before the forward of a module: what it is called with comes to `device`.
+    """Hook before the forward of a module that moves the arguments to `device`.
 
-    Copied or pickled with its module, it goes on doing so.
+    It still works after it was copied or pickled with its module.
     """
 
     def __init__(self, device: torch.device, copies: Copies) -> None:
@@ -55,7 +55,7 @@ class Arrival:
         self._copies = copies
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments, moved; None where nothing has to."""
+        """Return the moved arguments, or None if all are on the device."""
         here = self.device
         if not kwargs and all(isinstance(a, Tensor) and a.device == here for a in args):
             return None
@@ -63,17 +63,17 @@ class Arrival:
 
 
 def arrange(model: nn.Module, places: dict[nn.Module, torch.device]) -> None:
-    """Bring to each module of `places` what it is called with, before all other hooks see it."""
+    """Add hooks that move the arguments of each module of `places`, before all other hooks."""
     copies = Copies()
     for module, device in places.items():
-        # First of all: what runs again in backward keeps its inputs as they come to it.
+        # Before all others: activation checkpointing saves the inputs that it gets.
         module.register_forward_pre_hook(Arrival(device, copies), prepend=True, with_kwargs=True)
     model.register_forward_pre_hook(copies.begin, prepend=True)
     model.register_forward_hook(copies.end, always_call=True)
 
 
 def without_arrivals(model: nn.Module) -> nn.Module:
-    """`model`, a copy that nobody else has, on the CPU and without the hooks."""
+    """Return `model`, a private copy, on the CPU and without the hooks."""
     for module in model.modules():
         remove_forward_hooks(module, _is_arrival)
     return model.cpu()

@@ -1,4 +1,4 @@
-"""The engine of FSDP: torch's FSDP2, which sums what its reducer orders, and when."""
+"""The engine of FSDP: torch's FSDP2, with a reducer that decides when gradients are summed."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from shoal.util.errors import StepError
 
 
 def fsdp_engine(module: nn.Module, world: World, *, whole: bool, reshard: bool) -> SynchronousEngine:
-    """Return the engine of a model that `divide` has divided.
+    """Return the engine of a model that `divide` has sharded.
 
-    `whole` sums gradients over ranks after the last micro-batch only; `reshard` frees parameters
+    `whole` sums gradients over ranks after the last micro-batch only. `reshard` frees parameters
     between forward and backward.
     """
     divided = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in divided[:1] if reshard else divided:
-        part.register_forward_pre_hook(_gather_anew, prepend=True)
+        part.register_forward_pre_hook(_gather_again, prepend=True)
     return SynchronousEngine(
         FSDPRunner(FSDPReducer(HeldParameters(module, world), divided, whole), reshard)
     )
 
 
 class FSDPReducer(Reducer):
-    """Says when torch's FSDP2 sums gradients, and forgets those of a batch that failed.
+    """Reducer that decides when torch's FSDP2 sums gradients, and drops those of a failed batch.
 
-    `divided` are the modules that FSDP2 has divided, the root first.
+    `divided` are the modules that FSDP2 has sharded, the root first.
     """
 
     def __init__(self, held: HeldParameters, divided: Sequence[Any], whole: bool) -> None:
@@ -72,7 +72,7 @@ class FSDPReducer(Reducer):
     def backward(
         self, loss: Tensor, count: Count, micro: Micro, size: int, *, scale: float, last: bool
     ) -> None:
-        """Run backward of the loss, in which FSDP2 sums the gradients; see the contract."""
+        """Run backward, in which FSDP2 sums the gradients; see the contract."""
         loss, count = whole_loss(self.held.module, loss, count)
         copies = self.held.world.layout.degree("context")  # of this loss; gradients of all are summed
         seed = backward_seed(loss, scale * micro.weight / size / copies)
@@ -88,12 +88,12 @@ class FSDPReducer(Reducer):
             self.held.print_unused()
 
     def totals(self) -> Totals:
-        """Sum over the world, and take the norm of the whole; see the contract."""
+        """Return the sums over the world and the full norm; see the contract."""
         self.held.check()
         return world_totals(self.held, norm_of_parts(self.held), reports_loss=self.reports_loss)
 
     def discard(self) -> None:
-        """Drop the gradients, also those of a batch that was left in the middle."""
+        """Clear the gradients, also those of an interrupted batch."""
         self.held.clear()
         if self._unsummed:
             for part in self.divided:
@@ -101,12 +101,12 @@ class FSDPReducer(Reducer):
             self._unsummed = False
 
     def synchronize(self) -> None:
-        """Send the first data rank's buffers to all; see the contract."""
+        """Broadcast the buffers of the first data-parallel rank; see the contract."""
         broadcast_buffers(self.held, data_group(self.held.world))
 
 
 class FSDPRunner(Runner):
-    """Runs the module here, and keeps what lies outside of units gathered until its backward."""
+    """Runner of the module on this rank that keeps parameters outside the units gathered."""
 
     loopable = True
 
@@ -119,9 +119,10 @@ class FSDPRunner(Runner):
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Run as in one process; what lies outside of units stays gathered until its backward.
+        """Run as in one process. Parameters outside the units stay gathered until their backward.
 
-        Only here, where that follows at once and nothing changes the parameters in between.
+        This holds only in this method, where backward follows at once and no other code changes the
+        parameters in between.
         """
         root = self._divided[0]
         root.set_reshard_after_forward(False, recurse=False)
@@ -132,15 +133,15 @@ class FSDPRunner(Runner):
             root.reshard()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output of the module as it stands; see the contract."""
+        """Return the output of the module; see the contract."""
         return self._inner.infer(task, micro, seed, autocast=autocast)
 
     def compile(self, how: str) -> None:
-        """Compile each unit; its parameters are gathered outside of what is compiled."""
+        """Compile each unit. Its parameters are gathered outside the compiled code."""
         if how == "script":
             raise StepError(
                 given="compile='script' with shoal.FSDP()",
-                found="TorchScript can't call what gathers the parameters",
+                found="TorchScript cannot call the hooks that gather the parameters",
                 fix="compile='inductor'",
             )
         check_compilable(division_of(self.reducer.held.module), how)
@@ -148,7 +149,7 @@ class FSDPRunner(Runner):
             part.compile()
 
     def check_model(self) -> None:
-        """Prove the plan that divides layers, if one does; see the contract."""
+        """Check the tensor-parallel plan, if there is one; see the contract."""
         self._inner.check_model()
 
 
@@ -162,7 +163,7 @@ def divide(
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> None:
-    """Let FSDP2 divide `module` by `units`, and sum gradients over ranks."""
+    """Shard `module` by `units` with FSDP2, which then sums gradients over ranks."""
     options: dict[str, Any] = {
         "mesh": _mesh(world),
         "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype if param_dtype else None),
@@ -170,7 +171,7 @@ def divide(
     }
     for part in (*units, module):
         sharded: Any = fully_shard(part, reshard_after_forward=reshard_after_forward, **options)
-        # Sums, exactly: what they are divided by is known only afterwards.
+        # Sums, not means: the divisor is known only afterwards.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.register_forward_hook(_free_without_backward)
@@ -178,26 +179,26 @@ def divide(
 
 
 def _free_without_backward(part: nn.Module, *_: object) -> None:
-    """Free what was gathered for a forward that no backward follows.
+    """Free the parameters gathered for a forward without a backward.
 
-    torch would keep it where it is not freed after each forward, and the next one would compute with
-    it, though the shares may have changed meanwhile.
+    Without `reshard_after_forward`, torch would keep them, and the next forward would compute with
+    them, although the shards may have changed meanwhile.
     """
     if not torch.is_grad_enabled() and isinstance(part, FSDPModule):
         part.reshard()
 
 
-def _gather_anew(part: nn.Module, *_: object) -> None:
-    """Free what is left of a forward whose backward has not come, unless that runs it again.
+def _gather_again(part: nn.Module, *_: object) -> None:
+    """Free gathered parameters of a forward whose backward has not run, except in a recomputation.
 
-    torch would compute with it, though the shares may have changed meanwhile.
+    torch would compute with them, although the shards may have changed meanwhile.
     """
     if isinstance(part, FSDPModule) and not in_backward():
         part.reshard()
 
 
 def _mesh(world: World) -> DeviceMesh:
-    """Return the mesh over which parameters are divided, slices of sequences included, and copied."""
+    """Return the mesh over which parameters are sharded, with the axis of slices, and replicated."""
     divided = world.mesh["shard"]
     if world.layout.degree("context") > 1:
         divided = world.flat_mesh("shard", "context", name="shard_context")

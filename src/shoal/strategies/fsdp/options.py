@@ -1,7 +1,7 @@
-"""Parameters, gradients and moments divided over ranks: fully sharded data parallelism (FSDP2).
+"""Options of fully sharded data parallelism (FSDP2): parameters and optimizer state are sharded.
 
 Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP). torch's `fully_shard` gathers the parameters
-of one unit at a time and scatters its gradients; the engine here says what is summed and when.
+of one unit at a time and scatters its gradients. The engine decides which sums are computed, and when.
 """
 
 from __future__ import annotations
@@ -24,21 +24,37 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP:
-    """Each rank keeps a share of every parameter, its gradient and its moments (FSDP2, HSDP).
+    """Fully sharded data parallelism (FSDP2, ZeRO): ranks shard parameters and optimizer state.
 
-    On the axis `shard` of the layout; with `replicate` besides, shares are kept that many times and
-    gradients are summed over both (HSDP). `modules` are the modules whose parameters are gathered at
-    once: patterns of names such as "blocks.*", or None for the repeated blocks of the model.
-    `reshard_after_forward` frees a unit's parameters between forward and backward (ZeRO-3); without
-    it they stay gathered until the backward has used them (ZeRO-2). `param_dtype` is the dtype in
-    which parameters are gathered and computed with, "bf16" or "fp16" (default: their own),
-    `reduce_dtype` the one in which gradients are summed. `accumulate` is "sharded" to sum gradients
-    over ranks after each micro-batch, which keeps only a share of them, or "whole" to do so after the
-    last one, which moves fewer bytes. `cpu_offload` keeps the shares in the memory of the CPU (CUDA
-    only).
+    Each rank of the layout's axis `shard` keeps a shard of every parameter, of its gradient and of its
+    optimizer state. With the axis `replicate` too, each shard has that many copies, and gradients are
+    summed over both axes (HSDP). Rajbhandari et al. 2020; Zhao et al. 2023.
 
-    `parallelize(Model, world, FSDP())`, with a function that makes the model instead of the model,
-    never has the whole of it in memory; it gets the same values.
+    `parallelize(Model, world, FSDP())`, with a function that creates the model in place of the model,
+    never has the complete model in memory. Its parameters get the same values.
+
+    Args:
+        modules: Patterns of module names, such as "blocks.*". The parameters of each match are
+            gathered together. None means the repeated blocks of the model. Default: None.
+        reshard_after_forward: Free the gathered parameters of a unit between forward and backward
+            (ZeRO-3). If False, they stay gathered until backward has used them (ZeRO-2).
+            Default: True.
+        param_dtype: The dtype in which parameters are gathered and used: "fp32", "bf16" or "fp16".
+            None means the dtype of the parameters. Default: None.
+        reduce_dtype: The dtype in which gradients are summed: "fp32", "bf16" or "fp16".
+            Default: "fp32".
+        accumulate: When to sum gradients over ranks. "sharded" sums after each micro-batch, so that a
+            rank keeps only a shard of them. "whole" sums after the last micro-batch, which moves fewer
+            bytes. Default: "sharded".
+        cpu_offload: Keep the shards in CPU memory. CUDA only. Default: False.
+
+    Raises:
+        StepError: If an option has a value that is not listed, or a unit has shared parameters,
+            complex parameters or parameters of several dtypes.
+        LayoutError: If the layout has no axis over which to shard.
+
+    Examples:
+        >>> strategy = shoal.FSDP(modules=("blocks.*",), param_dtype="bf16")
     """
 
     axes: ClassVar[tuple[str, ...]] = ("replicate", "shard")
@@ -61,16 +77,16 @@ class FSDP:
             if value not in allowed:
                 raise StepError(
                     given=f"shoal.FSDP({option}={value!r})",
-                    found=f"it is one of {', '.join(map(repr, allowed))}",
+                    found=f"{option} is one of {', '.join(map(repr, allowed))}",
                     fix="shoal.FSDP(param_dtype='bf16', reduce_dtype='fp32'), or leave it out",
                 )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Divide the model in place; in a world of one there is nothing to divide."""
+        """Shard the model in place. In a world of size 1, only move it to the device."""
         if self.cpu_offload and world.device.type == "cpu":
             raise StepError(
                 given="shoal.FSDP(cpu_offload=True) on the CPU",
-                found="the shares are in its memory already",
+                found="the shards are in CPU memory already",
                 fix="leave cpu_offload out",
             )
         units = find_units(model, self.modules)
@@ -80,10 +96,10 @@ class FSDP:
         if world.layout.degree("shard") * world.layout.degree("context") == 1:
             raise LayoutError(
                 given=f"shoal.FSDP() with layout='{world.layout}'",
-                found="no axis over which parameters could be divided",
+                found="the layout has no axis over which parameters could be sharded",
                 fix="shoal.init(layout='shard=-1'), or 'replicate=2,shard=-1' to keep two copies",
             )
-        from shoal.strategies.fsdp.engine import fsdp_engine  # which brings DTensor and half a second
+        from shoal.strategies.fsdp.engine import fsdp_engine  # imports DTensor, which takes 0.5 s
 
         self.divide(model, units, world)
         if any(p.is_meta for p in model.parameters()):
@@ -92,7 +108,7 @@ class FSDP:
         return fsdp_engine(model, world, whole=whole, reshard=reshard)
 
     def divide(self, module: nn.Module, units: Sequence[nn.Module], world: World) -> None:
-        """Divide the parameters of `module` in place, gathered unit by unit; see `apply`."""
+        """Shard the parameters of `module` in place; each unit is gathered separately. See `apply`."""
         from shoal.strategies.fsdp.engine import divide
 
         divide(
@@ -107,7 +123,7 @@ class FSDP:
 
 
 def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise StepError for what FSDP2 divides wrongly: shared, complex or mixed parameters."""
+    """Raise StepError for parameters that FSDP2 shards wrongly: shared, complex or of mixed dtypes."""
     inside = {id(part): number for number, unit in enumerate(units) for part in unit.modules()}
     owners: dict[int, tuple[int, str]] = {}
     kinds: dict[int, tuple[torch.dtype, str]] = {}
@@ -117,17 +133,19 @@ def _check_parameters(model: nn.Module, units: Sequence[nn.Module]) -> None:
             owner, other = owners.setdefault(id(parameter), (unit, name))
             dtype, typical = kinds.setdefault(unit, (parameter.dtype, name))
             if parameter.is_complex():
-                found = f"{name} is complex, and FSDP2 sums real numbers"
+                found = f"{name} is complex, and FSDP2 can only sum real numbers"
                 fix = (
                     "nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex(self.w) in forward"
                 )
             elif owner != unit:
                 found = (
-                    f"{other} and {name} are one parameter of two units, gathered at different times"
+                    f"{other} and {name} are one parameter in two units, gathered at different times"
                 )
-                fix = "units that hold both or neither: shoal.FSDP(modules=()) makes the model one unit"
+                fix = "units that hold both or neither; with shoal.FSDP(modules=()), the model is one"
             elif dtype != parameter.dtype:
-                found = f"{typical} is {dtype} and {name} {parameter.dtype}; a unit has one dtype"
+                found = (
+                    f"{typical} is {dtype}, and {name} is {parameter.dtype}; a unit has a single dtype"
+                )
                 fix = "model.to(torch.float32), or modules=(…) that separate them"
             else:
                 continue

@@ -1,1 +1,1 @@
-"""Models cut into stages: the trace, the stages, the check against the whole model."""
+"""Splitting a model into stages: the trace, the stages, the comparison with the original model."""

@@ -1,4 +1,4 @@
-"""Which ranks run which stage of a model, and who takes which micro-batch: as plain values."""
+"""Assignment of stages to ranks and of micro-batches to workers, as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.util.errors import LayoutError, StepError
 class Crew:
     """The ranks of each stage, by the stage's name, in the order of the stages.
 
-    The first rank of the last stage drives: it takes the loss, and begins backward.
+    The first rank of the last stage is the driver: it computes the loss and starts backward.
 
         >>> crew = Crew(("front", "back"), ((0,), (1, 2)))
         >>> crew.driver, crew.worker(1, micro=3), list(crew.micros(2, 4))
@@ -38,25 +38,25 @@ class Crew:
         return tuple(rank for ranks in self.ranks for rank in ranks)
 
     def stage(self, rank: int) -> int:
-        """The stage that `rank` runs."""
+        """Return the stage that `rank` runs."""
         return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
     def worker(self, stage: int, micro: int) -> int:
-        """The rank that takes a micro-batch through a stage: they are dealt in turn."""
+        """Return the rank that runs a micro-batch through a stage: its ranks take turns."""
         ranks = self.ranks[stage]
         return ranks[micro % len(ranks)]
 
     def workers(self, micro: int) -> tuple[int, ...]:
-        """The ranks that a micro-batch passes, in their order."""
+        """Return the ranks that a micro-batch passes, in order."""
         return tuple(self.worker(stage, micro) for stage in range(len(self.ranks)))
 
     def micros(self, rank: int, count: int) -> range:
-        """Which of `count` micro-batches `rank` takes."""
+        """Return which of `count` micro-batches `rank` runs."""
         ranks = self.ranks[self.stage(rank)]
         return range(ranks.index(rank), count, len(ranks))
 
     def title(self, rank: int) -> str:
-        """A rank as people know it: "rank 2 (stage 'back')"."""
+        """Return the description of a rank for messages, such as "rank 2 (stage 'back')"."""
         return f"rank {rank} (stage {self.names[self.stage(rank)]!r})"
 
 
@@ -66,7 +66,7 @@ def crew_of(
     peers: Sequence[int],
     given: str,
 ) -> Crew:
-    """The crew of the ranks `peers`; `workers` are places among them, one for each stage if None.
+    """Return the crew of the ranks `peers`. `workers` are indices into `peers`; None: one per stage.
 
     Raises LayoutError unless each of the ranks runs one stage.
     """
@@ -75,13 +75,13 @@ def crew_of(
     missing = sorted({place for place in taken if not 0 <= place < len(peers)})
     idle = sorted({*range(len(peers))} - {*taken})
     if missing or idle:
-        which = "no rank " if missing else "nothing to run for rank "
+        which = "no rank " if missing else "no stage for rank "
         found = f"{which}{', '.join(map(str, missing or idle))} among {len(peers)}"
         raise LayoutError(
             given=given,
-            found=f"{found}, of which each runs one stage: {', '.join(names)}",
+            found=f"{found}; each rank runs one of the stages {', '.join(names)}",
             fix=f"shoal run -n {len(taken)} …; or workers={{{names[0]!r}: (0,), …}} with all of the "
-            f"ranks 0 to {len(peers) - 1}, several of them for a stage that takes long",
+            f"ranks 0 to {len(peers) - 1}, and several of them for a slow stage",
         )
     return Crew(tuple(names), tuple(tuple(peers[place] for place in some) for some in places))
 
@@ -89,11 +89,12 @@ def crew_of(
 def split_points(
     calls: Sequence[str], stages: Mapping[str, Sequence[str]], bare: frozenset[str], given: str
 ) -> list[str]:
-    """Before which of the modules that the model `calls` each stage but the first begins.
+    """Return the first called module of each stage except the first stage.
 
-    `stages` gives for each stage the modules in it, or such that hold them. What it does not name
-    goes with the module before, if it is `bare` of parameters and buffers. Raises StepError for
-    modules that are not called or in no stage, and for stages that don't follow each other.
+    `calls` are the modules that the model calls, and `stages` the modules of each stage, or modules
+    that contain them. A module in no stage belongs to the stage of the module before it, if it is in
+    `bare`: without parameters and buffers. Raises StepError for modules that are not called or in no
+    stage, and for stages that do not follow each other.
     """
     for name, modules in stages.items():
         for module in modules:
@@ -102,7 +103,7 @@ def split_points(
                     given=given,
                     found=f"stage {name!r} has {module!r}, which the model does not call; it calls "
                     + ", ".join(calls),
-                    fix="names of modules as in named_modules(), each of which forward calls",
+                    fix="names of modules as in named_modules() that the forward calls",
                 )
     owners = {call: _owner(call, stages, bare, given) for call in calls}
     order, points = list(stages), []
@@ -116,8 +117,8 @@ def split_points(
             behind = "the model's inputs" if before[1] < 0 else f"{before[0]} of {order[before[1]]!r}"
             raise StepError(
                 given=given,
-                found=f"the stages do not chain: after {behind} the model calls {call} of {owner!r}",
-                fix="stages in the order in which forward calls their modules: " + ", ".join(calls),
+                found=f"stages out of order: after {behind} the model calls {call} of {owner!r}",
+                fix="stages in the order in which the forward calls their modules: " + ", ".join(calls),
             )
         if number > max(0, before[1]):
             points.append(call)
@@ -128,7 +129,7 @@ def split_points(
 def _owner(
     call: str, stages: Mapping[str, Sequence[str]], bare: frozenset[str], given: str
 ) -> str | None:
-    """The stage that a called module is in; None for one that goes with the module before."""
+    """Return the stage of a called module, or None for the stage of the module before it."""
     named = [name for name, some in stages.items() if any(_within(call, module) for module in some)]
     if len(named) > 1:
         raise StepError(

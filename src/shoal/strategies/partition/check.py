@@ -1,4 +1,4 @@
-"""Checks that a split model computes the same as the whole one: both run on the first batch."""
+"""Comparison of a split model with the original model: both run on the first batch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shoal.util.errors import ShoalError, StepError
 
 
 class CutProof:
-    """Runs stages and uncut model on the first batch of each structure, in each mode, and compares.
+    """Comparison of stages and original model on the first batch of each structure, in each mode.
 
-    Memory: the outputs, copies of what `untouched` puts back, and where the two differ what comes to
-    each module of this rank.
+    Memory: the outputs, the copies of `untouched`, and, if the two differ, the inputs of each module
+    of this rank.
     """
 
     def __init__(self, uncut: Uncut, model: nn.Module, world: World, given: str) -> None:
@@ -45,15 +45,15 @@ class CutProof:
         flow: Callable[[], Any],
         autocast: torch.dtype | None,
     ) -> None:
-        """Raise StepError on all ranks where the two differ on a batch of a new structure. Collective.
+        """Raise StepError on all ranks if the two differ on a batch of a new structure. Collective.
 
-        `structure` is that of the batch, the same on all ranks of the line. Raises StepError too where
-        the stages change a tensor of `batch`, the user's own, in place.
+        `structure` is that of the batch, the same on all ranks of the pipeline. Also raises StepError
+        if the stages change a tensor of the user's `batch` in place.
         """
         key = (structure_of(structure), self._model.training, autocast)
         if key in self._proved:
             return
-        # The first proof is of all ranks at the same time, a later one of those that share the batch.
+        # All ranks make the first comparison at the same time; later ones are per pipeline.
         gather = self._uncut.members.gather if self._proved else self._world.gather
         output = self._run(batch, inputs, flow, gather)
         found = self._found(output, inputs, flow, autocast)
@@ -61,9 +61,9 @@ class CutProof:
         if found is not None:
             raise StepError(
                 given=self._given,
-                found=f"the split model differs from the whole one: {found}",
-                fix="move that code of the model's own forward into a submodule, which then stays "
-                "whole, or choose split points further outside",
+                found=f"the split model differs from the original model: {found}",
+                fix="move that code of the model's forward into a submodule, which is not split, or "
+                "choose split points that are not inside this module",
             )
         self._proved.add(key)
 
@@ -74,8 +74,8 @@ class CutProof:
         flow: Callable[[], Any],
         gather: Callable[[object], list[Any]],
     ) -> Any:
-        """The output of the stages. An error of one rank is raised on all, there from its cause."""
-        output, error, told = None, None, None
+        """Return the output of the stages. Raise the error of one rank on all ranks."""
+        output, error, shown = None, None, None
         try:
             with untouched(self._model, (batch, inputs())):
                 noted = [(tensor, version(tensor)) for tensor in batch_tensors(batch)]
@@ -83,17 +83,17 @@ class CutProof:
                 self._refuse_changes([tensor for tensor, before in noted if version(tensor) != before])
         except Exception as caught:
             error = caught
-            told = error if isinstance(error, ShoalError) else self._described(error)
+            shown = error if isinstance(error, ShoalError) else self._described(error)
         try:
-            errors = [other for other in gather(told) if other is not None]
+            errors = [other for other in gather(shown) if other is not None]
         except RuntimeError:
             if error is not None:  # it explains more than the loss of a rank
                 raise error from None
             raise
         if isinstance(error, ShoalError):
             raise error
-        if told is not None:
-            raise told from error
+        if shown is not None:
+            raise shown from error
         if errors:
             raise errors[0]
         return output
@@ -102,7 +102,7 @@ class CutProof:
         return StepError(
             given=f"{self._given}, on rank {self._world.rank}",
             found=f"{type(error).__name__}: {error}",
-            fix="see the traceback on that rank; python train.py, in one process, may show more",
+            fix="see the traceback on that rank; python train.py in one process may show more",
         )
 
     def _found(
@@ -112,19 +112,19 @@ class CutProof:
         flow: Callable[[], Any],
         autocast: torch.dtype | None,
     ) -> str | None:
-        """How the two differ, if they do; the same on all ranks of the line."""
+        """Return the first difference, or None; the same on all ranks of the pipeline."""
         try:
             expected = self._expected(inputs, autocast)
         except DiffersError as error:
             return str(error)
         except CannotTravelError as error:
-            self._say(f"a module returns what can't be sent to other ranks ({error})")
+            self._say(f"a module returns an object that cannot be sent to other ranks ({error})")
             return None
         except Exception as error:
             text = (
                 str(error) if isinstance(error, FailsUncutError) else f"{type(error).__name__}: {error}"
             )
-            return f"it runs where one process fails: {text}"
+            return f"it runs, but fails in one process: {text}"
         if not self._anywhere(self._apart(output, expected, autocast)):
             return None
         return self._place(inputs, flow, output, autocast)
@@ -140,7 +140,7 @@ class CutProof:
         output: Any,
         autocast: torch.dtype | None,
     ) -> str | None:
-        """Where the two differ first: both run again, and what comes to each module is compared."""
+        """Return the first difference: run both again and compare the inputs of each module."""
         found: dict[int, list[Tensor]] = {}
         with untouched(self._model, inputs()), _noting(self._uncut, found):
             again = flow()
@@ -148,7 +148,7 @@ class CutProof:
         self._expected(inputs, autocast)
         seen, self._uncut.seen = self._uncut.seen, None
         if self._anywhere(self._apart(again, output, autocast)):
-            self._say("its stages compute something else each time they run")
+            self._say("its stages return different results in each run")
             return None
         mine = [i for i, tensors in seen if self._apart(found.get(i), tensors, autocast)]
         everyone = self._uncut.members.gather(min(mine, default=None))
@@ -162,7 +162,7 @@ class CutProof:
         return any(self._uncut.members.gather(apart))
 
     def _apart(self, found: Any, expected: Any, autocast: torch.dtype | None) -> bool:
-        """Whether two trees differ by more than rounding; a rank without an output says no."""
+        """Return whether two trees differ by more than rounding; False on a rank without output."""
         if found is None:
             return False
         ours, theirs = _leaves(found), _leaves(expected)
@@ -172,23 +172,23 @@ class CutProof:
         return any(_differ(*pair, dtypes) for pair in zip(ours, theirs, strict=True))
 
     def _refuse_changes(self, changed: Sequence[Tensor]) -> None:
-        """Each rank has the batch of its own: what one stage changes in it, the loss does not see."""
+        """Raise StepError for changes of the batch in place, which other ranks would not see."""
         if changed:
             raise StepError(
                 given=self._given,
                 found="one of its modules changes a tensor of the batch in place, of shape "
-                f"{tuple(changed[0].shape)}, which the loss and the other stages get unchanged on "
-                "their ranks",
+                f"{tuple(changed[0].shape)}; the loss and the other stages get the original on other "
+                "ranks",
                 fix="x = x * 2 in place of x.mul_(2) or x *= 2 in that module",
             )
 
     def _say(self, why: str) -> None:
-        self._world.print(f"shoal: {self._given} can't be compared with the whole model: {why}")
+        self._world.print(f"shoal: {self._given} cannot be compared with the original model: {why}")
 
 
 @contextmanager
 def _noting(uncut: Uncut, found: dict[int, list[Tensor]]) -> Iterator[None]:
-    """Note what comes to the modules of this rank's stages."""
+    """Record the inputs of the modules of this rank's stages."""
 
     def hook(places: Iterator[int]) -> Callable[..., None]:
         def note(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -210,20 +210,20 @@ def _noting(uncut: Uncut, found: dict[int, list[Tensor]]) -> Iterator[None]:
 
 
 def structure_of(tree: Any) -> object:
-    """What a forward may decide by without reading tensors: classes, dtypes, None, flags."""
+    """Return the properties on which a traced forward may branch: classes, dtypes, None, flags."""
     if isinstance(tree, Tensor):
         return tree.dtype, tree.dim()
     if isinstance(tree, dict):
         return tuple((str(key), structure_of(value)) for key, value in tree.items())
     if isinstance(tree, tuple):
         return type(tree), tuple(structure_of(value) for value in tree)
-    if isinstance(tree, list):  # of any length, as of one item for each sample
+    if isinstance(tree, list):  # of any length, such as one item per sample
         return type(tree), frozenset(structure_of(value) for value in tree)
     return tree if tree is None or isinstance(tree, bool) else type(tree)
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, and of objects in it that torch does not know."""
+    """Return the leaves of a tree, and of objects in it that torch does not know."""
     leaves: list[Any] = []
     for leaf in tree_leaves(tree):
         inside = None if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", None)

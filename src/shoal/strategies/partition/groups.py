@@ -1,4 +1,4 @@
-"""Which ranks of a world run the same stage, and which the stages of one copy of the model."""
+"""Groups of ranks: those that run the same stage, and those with the stages of one replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.strategies.partition.members import StageRanks
 
 
 def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGroup | None]:
-    """The ranks that run this rank's stage, and their group if there are several. Collective."""
+    """Return the ranks that run this rank's stage, and their group if there are several. Collective."""
     lines = list(world.layout.groups("pipeline"))
     mine = world.layout.group(world.rank, "pipeline")
     found: tuple[tuple[int, ...], dist.ProcessGroup | None] = ((), None)
@@ -25,7 +25,7 @@ def peers_of(world: World, crew: Crew) -> tuple[tuple[int, ...], dist.ProcessGro
 
 
 def members_of(world: World, crew: Crew) -> StageRanks:
-    """The ranks of this copy of the model, the first of each stage as its owner. Collective."""
+    """Return the ranks of this replica, with the first one of each stage as its owner. Collective."""
     mine = world.layout.group(world.rank, "pipeline")
     owners = [mine.index(ranks[0]) for ranks in crew.ranks]
     group = world.mesh["pipeline"].get_group()

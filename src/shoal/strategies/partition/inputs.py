@@ -1,4 +1,4 @@
-"""The stages of a model that this rank keeps: their memory, and what they are called with."""
+"""The stages of a model that this rank keeps: their memory and their inputs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shoal.strategies.partition.stages import Stage
 from shoal.util.errors import StepError
 
 Inputs: TypeAlias = dict[str, Any]
-"""What the model is called with, by the names of its arguments."""
+"""The inputs of the model, by the names of its arguments."""
 
 
 def hold(model: nn.Module, kept: Sequence[Stage], device: torch.device) -> None:
-    """Give what is left of `model` memory on `device`; the stages have the very same tensors."""
+    """Allocate the rest of `model` on `device`. Its stages use the same tensors."""
     if any(p.is_meta for p in model.parameters()):
         give_memory(model, device)
         for stage in kept:
@@ -28,7 +28,7 @@ def hold(model: nn.Module, kept: Sequence[Stage], device: torch.device) -> None:
 
 
 def bring(model: nn.Module, kept: Sequence[Stage], device: torch.device) -> None:
-    """Move stages that have their memory to `device`; `model` gets the very same tensors."""
+    """Move allocated stages to `device`. `model` uses the same tensors."""
     for stage in kept:
         stage.body.to(device)
         _share(stage.body, model, stage.names)
@@ -36,8 +36,8 @@ def bring(model: nn.Module, kept: Sequence[Stage], device: torch.device) -> None
 
 
 def evaluating(module: nn.Module) -> nn.Module:
-    """The module in evaluation, with the very same tensors; its own mode stays as it is."""
-    if isinstance(module, torch.jit.ScriptModule):  # which has no other mode beside its own
+    """Return a copy of the module in eval mode with the same tensors. The module keeps its mode."""
+    if isinstance(module, torch.jit.ScriptModule):  # cannot be copied in another mode
         return module
     return copy_with_children(module, evaluating, training=False)
 
@@ -45,20 +45,20 @@ def evaluating(module: nn.Module) -> nn.Module:
 def by_name(
     signature: inspect.Signature, positional: Sequence[Any], named: Mapping[str, Any], kind: str
 ) -> Inputs:
-    """Inputs of a model, a `kind`, by name; StepError for what does not fit its signature."""
+    """Return inputs of a model of class `kind` by name. Raise StepError if they do not fit."""
     try:
         return dict(signature.bind(*positional, **named).arguments)
     except TypeError as error:
         raise StepError(
-            given=f"the inputs of a {kind} in stages: {len(positional)} by place, "
-            f"{sorted(named)} by name",
+            given=f"the inputs of a {kind} in stages: {len(positional)} positional, "
+            f"{sorted(named)} by keyword",
             found=f"{error}; arguments with defaults keep them",
             fix=f"shoal.Task(loss, inputs=…) with {', '.join(signature.parameters)}",
         ) from None
 
 
 def _share(source: nn.Module, target: nn.Module, names: frozenset[str]) -> None:
-    """Let `target` have the very tensors that `source` has under these names."""
+    """Let `target` use the tensors of `source` with these names."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
         ours, theirs = source.get_submodule(owner), target.get_submodule(owner)

@@ -1,4 +1,4 @@
-"""The ranks that have the stages of one copy of a model, and how one tells the others what it has."""
+"""The ranks that have the stages of one replica, and their collectives on trees of tensors."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from shoal.util.errors import AgreementError
 
 
 class CannotTravelError(Exception):
-    """What a module returns can't be sent to the other ranks."""
+    """Error for an output of a module that cannot be sent to the other ranks."""
 
 
 class StageRanks(NamedTuple):
-    """The ranks of one copy of the model, by their places in a group."""
+    """The ranks of one replica, by their indices in a group."""
 
     group: dist.ProcessGroup
     place: int
-    """This rank's own."""
+    """Index of this rank."""
     owners: Sequence[int]
-    """Of the rank that runs each stage."""
+    """Indices of the ranks that run the stages."""
     device: torch.device
 
     def tell(self, source: int, tree: Any) -> Any:
-        """Return the tree of the rank at `source` on all ranks, on their device. Collective.
+        """Broadcast the tree of the rank at `source` to the device of each rank. Collective.
 
-        Raises CannotTravelError on all ranks for what can't be sent; see `shoal.distributed.codec`.
+        Raises CannotTravelError on all ranks for a tree that cannot be sent; see
+        `shoal.distributed.codec`.
         """
         try:
-            told = objects.broadcast(tree if self.place == source else None, self.group, source)
+            received = objects.broadcast(tree if self.place == source else None, self.group, source)
         except AgreementError as error:
             raise CannotTravelError(error.found) from None
-        return tree if self.place == source else move(told, self.device)
+        return tree if self.place == source else move(received, self.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by place. Collective."""
+        """Return the values of all ranks, by index. Collective."""
         return objects.gather(value, self.group)

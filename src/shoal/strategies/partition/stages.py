@@ -1,8 +1,8 @@
-"""A model cut into consecutive stages: its outer forward as a graph, cut before modules that are named.
+"""Splitting of a model into consecutive stages: its outer forward as a graph, split before modules.
 
-Only what holds a split point is traced, by torch.fx, without running anything; every module inside of
-that stays whole and the user's own. What a later stage needs travels through the stages in between, but
-for what follows from the model's inputs alone: these every stage has.
+torch.fx traces only modules that contain a split point, without running them. Other modules are not
+split and remain the user's modules. Values for a later stage pass through the stages in between, except
+values computed from the model's inputs alone: every stage has these inputs.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shoal.strategies.partition.trace import IN_PLACE, expect_tensor, graph_of
 from shoal.util.errors import StepError
 
 _DRAWING = ("dropout", "rand", "bernoulli", "normal", "multinomial")
-"""What functions that draw random numbers are called like: two stages must not draw twice."""
+"""Parts of the names of random functions: two stages must not draw the same numbers twice."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: what runs it, what it is made of, and what reaches it from the stage before."""
+    """One stage: its graph, its tensors and modules, and the values from the stage before."""
 
     body: fx.GraphModule
-    """Called with what is received, then with those of the model's inputs that it needs."""
+    """Its arguments are the received values, then the inputs of the model that it needs."""
     received: tuple[str, ...]
     needed: tuple[str, ...]
     names: frozenset[str]
@@ -41,7 +41,7 @@ class Stage:
     """The modules that it calls."""
 
     def learning_twice(self) -> list[str]:
-        """The modules with parameters that it calls more than once."""
+        """Return the modules with trainable parameters that the stage calls more than once."""
         calls = Counter(str(n.target) for n in self.body.graph.nodes if n.op == "call_module")
         return [
             name
@@ -52,34 +52,34 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outer:
-    """The forward of a model as a graph in which each module that is not cut is one node."""
+    """The forward of a model as a graph in which each module that is not split is one node."""
 
     model: nn.Module
     graph: fx.Graph
     signature: inspect.Signature
-    """Of the inputs that the model is called with."""
+    """Signature of the required inputs of the model."""
     asked: str = "shoal.Pipeline(…)"
-    """What the user has written to have it cut."""
+    """The strategy as the user wrote it, for errors."""
 
     @property
     def given(self) -> str:
-        """The same, with the model."""
+        """The strategy and the model, for errors."""
         return f"{self.asked} around {type(self.model).__name__}"
 
     def calls(self) -> list[str]:
-        """The names of the modules that are called, in their order."""
+        """Return the names of the called modules, in order."""
         return [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
 
     def cut(self, before: Sequence[str], given: str) -> list[Stage]:
-        """The stages between the modules `before`; StepError, with `given`, where they can't be."""
+        """Return the stages that begin at the modules `before`. Raise StepError for wrong ones."""
         nodes = list(self.graph.nodes)
         numbers = [self._number(nodes, name, given) for name in before]
         if sorted(set(numbers)) != numbers or 0 in numbers:
             raise StepError(
                 given=given,
-                found="stages follow each other in the order in which the model calls its parts: "
+                found="split points must be in the order in which the model calls its modules: "
                 + ", ".join(self.calls()),
-                fix="each split point once, in this order, and not the first part",
+                fix="each split point once, in this order, and not the first module",
             )
         stage_of = {
             node: sum(number <= index for number in numbers) for index, node in enumerate(nodes)
@@ -89,7 +89,7 @@ class Outer:
         return [_Part(self, stage_of, local, number).stage() for number in range(len(before) + 1)]
 
     def changes(self, node: fx.Node) -> fx.Node | None:
-        """What this node changes in place, if anything."""
+        """Return the node that this one changes in place, or None."""
         name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
         if node.op == "call_module":
             there = getattr(self.model.get_submodule(str(node.target)), "inplace", False) is True
@@ -100,15 +100,15 @@ class Outer:
         return changed if isinstance(changed, fx.Node) else None
 
     def _refuse_changes(self, local: set[fx.Node]) -> None:
-        """Each stage has the inputs of its own: what one of them changes, the others don't see."""
+        """Raise StepError for changes of inputs or attributes in place, which stages do not share."""
         for node in self.graph.nodes:
             changed = self.changes(node)
             if changed in local or (changed is not None and changed.op == "get_attr"):
                 raise StepError(
                     given=self.given,
-                    found=f"its own forward changes {changed} in place ({node.target})",
-                    fix="x = x * 2 in place of x *= 2 or x.mul_(2); what counts calls, into a module "
-                    "of its own",
+                    found=f"its forward changes {changed} in place ({node.target})",
+                    fix="x = x * 2 in place of x *= 2 or x.mul_(2); move counters of calls into a "
+                    "separate module",
                 )
 
     def _number(self, nodes: Sequence[fx.Node], name: str, given: str) -> int:
@@ -118,17 +118,17 @@ class Outer:
                 return 0 if first_module else number
         raise StepError(
             given=given,
-            found=f"{type(self.model).__name__} calls no part {name!r}; it calls "
+            found=f"{type(self.model).__name__} does not call a module {name!r}; it calls "
             + ", ".join(self.calls()),
-            fix="split points are names of modules, as in named_modules(), before which to cut",
+            fix="split points are names of modules as in named_modules(), each the first of a stage",
         )
 
 
 def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> Outer:
-    """The forward of `model` and of the modules `opened`, as a graph; nothing is run.
+    """Return the forward of `model` and of the modules `opened` as a graph, without running it.
 
-    `asked` is what the user has written to have it cut. Raises StepError for what can't be traced:
-    decisions that depend on tensors, and code that differs between training and evaluation.
+    `asked` is the strategy as the user wrote it, for errors. Raises StepError for code that cannot be
+    traced: branches on tensors, and code that differs between training and evaluation.
     """
     given = f"{asked} around {type(model).__name__}"
     parameters = list(inspect.signature(model.forward).parameters.values())
@@ -136,20 +136,20 @@ def trace(model: nn.Module, opened: Iterable[str], asked: str = Outer.asked) -> 
     if several:
         raise StepError(
             given=given,
-            found=f"its forward takes any number of inputs, as {several[0]}",
-            fix="def forward(self, x): …, with the inputs by name",
+            found=f"its forward takes any number of inputs, {several[0]}",
+            fix="def forward(self, x): …, with a name for each input",
         )
     signature = inspect.Signature([p for p in parameters if p.default is p.empty])
     return Outer(model, graph_of(model, set(opened), signature, given), signature, asked)
 
 
 def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What follows from the model's inputs alone, without its modules and parameters."""
+    """Return the nodes computed from the model's inputs alone, without modules and parameters."""
     local: set[fx.Node] = set()
     for node in nodes:
         draws = any(word in str(node.target) for word in _DRAWING)
         computed = node.op in ("call_function", "call_method") and not draws
-        computed = computed and node.target is not expect_tensor  # which each stage would repeat
+        computed = computed and node.target is not expect_tensor  # each stage would repeat it
         if node.op == "placeholder" or (
             computed and node.all_input_nodes and local.issuperset(node.all_input_nodes)
         ):
@@ -158,7 +158,7 @@ def _local(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 class _Part:
-    """Builds one stage."""
+    """Builder of one stage."""
 
     def __init__(
         self, outer: Outer, stage_of: Mapping[fx.Node, int], local: set[fx.Node], number: int
@@ -182,7 +182,7 @@ class _Part:
         used = {i for node in mine for i in node.all_input_nodes} & self._local
         self._place_inputs([*used, *(node for node in mine if node in self._local)])
         for node in received:
-            if node in changed:  # autograd refuses it for what arrives
+            if node in changed:  # autograd does not allow it for received leaves
                 self._copies[node] = self._graph.call_method("clone", (self._copies[node],))
         for node in mine:
             if node.op == "output":
@@ -201,7 +201,7 @@ class _Part:
         )
 
     def _crossing(self, boundary: int) -> list[fx.Node]:
-        """What was computed before stage `boundary` and is used there or later."""
+        """Return the nodes computed before stage `boundary` and used there or later."""
         return [
             node
             for node, stage in self._stage_of.items()
@@ -211,7 +211,7 @@ class _Part:
         ]
 
     def _place_inputs(self, wanted: Sequence[fx.Node]) -> None:
-        """The model's inputs that this stage needs, in the order in which the model takes them."""
+        """Add the model's inputs that this stage needs, in the order of the model's signature."""
         found: set[fx.Node] = set()
         pending = list(wanted)
         while pending:
@@ -237,7 +237,7 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def tied(stages: Sequence[Stage], owners: Sequence[int]) -> tuple[str, str] | None:
-    """Two names of one parameter that stages of different owners hold, if there are such."""
+    """Return two names of one parameter in stages of different owners, or None."""
     seen: dict[int, tuple[int, str]] = {}
     for stage, owner in zip(stages, owners, strict=True):
         for name, parameter in stage.body.named_parameters(remove_duplicate=False):
@@ -248,16 +248,16 @@ def tied(stages: Sequence[Stage], owners: Sequence[int]) -> tuple[str, str] | No
 
 
 def refuse_tied(stages: Sequence[Stage], owners: Sequence[int], given: str, fix: str) -> None:
-    """StepError where stages on different ranks hold one parameter."""
+    """Raise StepError if stages on different ranks have the same parameter."""
     both = tied(stages, owners)
     if both is not None:
         one, other = both
         found = f"{one} and {other} are one parameter" if one != other else f"{one} is used"
-        raise StepError(given=given, found=f"{found} of two stages on different ranks", fix=fix)
+        raise StepError(given=given, found=f"{found} in two stages on different ranks", fix=fix)
 
 
 def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) -> None:
-    """Take out of `model` what only `others` need; the names of the rest stay."""
+    """Remove modules and tensors from `model` that only `others` need. Other names stay the same."""
     kept = frozenset[str]().union(*(stage.names for stage in mine))
     called = frozenset[str]().union(*(stage.modules for stage in mine))
     for stage in others:
@@ -268,14 +268,14 @@ def keep_only(model: nn.Module, mine: Sequence[Stage], others: Sequence[Stage]) 
             owner, _, attribute = name.rpartition(".")
             try:
                 part = model.get_submodule(owner)
-            except AttributeError:  # went with its module
+            except AttributeError:  # removed with its module
                 continue
             parameters(part).pop(attribute, None)
             buffers(part).pop(attribute, None)
 
 
 def opened_by(names: Iterable[str]) -> set[str]:
-    """The modules that hold those of `names`, without the model itself."""
+    """Return the modules that contain those of `names`, without the model itself."""
     return {
         ".".join(parts[:end])
         for parts in (name.split(".") for name in names)
@@ -284,7 +284,7 @@ def opened_by(names: Iterable[str]) -> set[str]:
 
 
 def chains(model: nn.Module) -> set[str]:
-    """The Sequentials and lists of the model that are no part of a block: what may be cut anywhere."""
+    """Return the Sequentials and lists of the model outside blocks, which may be split anywhere."""
     found: set[str] = set()
     pending = [("", model)]
     while pending:
@@ -298,7 +298,7 @@ def chains(model: nn.Module) -> set[str]:
 
 
 def seconds(outer: Outer, arguments: Sequence[Any], device: torch.device) -> list[float]:
-    """How long each node of the graph takes forward on `arguments`: the least of three runs."""
+    """Return the forward time of each node on `arguments`, in seconds: the least of three runs."""
     timed = [0.0] * len(outer.graph.nodes)
     module = fx.GraphModule(copy.deepcopy(outer.model).eval().to(device), outer.graph)
     arguments = [tree_map(lambda leaf: _on(device, leaf), argument) for argument in arguments]
@@ -327,9 +327,10 @@ def _on(device: torch.device, leaf: Any) -> Any:
 
 
 def balanced(costs: Sequence[tuple[str | None, float]], stages: int) -> list[str]:
-    """Where to cut so that the most expensive of `stages` costs least; costs in the nodes' order.
+    """Return the split points that minimize the cost of the most expensive stage.
 
-    A node with a name may begin a stage. Raises ValueError where there are too few of them.
+    `costs` has a name and a cost for each node, in order. A node with a name may begin a stage. Raises
+    ValueError if there are fewer of them than `stages`.
     """
     starts = [0, *(number for number, (name, _) in enumerate(costs) if name is not None)][1:]
     if len(starts) < stages:
@@ -337,8 +338,8 @@ def balanced(costs: Sequence[tuple[str | None, float]], stages: int) -> list[str
     sums = [0.0]
     for _, cost in costs:
         sums.append(sums[-1] + cost)
-    bounds = [0, *starts[1:], len(costs)]  # what comes before the first part goes with it
-    # best[k][i]: the least possible maximum of k stages over what comes before bounds[i].
+    bounds = [0, *starts[1:], len(costs)]  # nodes before the first part belong to it
+    # best[k][i]: the least possible maximum of k stages over the nodes before bounds[i].
     best = [[float("inf")] * len(bounds) for _ in range(stages + 1)]
     came = [[0] * len(bounds) for _ in range(stages + 1)]
     best[0][0] = 0.0

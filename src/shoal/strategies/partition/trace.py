@@ -1,9 +1,9 @@
-"""The outer forward of a model as a graph: torch.fx, with values that say truly what they stand for.
+"""The outer forward of a model as a graph: torch.fx with proxies that behave like tensors.
 
-torch's own proxies are no tensors, have every attribute, and forget under which `no_grad` they were
-computed, so that a forward takes other branches with them than with tensors, in silence. Here a value
-is a tensor when the forward asks for its class, which a node of the graph verifies on every batch;
-whatever a graph can't hold raises StepError with the line of the forward.
+torch's proxies are not tensors, have every attribute, and forget under which `no_grad` they were
+computed, so that a forward silently takes other branches with them than with tensors. Here a proxy is a
+tensor when the forward asks for its class, and a node of the graph verifies this on every batch. Code
+that a graph cannot represent raises StepError with the line of the forward.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ IN_PLACE = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
     *("iand", "ior", "ixor", "ilshift", "irshift"),
 )
-"""The functions of `operator` for `+=` and its like."""
+"""The functions of `operator` for `+=` and the other in-place operators."""
 
 _TORCH, _HERE = Path(torch.__file__).parent, Path(__file__)
 _OWN = {"tracer", "node", "root", "attr", "_node"}
-"""What torch itself sets on a proxy."""
-_MODULE = "move that code into a submodule, which then stays whole"
+"""Attributes that torch itself sets on a proxy."""
+_MODULE = "move that code into a submodule, which is not split"
 
 
 class _TraceMode(NamedTuple):
-    """In which a forward is traced."""
+    """Mode in which a forward is traced."""
 
     training: bool = True
     gradients: bool = True
@@ -50,21 +50,21 @@ class _TraceMode(NamedTuple):
 
 
 _MODES = (
-    (_TraceMode(), "each time: it counts, or reads what changes outside of it", _MODULE),
+    (_TraceMode(), "each time: it counts, or reads a value that changes elsewhere", _MODULE),
     (
         _TraceMode(training=False),
         "in training as in evaluation",
-        "put what differs into modules of its own: nn.Dropout in place of F.dropout",
+        "move the difference into a submodule: nn.Dropout in place of F.dropout",
     ),
     (_TraceMode(gradients=False), "with gradients as without them", _MODULE),
     (_TraceMode(training=False, gradients=False), "with gradients as without them", _MODULE),
     (_TraceMode(autocast=True), "under autocast as without it", _MODULE),
 )
-"""Where it is traced again, and what to say if the graph is another one there."""
+"""Modes of the further traces, with the difference and the fix to report for another graph."""
 
 
 class _RefusedError(Exception):
-    """What a graph can't hold, and what to write in its place."""
+    """Error for code that a graph cannot represent, with its replacement."""
 
     def __init__(self, found: str, fix: str = _MODULE) -> None:
         super().__init__(found)
@@ -72,19 +72,19 @@ class _RefusedError(Exception):
 
 
 def expect_tensor(value: object, where: str) -> None:
-    """A node of the graph: raise StepError unless `value` is the tensor that tracing took it for."""
+    """Raise StepError unless `value` is a tensor, as tracing assumed; a node of the graph."""
     if not isinstance(value, Tensor):
         raise StepError(
-            given=f"a model in stages, whose forward asks at {where} what a value is",
-            found=f"it is a {type(value).__name__}; the model was cut for a tensor",
+            given=f"a model in stages, whose forward checks the class of a value at {where}",
+            found=f"the value is a {type(value).__name__}; the stages were traced with a tensor",
             fix=f"{_MODULE}, or pass a tensor",
         )
 
 
 class _Value(fx.Proxy):
-    """Stands for a value that the forward computes with.
+    """Proxy of a value of the forward.
 
-    Not by its `__class__`: torch's own code would then read it as the tensor that it is not.
+    Its `__class__` is not Tensor: torch's code would then read it as a real tensor.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -92,12 +92,12 @@ class _Value(fx.Proxy):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _OWN:
-            raise _RefusedError(f"it sets {name!r} of a value")
+            raise _RefusedError(f"it sets the attribute {name!r} of a value")
         object.__setattr__(self, name, value)
 
 
 class _Attribute(_Value, fx.proxy.Attribute):
-    """An attribute of a value, and perhaps a method of it."""
+    """Proxy of an attribute or a method of a value."""
 
 
 def _changing(name: str) -> Callable[[_Value, object], Any]:
@@ -107,7 +107,7 @@ def _changing(name: str) -> Callable[[_Value, object], Any]:
     return change
 
 
-for _name in IN_PLACE:  # torch's own proxies take `h += x` for `h = h + x`
+for _name in IN_PLACE:  # torch's proxies treat `h += x` as `h = h + x`
     setattr(_Value, f"__{_name}__", _changing(_name))
 
 
@@ -115,7 +115,7 @@ _isinstance, _hasattr, _getattr, _callable = isinstance, hasattr, getattr, calla
 
 
 def _kind(value: object) -> type | None:
-    """The class of what `value` stands for, where the forward asks; None where `value` is meant."""
+    """Return the class that a proxy represents if the forward asks, or None for other values."""
     if type(value) not in (_Value, _Attribute) or _asked_by_fx():
         return None
     known: Any = value
@@ -136,7 +136,7 @@ def _true_getattr(value: Any, name: str, /, *default: Any) -> Any:
     kind = _kind(value)
     if kind is None or _has(kind, name):
         return _getattr(value, name, *default)
-    return _getattr(object(), name, *default)  # which has it neither
+    return _getattr(object(), name, *default)  # an object without this attribute
 
 
 def _true_callable(value: Any, /) -> bool:
@@ -145,7 +145,7 @@ def _true_callable(value: Any, /) -> bool:
 
 
 def _has(kind: type, name: str) -> bool:
-    """Whether objects of a class have this attribute."""
+    """Return whether objects of a class have this attribute."""
     return any(name in vars(base) for base in kind.__mro__)
 
 
@@ -155,12 +155,12 @@ _ANSWERS = {
     "getattr": _true_getattr,
     "callable": _true_callable,
 }
-"""What takes the place of these functions while a forward is traced."""
+"""Replacements of these functions while a forward is traced."""
 
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Python's own questions are answered for what a value stands for."""
+    """Make isinstance, hasattr, getattr and callable answer for the value that a proxy represents."""
     before = {name: vars(builtins)[name] for name in _ANSWERS}
     vars(builtins).update(_ANSWERS)
     try:
@@ -170,9 +170,9 @@ def _answering() -> Iterator[None]:
 
 
 class _Tracer(fx.Tracer):
-    """Traces the forward of `model` with the inputs of `signature`; modules not `opened` stay whole."""
+    """Tracer of the forward of `model` with the inputs of `signature`, into the modules `opened`."""
 
-    proxy_buffer_attributes = True  # else what is computed of buffers now would be for ever
+    proxy_buffer_attributes = True  # else values computed from buffers now would be constants
 
     def __init__(self, model: nn.Module, opened: set[str], signature: inspect.Signature) -> None:
         super().__init__()
@@ -191,11 +191,11 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        """Placeholders for required inputs; the others keep their defaults."""
+        """Return placeholders for the required inputs. The others keep their defaults."""
         given = {name: self.create_proxy("placeholder", name, (), {}) for name in self._inputs}
         positional, named = by_kind(self._signature, given)
 
-        def forward(model: nn.Module) -> Any:  # also one that was set on the instance
+        def forward(model: nn.Module) -> Any:  # finds a forward set on the instance too
             return model.forward(*positional, **named)
 
         return forward, [self._model]
@@ -209,15 +209,15 @@ class _Tracer(fx.Tracer):
             _check_frames(_frames())
             if _settings() != self._settings:
                 raise _RefusedError(
-                    "it computes under a setting of its own (torch.no_grad, torch.autocast), which "
-                    "stages would not have",
-                    "put the block into a module of its own; in place of no_grad: .detach(), and "
-                    "requires_grad_(False) for what does not learn",
+                    "it changes a setting (torch.no_grad, torch.autocast), which the stages would "
+                    "not do",
+                    "move the block into a submodule; in place of no_grad: .detach(), and "
+                    "requires_grad_(False) for frozen parameters",
                 )
         return super().create_node(kind, *args, **kwargs)
 
     def kind_of(self, value: fx.Proxy) -> type:
-        """The forward asks what `value` is: a tensor, which is verified whenever the stage runs."""
+        """Return the class of a value: a tensor, which is verified whenever the stage runs."""
         if value.node.op == "get_attr":
             owner, _, name = str(value.node.target).rpartition(".")
             return type(getattr(self._model.get_submodule(owner), name))
@@ -231,20 +231,20 @@ class _Tracer(fx.Tracer):
 def by_kind(
     signature: inspect.Signature, values: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs, by name, as positional arguments and keywords."""
+    """Return inputs, given by name, as positional and keyword arguments."""
     bound = inspect.BoundArguments(signature, dict(values))
     return bound.args, bound.kwargs
 
 
 def graph_of(model: nn.Module, opened: set[str], signature: inspect.Signature, given: str) -> fx.Graph:
-    """The graph of the forward, the same in all modes; StepError, with `given`, where there is none."""
+    """Return the graph of the forward, the same in all modes. Raise StepError if there is none."""
     _refuse_hooks(model, given)
     _refuse_bound([model, *(model.get_submodule(name) for name in opened)], given)
     first = _traced(model, opened, signature, _TraceMode(), given)
     for mode, difference, fix in _MODES:
         if str(_traced(model, opened, signature, mode, given)) != str(first):
             raise StepError(
-                given=given, found=f"its own forward does not compute the same {difference}", fix=fix
+                given=given, found=f"its forward does not compute the same {difference}", fix=fix
             )
     return first
 
@@ -258,10 +258,10 @@ def _traced(
 ) -> fx.Graph:
     opened_parts = [model, *(model.get_submodule(name) for name in opened)]
     held = [table for part in opened_parts for table in (*tables(part), parameters(part))]
-    with ExitStack() as aside:
-        aside.enter_context(random_states_kept(model))
-        aside.enter_context(_in_mode(model, mode))
-        kept = aside.enter_context(attributes_kept(held))
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept(model))
+        stack.enter_context(_in_mode(model, mode))
+        kept = stack.enter_context(attributes_kept(held))
         states = _random_states()
         try:
             with _answering(), framed_apply():
@@ -272,15 +272,15 @@ def _traced(
     if kept:
         raise StepError(
             given=given,
-            found="its own forward makes tensors of nothing (torch.arange, torch.randn), or keeps what "
-            f"it computes on the model: {', '.join(sorted(kept))}",
+            found="its forward creates tensors without inputs (torch.arange, torch.randn), or stores "
+            f"values in attributes of the model: {', '.join(sorted(kept))}",
             fix=f"{_MODULE}, or make such a tensor a buffer",
         )
     if drawn:
         raise StepError(
             given=given,
-            found="its own forward draws random numbers (random.random(), torch.rand(1)), which would "
-            "be the same in every batch",
+            found="its forward draws random numbers (random.random(), torch.rand(1)), which would be "
+            "the same in every batch",
             fix=_MODULE,
         )
     return graph
@@ -288,7 +288,7 @@ def _traced(
 
 @contextmanager
 def _in_mode(model: nn.Module, mode: _TraceMode) -> Iterator[None]:
-    """All modules in one mode, also those whose `training` the forward reads."""
+    """Set all modules to one mode, also those whose `training` the forward reads."""
     modes = [(module, module.training) for module in model.modules()]
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])] if mode.autocast else []
     with ExitStack() as settings:
@@ -317,7 +317,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _settings() -> tuple[object, ...]:
-    """What changes how an operation computes, beside its arguments."""
+    """Return the settings that change the result of an operation, apart from its arguments."""
     kinds = ("cpu", "cuda")
     autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
     return (
@@ -329,7 +329,7 @@ def _settings() -> tuple[object, ...]:
 
 
 def _refuse_bound(parts: Sequence[nn.Module], given: str) -> None:
-    """A forward set on an object runs on that object only, not on the shell that `uncut` runs."""
+    """Raise StepError for a forward bound to another object, which the comparison could not run."""
     for part in parts:
         forward = vars(part).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not part:
@@ -341,9 +341,9 @@ def _refuse_bound(parts: Sequence[nn.Module], given: str) -> None:
 
 
 def _refuse_hooks(model: nn.Module, given: str) -> None:
-    """A model in stages is never called itself, so its own hooks would not run."""
+    """Raise StepError for hooks of the model, which would not run: the stages are called instead."""
     from shoal.strategies.tensor_parallel.sharded_modules import (
-        division_of,  # whose own hooks a pipeline stands in for
+        division_of,  # a pipeline does the work of its hooks
     )
 
     division = division_of(model)
@@ -351,13 +351,13 @@ def _refuse_hooks(model: nn.Module, given: str) -> None:
     if any(getattr(hook, "__self__", None) is not division or division is None for hook in hooks):
         raise StepError(
             given=given,
-            found="the model itself has hooks, which would not run: only its modules are called",
-            fix="register them on one of its modules, or put what they do into its forward",
+            found="the model itself has hooks, which would not run: only its submodules are called",
+            fix="register them on one of its submodules, or move their code into its forward",
         )
 
 
 def _frames() -> list[FrameType]:
-    """The frames between the forward and here, innermost first."""
+    """Return the frames between the forward and this function, innermost first."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _traced.__code__:
@@ -367,16 +367,15 @@ def _frames() -> list[FrameType]:
 
 
 def _check_frames(frames: Sequence[FrameType]) -> None:
-    """Raise StepError for calls that change backward or run again in it: a graph would lose them."""
+    """Raise _RefusedError for calls that change backward or recompute: a graph would lose them."""
     for frame in frames:
         if frame.f_code in APPLY_CODES:
             raise _RefusedError("it calls a torch.autograd.Function, whose backward a graph would lose")
         if frame.f_code.co_filename == checkpoint.__file__:
             raise _RefusedError(
                 "it calls torch.utils.checkpoint, which a graph would lose",
-                "[shoal.ActivationCheckpointing(…), shoal.Pipeline(…)] in place of it, or a module of "
-                "its own that "
-                "calls it",
+                "[shoal.ActivationCheckpointing(…), shoal.Pipeline(…)] in place of it, or a submodule "
+                "that calls it",
             )
 
 
@@ -386,15 +385,15 @@ def _is_users(filename: str) -> bool:
 
 
 def place(frames: Sequence[FrameType]) -> str:
-    """file:line of the innermost frame that is neither torch's nor this file's."""
+    """Return file:line of the innermost frame outside torch and this file."""
     for frame in frames:
         if _is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return "a place that is not known"
+    return "an unknown place"
 
 
 def _asked_by_fx() -> bool:
-    """Whether torch.fx itself is the caller, directly or through other parts of torch."""
+    """Return whether torch.fx is the caller, directly or through other parts of torch."""
     frame = sys._getframe(3)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -407,7 +406,7 @@ def _asked_by_fx() -> bool:
 
 
 def _explained(error: Exception, given: str) -> ShoalError:
-    """The StepError for a forward that failed while it was traced."""
+    """Return the StepError for a forward that failed while it was traced."""
     if isinstance(error, ShoalError):
         return error
     frames, trace = [], error.__traceback__
@@ -421,10 +420,11 @@ def _explained(error: Exception, given: str) -> ShoalError:
     except _RefusedError as refused:
         error = refused
     if isinstance(error, _RefusedError):
-        return StepError(given=given, found=f"its forward can't be cut{where}: {error}", fix=error.fix)
+        found = f"its forward cannot be split{where}: {error}"
+        return StepError(given=given, found=found, fix=error.fix)
     return StepError(
         given=given,
-        found=f"its forward can't be cut{where}, because it decides by what tensors hold or how many "
-        f"there are: {error}",
-        fix=f"{_MODULE}, or name split points further outside",
+        found=f"its forward cannot be split{where}, because it branches on the values or the number of "
+        f"tensors: {error}",
+        fix=f"{_MODULE}, or choose split points that are not inside this module",
     )

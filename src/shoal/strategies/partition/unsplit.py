@@ -1,8 +1,8 @@
-"""The forward of the whole model, run by all ranks that have its stages together.
+"""The forward of the original model, run together by all ranks that have its stages.
 
-No rank holds the whole model. So each runs the user's outer forward, line by line, on a shell of the
-model, and where that calls a module, the rank that holds it computes and tells the others. Nothing is
-traced: whatever Python decides, it decides with real values.
+No rank has the complete model. So each rank runs the user's outer forward on a shell of the model, and
+when that calls a module, the rank that has the module computes it and broadcasts the result. Nothing is
+traced: Python branches on real values.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _META = torch.device("meta")
 
 
 class DiffersError(Exception):
-    """The forward calls other modules than the stages do."""
+    """Error for a forward that calls other modules than the stages."""
 
 
 class FailsUncutError(Exception):
-    """The forward fails in the uncut model, in a module or outside of them, on one rank or on all."""
+    """Error of the forward of the original model, in or outside its modules, on one rank or all."""
 
 
 class Uncut:
-    """Runs the outer forward of the model as the user wrote it; made before stages are taken out.
+    """The original model. Runs the outer forward as the user wrote it; created before the split.
 
-    `compute` calls a module of this rank's stages, given the number of the stage and its name.
+    `compute` calls a module of this rank's stages, given the number of the stage and the name.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Uncut:
         self._running = 0
         self._states: list[Tensor] = []
         self.seen: list[tuple[int, list[Tensor]]] | None = None
-        """What came to each module of this rank, by its place in the order of calls, if asked for."""
+        """Inputs of each module of this rank, by the index of the call; None: not recorded."""
 
     def __call__(self, inputs: Inputs) -> Any:
-        """The output of the forward. Collective, with the same errors on all ranks."""
+        """Return the output of the forward. Collective, with the same errors on all ranks."""
         self._made_calls.clear()
         self._running = self.members.owners[0]
         self._states = _random_states(self.members.device)
@@ -88,24 +88,24 @@ class Uncut:
                 output = self._shell.forward(*positional, **named)
             except (DiffersError, FailsUncutError, CannotTravelError):
                 raise  # as on the other ranks
-            except Exception as error:  # perhaps of this rank alone, while the others call a module
-                self._meet("", f"{type(error).__name__}: {error}")
+            except Exception as error:  # maybe on this rank only, while the others call a module
+                self._agree("", f"{type(error).__name__}: {error}")
                 raise
-            self._meet("")
+            self._agree("")
         finally:
             self._empty()
         made = self._made_calls
         missing = [name for name, places in self._places.items() if made[name] < len(places)]
         if missing:
-            raise DiffersError(f"in one process its forward calls {missing[0]} less often")
+            raise DiffersError(f"in one process, its forward calls {missing[0]} less often")
         return output
 
     def name_of(self, index: int) -> str:
-        """The module at this place in the order of calls."""
+        """Return the module of a call, by the index of the call."""
         return self._order[index][0]
 
     def own_modules(self) -> list[tuple[nn.Module, list[int]]]:
-        """The modules of this rank's stages, each with the places of its calls here."""
+        """Return the modules of this rank's stages, each with the indices of its calls."""
         found: dict[str, tuple[nn.Module, list[int]]] = {}
         for index, (name, stage) in enumerate(self._order):
             if self.members.owners[stage] == self.members.place:
@@ -113,22 +113,22 @@ class Uncut:
                 found.setdefault(name, (module, []))[1].append(index)
         return list(found.values())
 
-    def _meet(self, call: str, error: str | None = None) -> None:
-        """Wait until all ranks call this module, or have ended; raise on all where they differ."""
-        met = self.members.gather((call, error))
-        failed = next((text for _, text in met if text is not None), None)
+    def _agree(self, call: str, error: str | None = None) -> None:
+        """Wait until all ranks call this module or have ended. Raise on all ranks if they differ."""
+        calls = self.members.gather((call, error))
+        failed = next((text for _, text in calls if text is not None), None)
         if failed is not None:
             raise FailsUncutError(failed)
-        if any(other != call for other, _ in met):
+        if any(other != call for other, _ in calls):
             raise DiffersError("its forward calls other modules on one rank than on another")
 
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A module is called: its rank computes, draws as in its stage, and tells the others."""
-        self._meet(name)
+        """Run a called module on its rank, with the random state of its stage, and broadcast it."""
+        self._agree(name)
         number = self._made_calls[name]
         self._made_calls[name] += 1
         if number >= len(self._places[name]):
-            raise DiffersError(f"in one process its forward calls {name} more often")
+            raise DiffersError(f"in one process, its forward calls {name} more often")
         index = self._places[name][number]
         stage = self._order[index][1]
         owner, members = self.members.owners[stage], self.members
@@ -138,7 +138,7 @@ class Uncut:
             if owner == members.place:
                 _set_random_states(members.device, self._states)
             self._running = owner
-        told: Any = None
+        result: Any = None
         given = _Given((args, kwargs))
         failure: Exception | None = None
         if owner == members.place:
@@ -146,18 +146,18 @@ class Uncut:
                 self.seen.append((index, tensors_in((args, kwargs))))
             try:
                 found = self._compute(stage, name, args, kwargs)
-                told = found, given.changes(found), _random_states(members.device), None
+                result = found, given.changes(found), _random_states(members.device), None
             except Exception as error:
                 failure = error
-                told = None, ({}, {}), [], f"{type(error).__name__}: {error}".partition("\n")[0]
-        output, changes, states, text = members.tell(owner, told)
+                result = None, ({}, {}), [], f"{type(error).__name__}: {error}".partition("\n")[0]
+        output, changes, states, text = members.tell(owner, result)
         if text is not None:
             raise FailsUncutError(f"{name}: {text}") from failure
         _set_random_states(members.device, states)
         return output if owner == members.place else given.follow(output, *changes)
 
     def _made(self, module: nn.Module, name: str, memo: dict[int, nn.Module]) -> nn.Module:
-        """A module of the same class and attributes, without memory, whose parts are called above."""
+        """Return a shell of a module: the same class and attributes, without memory."""
         if id(module) in memo:
             return memo[id(module)]
         scripted = isinstance(module, torch.jit.ScriptModule)
@@ -187,7 +187,7 @@ class Uncut:
         return shell
 
     def _outside(self) -> set[str]:
-        """The tensors of modules that no stage calls, and that are in none that it calls."""
+        """Return the tensors of modules outside all modules that the stages call."""
         found: set[str] = set()
         for name, module in self._model.named_modules(remove_duplicate=False):
             parts = name.split(".")
@@ -197,18 +197,18 @@ class Uncut:
         return found
 
     def _aliases(self, wanted: set[str]) -> list[list[str]]:
-        """All names of each of these tensors, since the forward may use a tied one by any of them."""
+        """Return all names of each tensor, since the forward may use any name of a tied tensor."""
         model, known = self._model, defaultdict[int, list[str]](list)
         for name, tensor in (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ):
             known[id(tensor)].append(name)
-        # A tensor that is neither, which every rank has, has no name here.
+        # A tensor that is neither parameter nor buffer is on every rank, and has no name here.
         return [names for names in known.values() if not wanted.isdisjoint(names)]
 
     def _fill(self) -> None:
-        """Give the shell the tensors that the forward itself may use."""
+        """Fill the shell with the tensors that the outer forward may use."""
         for names in self._needed:
             held = [(n, s) for s, stage in enumerate(self._stages) for n in names if n in stage.names]
             name, stage = held[0] if held else (names[0], None)
@@ -227,7 +227,7 @@ class Uncut:
             self._put(names, None)
 
     def _put(self, names: Sequence[str], tensor: Tensor | None) -> None:
-        """Place a tensor under its names; None takes its memory back."""
+        """Store a tensor under its names; None frees its memory."""
         for name in names:
             path, _, key = name.rpartition(".")
             shell = self._shells.get(path)
@@ -241,14 +241,14 @@ class Uncut:
 
 
 class _Given:
-    """The tensors that a module is called with, which it may change in place and return."""
+    """The tensor arguments of a module, which it may change in place and return."""
 
     def __init__(self, arguments: Any) -> None:
         self._tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         self._versions = [version(tensor) for tensor in self._tensors]
 
     def changes(self, output: Any) -> tuple[dict[int, Tensor], dict[int, int]]:
-        """The tensors that the module has changed, and which leaf of its output is which tensor."""
+        """Return the arguments that the module has changed, and the outputs that are arguments."""
         changed = {
             index: tensor
             for index, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True))
@@ -260,7 +260,7 @@ class _Given:
         return changed, same
 
     def follow(self, output: Any, changed: dict[int, Tensor], same: dict[int, int]) -> Any:
-        """Make the same changes where another rank has run the module, and return its output."""
+        """Repeat the changes that the module made on another rank, and return its output."""
         for index, value in changed.items():
             if self._tensors[index].shape != value.shape:  # as unsqueeze_ changes it
                 self._tensors[index].resize_(value.shape)
@@ -274,7 +274,7 @@ class _Given:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Copies of the tensors in a tree."""
+    """Return copies of the tensors in a tree."""
     return [leaf.detach().clone() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages cut from an ordinary model, and their schedules."""
+"""Pipeline parallelism: stages of an ordinary model, and their schedules."""

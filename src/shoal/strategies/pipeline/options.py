@@ -1,4 +1,4 @@
-"""One part of the model per rank, micro-batches flowing through (Huang et al. 2019, GPipe)."""
+"""Options of pipeline parallelism: each rank runs stages of the model (GPipe: Huang et al. 2019)."""
 
 from __future__ import annotations
 
@@ -33,21 +33,38 @@ from shoal.util.errors import LayoutError, StepError
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Consecutive stages of the model on the ranks of the axis `pipeline`.
+    """Pipeline parallelism: consecutive stages of the model on the ranks of the axis `pipeline`.
 
-    `split_points` names the modules before which the model is cut; the module that holds them may be
-    any whose forward makes no decision by what tensors hold. Without it, `example_args`, the
-    positional arguments of one micro-batch, is run once to measure what each part costs, and the
-    model is cut so that the slowest stage is as fast as can be. `schedule` is the order of the work:
-    "gpipe", "1f1b", and, with several stages on each rank, "interleaved", "looped", "zero-bubble",
-    "zbv", "dualpipev" (Huang 2019; Narayanan 2019, 2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek
-    2025). `stages_per_rank` says how many where the schedule leaves it open and `split_points` is not
-    given.
+    With the axis `replicate`, gradients are summed over replicas after the last micro-batch. With the
+    axis `shard`, the parameters of each stage are sharded too. The number of micro-batches is that of
+    the `Loader`. Exactly one of `split_points` and `example_args` is required.
 
-    With `replicate` in the layout gradients are summed over replicas after the last micro-batch; with
-    `shard`, `stage_strategy` says how the parameters of each stage are divided (see FSDP).
+    Args:
+        split_points: Names of modules, each the first of a new stage. The forward of the module that
+            contains them must not branch on values of tensors. Default: None.
+        example_args: Positional arguments of one micro-batch. Shoal runs them once to measure the cost
+            of each part, and splits the model so that the slowest stage is as fast as possible.
+            Default: None.
+        schedule: Order of forwards and backwards: "gpipe", "1f1b" or, with several stages per rank,
+            "interleaved", "looped", "zero-bubble", "zbv", "dualpipev" (Huang 2019; Narayanan 2019,
+            2021; Lamy-Poirier 2022; Qi 2023, 2024; DeepSeek 2025). Default: "1f1b".
+        stages_per_rank: Number of stages per rank, for schedules with any number of them. None means
+            the number that `split_points` defines or, with `example_args`, 1 for "gpipe" and "1f1b"
+            and 2 for the others. Default: None.
+        stage_strategy: How the axis `shard` shards the parameters of each stage.
+            Default: `FSDP(reshard_after_forward=False, accumulate="whole")`.
 
-        shoal.Pipeline(split_points=("blocks.4", "blocks.8", "blocks.12"), schedule="1f1b")
+    Raises:
+        StepError: If an option has no such value, or the model cannot be split there.
+        LayoutError: If the layout has no axis `pipeline`, has the axis `context`, or its degree does
+            not fit the number of stages.
+
+    Examples:
+        >>> strategy = shoal.Pipeline(split_points=("blocks.4",), schedule="1f1b")
+        >>> print(strategy.timetable(ranks=2, micro_batches=3))
+        rank 0  0F0 0F1 ·   ·   0B0 0B0 0F2 0B1 0B1 ·   0B2 0B2
+        rank 1  ·   1F0 1B0 1B0 1F1 1B1 1B1 1F2 1B2 1B2 ·   ·
+        waiting 25%
     """
 
     axes: ClassVar[tuple[str, ...]] = ("pipeline", "replicate", "shard")
@@ -64,7 +81,7 @@ class Pipeline:
         if self.schedule not in SCHEDULES:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r})",
-                found=f"the schedules are {', '.join(SCHEDULES)}",
+                found=f"schedule is one of {', '.join(SCHEDULES)}",
                 fix="schedule='1f1b', or 'interleaved' with two stages per rank",
             )
         if isinstance(self.split_points, str) or (self.split_points is None) == (
@@ -73,15 +90,15 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(split_points={self.split_points!r}, example_args="
                 f"{'…' if self.example_args is not None else None})",
-                found="a model is cut before modules that are named, or by what its parts cost on an "
-                "example",
+                found="give exactly one of them: split_points lists the modules that begin a stage, "
+                "and example_args lets Shoal measure the parts of the model",
                 fix="split_points=('blocks.4',), or example_args=(inputs,) of one micro-batch",
             )
         if not isinstance(self.stage_strategy, FSDP):
             raise StepError(
                 given=f"shoal.Pipeline(stage_strategy={self.stage_strategy!r})",
                 found="torch's DDP sums gradients of a pipeline wrongly in most schedules; replicas "
-                "need no word, as their gradients are summed after the last micro-batch",
+                "need no strategy, because Shoal sums their gradients after the last micro-batch",
                 fix="layout='replicate=2,pipeline=2' with shoal.Pipeline(…) alone, or stage_strategy="
                 "shoal.FSDP(reshard_after_forward=False, accumulate='whole') with "
                 "layout='shard=2,pipeline=2'",
@@ -89,39 +106,50 @@ class Pipeline:
         if self.stage_strategy.reshard_after_forward or self.stage_strategy.accumulate != "whole":
             raise StepError(
                 given=f"shoal.Pipeline(stage_strategy={self.stage_strategy!r})",
-                found="freed between the micro-batches of a pipeline, parameters get no gradients or "
-                "wrong ones in some schedules, and sums after each cost more than they save",
+                found="parameters that are freed between the micro-batches of a pipeline get no "
+                "gradients or wrong ones in some schedules, and a sum after each micro-batch costs "
+                "more than it saves",
                 fix="shoal.FSDP(reshard_after_forward=False, accumulate='whole')",
             )
 
     @property
     def defers(self) -> bool:
-        """With split points; to be measured, a model has to be there."""
+        """Whether the model can be created later: only with split points, without measuring it."""
         return self.example_args is None
 
     def timetable(self, ranks: int, micro_batches: int) -> Timetable:
-        """Who does what when; `print` it, or `draw` it into an SVG file."""
+        """Return the timetable of the schedule: what each rank computes in each unit of time.
+
+        Args:
+            ranks: Degree of the axis `pipeline`, at least 2.
+            micro_batches: Number of micro-batches per local batch, at least 1.
+
+        Returns:
+            A timetable to `print`, or to draw into an SVG file with `draw(path)`.
+
+        Raises:
+            StepError: If the schedule cannot run these numbers.
+        """
         return timetable(self.schedule, ranks, micro_batches, self.stages_per_rank)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Keep this rank's stages of the model; in a world of one there is nothing to cut."""
+        """Keep this rank's stages of the model. In a world of size 1, only move it to the device."""
         if world.size == 1:
             return local_engine(model.to(world.device), world)
         ranks = world.layout.degree("pipeline")
         if ranks == 1:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
-                found="no axis for its stages",
-                fix="shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two of them",
+                found="the layout has no axis `pipeline`",
+                fix="shoal.init(layout='pipeline=2'), or 'replicate=2,pipeline=2' for two replicas",
             )
         if world.layout.degree("context") > 1:
             raise LayoutError(
                 given=f"shoal.Pipeline() with layout='{world.layout}'",
-                found="slices of sequences are cut before the first block and joined after the last, "
+                found="sequences are sliced before the first block and gathered after the last, "
                 "which are on different ranks",
                 fix="layout='pipeline=2,tensor=2' with [shoal.TensorParallel(plan=…), "
-                "shoal.Pipeline(…)], or "
-                "shoal.ContextParallel() with shoal.FSDP()",
+                "shoal.Pipeline(…)], or shoal.ContextParallel() with shoal.FSDP()",
             )
         outer = trace(model, opened_by(self.split_points) if self.split_points else _wide(model))
         points = self.split_points or self._balanced(outer, self.example_args or (), ranks, world)
@@ -135,7 +163,7 @@ class Pipeline:
                 fix="schedule='interleaved', or install torch 2.13",
             )
         _check(model, stages, owners, splits=splits)
-        from shoal.strategies.pipeline.runner import PipelineRunner  # which brings torch's pipelining
+        from shoal.strategies.pipeline.runner import PipelineRunner  # imports torch's pipelining
 
         runner = PipelineRunner(
             model,
@@ -150,7 +178,7 @@ class Pipeline:
 
     def _balanced(self, outer: Outer, example: tuple[Any, ...], ranks: int, world: World) -> list[str]:
         per_rank = self.stages_per_rank or SCHEDULES[self.schedule].stages
-        # On all ranks, since layers may be divided over some of them; rank 0's times count.
+        # On all ranks, since layers may be sharded over some of them; rank 0's times count.
         timed = world.broadcast(seconds(outer, example, world.device))
         names = [str(n.target) if n.op == "call_module" else None for n in outer.graph.nodes]
         try:
@@ -159,11 +187,11 @@ class Pipeline:
             raise StepError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r}) on {ranks} ranks",
                 found=f"{error}: {', '.join(outer.calls())}",
-                fix="a model of more parts, or a lower pipeline degree",
+                fix="a model with more parts, or a lower degree of the axis pipeline",
             ) from None
 
     def _owners(self, stages: int, ranks: int) -> list[int]:
-        """The rank within the pipeline that runs each stage."""
+        """Return the rank within the pipeline that runs each stage."""
         kind = SCHEDULES[self.schedule]
         fits = stages % ranks == 0 and kind.allows(stages // ranks)
         if not fits or self.stages_per_rank not in (None, stages // ranks):
@@ -171,7 +199,7 @@ class Pipeline:
             wanted = f"{per_rank}" if kind.fixed or self.stages_per_rank else "at least 1"
             raise LayoutError(
                 given=f"shoal.Pipeline(schedule={self.schedule!r}): {stages} stage(s) on {ranks} ranks",
-                found=f"this schedule has {wanted} stage(s) on each rank",
+                found=f"this schedule needs {wanted} stage(s) on each rank",
                 fix=f"{ranks * per_rank - 1} split points for {ranks * per_rank} stages",
             )
         if kind.folded:
@@ -180,35 +208,34 @@ class Pipeline:
 
 
 def _wide(model: nn.Module) -> set[str]:
-    """What may be opened where nobody said where to cut: what holds the repeated blocks."""
+    """Return the modules to trace into if there are no split points: those with repeated blocks."""
     units = {id(unit) for unit in find_units(model, None)}
     names = [name for name, part in model.named_modules() if id(part) in units]
     return chains(model) | opened_by(names)
 
 
 def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, splits: bool) -> None:
-    """Refuse parameters of two ranks, of none, and ranks without any."""
+    """Raise StepError for parameters used on two ranks or on none, and for ranks without any."""
     given = f"shoal.Pipeline(…) around {type(model).__name__}"
     refuse_tied(
         stages,
         owners,
         given,
-        fix="split_points points that leave them in one stage, a schedule that has the first and the "
-        "last stage on one rank ('zbv', 'dualpipev'), or copies of their own",
+        fix="split points that leave them in one stage, a schedule that has the first and the "
+        "last stage on one rank ('zbv', 'dualpipev'), or separate parameters",
     )
     if splits and runs_again(model):
         raise StepError(
             given=f"[shoal.ActivationCheckpointing(…), {given}]",
-            found="this schedule runs backward in two parts, of which each would run the blocks again",
-            fix="schedule='1f1b' or 'interleaved' with shoal.ActivationCheckpointing(), or no "
-            "shoal.ActivationCheckpointing()",
+            found="this schedule runs backward in two parts, each of which would recompute the blocks",
+            fix="schedule='1f1b' or 'interleaved', or leave shoal.ActivationCheckpointing() out",
         )
     twice = [name for stage in stages for name in stage.learning_twice()] if splits else []
     if twice:
         raise StepError(
             given=given,
             found=f"{twice[0]} is called twice in one stage, and this schedule runs backward in two "
-            "parts, which torch can't do for weights that are used twice",
+            "parts, which torch cannot do for weights that are used twice",
             fix="schedule='1f1b' or 'interleaved'",
         )
     held = frozenset[str]().union(*(stage.names for stage in stages))
@@ -230,5 +257,5 @@ def _check(model: nn.Module, stages: Sequence[Stage], owners: Sequence[int], *, 
             raise StepError(
                 given=given,
                 found=f"the stage of {parts} has no trainable parameters",
-                fix="split_points points with something to learn on each rank",
+                fix="split points that leave trainable parameters on each rank",
             )

@@ -51,14 +51,14 @@ Form = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class PipelineRunner(Runner):
-    """Runs the stages of this rank in the order of the schedule; the last one reports the loss.
+    """Runner of the stages of this rank in the order of the schedule. The last stage reports the loss.
 
-    `owners` is the rank within the pipeline of each stage; `stage_strategy` says how FSDP divides the
-    parameters of stages where the layout has an axis for it.
+    `owners` are the ranks of the stages within the pipeline. `stage_strategy` defines how FSDP shards
+    the parameters of stages if the layout has an axis for it.
 
-    All micro-batches of a batch get one shape: shorter ones are filled up with copies of their last
-    sample, and the loss sees the output of the real ones only. torch has to know the shapes of what
-    travels; they are learned by one forward of a micro-batch whenever its shape is a new one.
+    All micro-batches of a batch get one shape: shorter ones are padded with copies of their last
+    sample, and the loss gets only the outputs of the real samples. torch must know the shapes of the
+    tensors between stages. A forward of one micro-batch finds them for each new shape of the inputs.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PipelineRunner(Runner):
         self._module = module
         self._world = world
         self._division = division_of(module)
-        _refuse_slices(self._division)
+        _check_sharded_activations(self._division)
         self._kind = SCHEDULES[schedule]
         self._name = schedule
         self._signature = outer.signature
@@ -107,10 +107,10 @@ class PipelineRunner(Runner):
         self._built: tuple[object, Any, list[PipelineStage]] | None = None
         self._compiled = False
         self._sums_up = False
-        """Whether a short micro-batch gave a number that the model itself computed over its samples."""
+        """Whether the model returned a sum over the samples of a padded micro-batch."""
         self._loss_of: Callable[[Any, int], Tensor]
-        """What torch differentiates, of an output and the number of its micro-batch."""
-        _refuse_calls(module)
+        """The loss of an output, given the number of its micro-batch."""
+        _forbid_calls(module)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
@@ -123,7 +123,7 @@ class PipelineRunner(Runner):
         inputs = [self._inputs(task, micro, batch.seed) for micro in batch.micros]
         for one, micro in zip(inputs, batch.micros, strict=True):
             self._prove(one, micro, autocast)
-        # Of this batch alone: a run that resumes here must not know of the batches before.
+        # Of this batch only: a run that resumes here does not know the batches before.
         rows = max(micro.samples for micro in batch.micros)
         for one, micro in zip(inputs, batch.micros, strict=True):
             one.update(_filled_up(one, micro.samples, rows))
@@ -143,13 +143,13 @@ class PipelineRunner(Runner):
                 named = [{"micro": number} for number in numbers]
                 step_micro_batches(schedule, named, numbers)
             except Exception as error:
-                self._built = None  # it was left in the middle
+                self._built = None  # the schedule was interrupted
                 if isinstance(error.__cause__, ShoalError):
                     raise error.__cause__ from None
                 if self._kind.splits and isinstance(error, RuntimeError):
                     raise self._not_split(error) from error
                 raise
-        self._refuse_sums(batch)
+        self._check_sums(batch)
         self._reducer.reduce()
         timeline.enter(UPDATE)
         return self._reducer.totals()
@@ -157,13 +157,13 @@ class PipelineRunner(Runner):
     def _not_split(self, error: RuntimeError) -> StepError:
         return StepError(
             given=f"shoal.Pipeline(schedule={self._name!r}) around {type(self._module).__name__}",
-            found="torch failed where backward runs in two parts, which it can't for all models: "
+            found="torch failed to run backward in two parts, which only some models support: "
             f"{str(error.__cause__ or error).strip().partition(chr(10))[0]}",
-            fix="schedule='interleaved', whose backward is whole",
+            fix="schedule='interleaved', which runs backward in one part",
         )
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output where the last stage is, None elsewhere. Collective."""
+        """Return the output on the rank of the last stage, None on others. Collective."""
         self._compute_in(autocast)
         inputs = self._inputs(task, micro, seed)
         if self._division is not None and not self._division.proved:
@@ -173,12 +173,12 @@ class PipelineRunner(Runner):
         return output
 
     def compile(self, how: str) -> None:
-        """Compile each stage; what travels between them stays outside."""
+        """Compile each stage. The communication between stages is not compiled."""
         if how == "script" or self._kind.splits:
             found = (
-                "TorchScript can't call a part of a model that was traced"
+                "TorchScript cannot call a traced part of a model"
                 if how == "script"
-                else "it runs backward in two parts, and compiled code has only one"
+                else "the schedule runs backward in two parts, which compiled code does not support"
             )
             raise StepError(
                 given=f"compile={how!r} with shoal.Pipeline(schedule={self._name!r})",
@@ -195,14 +195,14 @@ class PipelineRunner(Runner):
         kept: Sequence[Stage],
         units: Sequence[nn.Module],
     ) -> None:
-        """Give stages memory on the device, divide them if asked; stages and module share tensors."""
+        """Allocate the stages on the device, sharded if needed, with the same tensors as the module."""
         module, world = self._module, self._world
         if self._sharded:
             if tied(kept, range(len(kept))) is not None:
                 raise StepError(
                     given=f"shoal.Pipeline(…) around {type(module).__name__} with '{world.layout}'",
-                    found="a parameter of two stages on one rank can't be divided twice",
-                    fix="layout='replicate=…,pipeline=…', or copies of their own",
+                    found="a parameter of two stages on one rank cannot be sharded twice",
+                    fix="layout='replicate=…,pipeline=…', or separate parameters",
                 )
             meta = any(p.is_meta for p in module.parameters())
             for part in self._parts.values():
@@ -215,17 +215,17 @@ class PipelineRunner(Runner):
             hold(module, kept, world.device)
 
     def _prove(self, inputs: Inputs, micro: Micro, autocast: torch.dtype | None) -> None:
-        """Compare the stages with the uncut model, if inputs like these come for the first time."""
+        """Compare the stages with the original model, for the first inputs of this structure."""
         if self._compiled and self._module.training:
-            return  # compiled code draws other numbers than the same code that is not
-        # Divided stages are gathered by ranks with other samples, which may have been proved already.
+            return  # compiled code draws other random numbers
+        # Ranks with other samples gather sharded stages too, and may have compared them already.
         structure = None if self._sharded else inputs
         self._proof.check(
             structure, micro.value, lambda: inputs, lambda: self._flow(inputs)[0], autocast
         )
 
     def _compute_alone(self, number: int, name: str, args: Any, kwargs: Any) -> Any:
-        """Call one module of a stage, as within the stage."""
+        """Call one module of a stage as the stage does."""
         part = self._parts[number]
         call = partial(part.body.get_submodule(name), *args, **kwargs)
         return part.run_alone(call) if self._sharded else call()
@@ -240,14 +240,14 @@ class PipelineRunner(Runner):
     def _schedule(
         self, inputs: Sequence[Inputs], autocast: torch.dtype | None
     ) -> tuple[Any, list[PipelineStage]]:
-        """The schedule for inputs of this form, made when the form is another than before."""
+        """Return the schedule for inputs of this form, and build it if the form has changed."""
         forms = {_form_of(one) for one in inputs}
         if len(forms) > 1:
             shapes = sorted({str([tuple(size) for _, size, _ in form]) for form in forms})
             raise StepError(
                 given=f"{len(inputs)} micro-batches of one batch in a pipeline",
                 found=f"inputs of different shapes: {' and '.join(shapes[:2])}",
-                fix="collate them to one length, or shoal.Loader(…, micro_batches=1)",
+                fix="collate them to the same length, or shoal.Loader(…, micro_batches=1)",
             )
         key = (forms.pop(), autocast, len(inputs))
         if self._built is None or self._built[0] != key:
@@ -258,9 +258,9 @@ class PipelineRunner(Runner):
 
     @torch.no_grad()
     def _learned(self, inputs: Inputs) -> dict[int, tuple[Form, Form]]:
-        """The forms of what travels, from a forward that leaves nothing behind.
+        """Return the forms of the tensors between stages, from a forward without side effects.
 
-        In the mode that there is: in the other one layers may compute in another dtype.
+        Uses the current mode, because layers may compute in another dtype in the other mode.
         """
         with untouched(self._module, inputs):
             _, forms = self._flow(inputs)
@@ -316,20 +316,20 @@ class PipelineRunner(Runner):
         self._held.losses.append((loss.detach(), count, micro.weight))
         return loss * (scale * micro.weight / batch.size)
 
-    def _refuse_sums(self, batch: Batch) -> None:
-        """What the model itself sums up over samples is wrong where micro-batches were filled up."""
+    def _check_sums(self, batch: Batch) -> None:
+        """Raise StepError if the model sums over samples of padded micro-batches, which is wrong."""
         even = batch.size % (self._world.data_size * len(batch.micros)) == 0
         if even or not any(self._world.gather(self._sums_up)):
             return
         raise StepError(
             given=f"a number among the outputs of a {type(self._module).__name__} in a pipeline",
-            found="it was computed over samples of which some only fill a short micro-batch up",
+            found="it was computed over samples some of which are padding of a short micro-batch",
             fix="compute it in the loss, from outputs with a row for each sample; or "
             "shoal.Loader(…, drop_last=True) with equal micro-batches",
         )
 
     def _flow(self, inputs: Inputs) -> tuple[Any, dict[int, tuple[Form, Form]]]:
-        """One forward through all stages, of any shape; the forms of what this rank's ones saw."""
+        """Run one forward through all stages. Return the output and the forms of this rank's stages."""
         forms: dict[int, tuple[Form, Form]] = {}
         handed: tuple[Tensor, ...] = ()
         result = None
@@ -342,7 +342,7 @@ class PipelineRunner(Runner):
                     raise failure
                 received = handed if before == self._place else self._receive(before)
                 output = part(*received, micro=0)
-            except Exception as error:  # later stages of this rank hear of it too, and pass it on
+            except Exception as error:  # later stages of this rank get it too, and pass it on
                 failure = failure or error
                 if number < len(self._owners) - 1 and self._owners[number + 1] != self._place:
                     self._send_failure(error, self._owners[number + 1])
@@ -359,12 +359,13 @@ class PipelineRunner(Runner):
         return result, forms
 
     def _send_failure(self, error: Exception, to: int) -> None:
-        """Let the stages to come fail as well, instead of waiting."""
+        """Make later stages fail too, so that they do not wait."""
         if not isinstance(error, ShoalError):
+            # `watchdog.peer_errors` recognizes this fix.
             error = StepError(
                 given=f"a stage of a {type(self._module).__name__} on rank {self._world.rank}",
                 found=f"{type(error).__name__}: {error}",
-                fix="see that rank's own error; python train.py, in one process, may show more",
+                fix="see that rank's own error; python train.py in one process may show more",
             )
         objects.send(error, self._group, to)
 
@@ -385,13 +386,13 @@ class PipelineRunner(Runner):
         return tensors
 
 
-def _refuse_slices(division: ShardedLayers | None) -> None:
+def _check_sharded_activations(division: ShardedLayers | None) -> None:
     slices = set() if division is None else {"sequence", "logits"} & division.ways
     if slices:
         raise StepError(
             given=f"[shoal.TensorParallel(plan={{…: {min(slices)!r}}}), shoal.Pipeline(…)]",
-            found="stages send each other whole activations, and this leaves them divided",
-            fix='"head" for logits, and norms left out of the plan',
+            found="stages send each other full activations, and this plan leaves them sharded",
+            fix='"head" for logits, and a plan without norms',
         )
 
 
@@ -412,7 +413,7 @@ def _examples(form: Form) -> tuple[Tensor, ...]:
 
 
 def _filled_up(inputs: Inputs, samples: int, rows: int) -> Inputs:
-    """Tensors of `samples` rows, with copies of the last one up to `rows` of them."""
+    """Return the inputs with tensors of `samples` rows padded to `rows` by copies of the last row."""
 
     def fill(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != samples or samples == rows:
@@ -423,7 +424,7 @@ def _filled_up(inputs: Inputs, samples: int, rows: int) -> Inputs:
 
 
 def _real(leaf: Any, samples: int, rows: int) -> Any:
-    """The rows of an output that belong to samples."""
+    """Return the rows of an output that belong to real samples."""
     full = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
     return leaf[:samples] if full else leaf
 
@@ -432,13 +433,13 @@ def _is_sum(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad
 
 
-def _refuse_calls(module: nn.Module) -> None:
+def _forbid_calls(module: nn.Module) -> None:
     kind = type(module).__name__
 
     def forward(*_: Any, **__: Any) -> NoReturn:
         raise StepError(
-            given=f"a call of the {kind} itself, which is cut into a pipeline",
-            found="each rank has some of its stages",
+            given=f"a call of the {kind} itself, which is split into a pipeline",
+            found="each rank has only some of the stages of the model",
             fix="step = shoal.Step(model, optimizer, task); step(batch) and shoal.evaluate(step, data) "
             "run all of them",
         )

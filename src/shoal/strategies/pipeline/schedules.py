@@ -1,4 +1,4 @@
-"""Who does what when in a pipeline: the schedules, printed and drawn."""
+"""Timetables of pipeline schedules: what each rank computes in each unit of time."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule of torch's; `stages` on each rank, exactly so many if `fixed`."""
+    """A schedule of torch with `stages` per rank, exactly this number if `fixed`."""
 
     torchs: str
     stages: int = 1
     fixed: bool = True
     folded: bool = False
-    """Rank 0 has the first stage and the last: the stages run down the ranks and up again."""
+    """Whether rank 0 has the first stage and the last: the stages go down the ranks and up again."""
     splits: bool = False
-    """Backward runs in two parts, for inputs and for weights."""
+    """Whether backward runs in two parts, for inputs and for weights."""
 
     def allows(self, per_rank: int) -> bool:
-        """Whether it can have so many stages on each rank."""
+        """Return whether the schedule supports this number of stages per rank."""
         return per_rank == self.stages if self.fixed else per_rank >= 1
 
 
@@ -40,7 +40,7 @@ SCHEDULES = {
 
 
 class PipelineAction(NamedTuple):
-    """One piece of work: "F" forward, "B" backward, "I" its part for inputs, "W" that for weights."""
+    """One action: "F" forward, "B" backward, "I" backward for inputs, "W" backward for weights."""
 
     kind: str
     stage: int
@@ -49,17 +49,18 @@ class PipelineAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """Rows of ranks, columns of time; a forward and either half of a backward take one, "B" two.
+    """Timetable of a pipeline: a row per rank, a column per unit of time.
 
-    `str` gives it as text: `2F5` is the forward of micro-batch 5 through stage 2.
+    A forward and each half of a backward take one unit, "B" takes two. In the text that `str` returns,
+    `2F5` is the forward of micro-batch 5 through stage 2.
     """
 
     rows: tuple[tuple[PipelineAction | None, ...], ...]
-    """What each rank does in each unit of time; None where it waits."""
+    """The action of each rank in each unit of time; None while it waits."""
 
     @property
     def bubble(self) -> float:
-        """The share of time in which ranks wait."""
+        """Fraction of the time that ranks wait, 0 to 1."""
         return sum(row.count(None) for row in self.rows) / sum(map(len, self.rows))
 
     def __str__(self) -> str:
@@ -72,11 +73,13 @@ class Timetable:
         return "\n".join([*lines, f"waiting {self.bubble:.0%}"])
 
     def draw(self, path: str | Path) -> Path:
-        """Write it as a picture (SVG) that follows the reader's light or dark mode."""
+        """Write the timetable as an SVG file that follows the reader's light or dark mode."""
         path = Path(path)
         if path.suffix != ".svg":
             raise StepError(
-                given=f"draw({str(path)!r})", found="it draws SVG", fix="draw('schedule.svg')"
+                given=f"draw({str(path)!r})",
+                found="the file name must end in .svg",
+                fix="draw('schedule.svg')",
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_svg(self.rows), encoding="utf-8")
@@ -86,14 +89,14 @@ class Timetable:
 def timetable(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None
 ) -> Timetable:
-    """The timetable of a schedule; StepError where torch has none for these numbers."""
+    """Return the timetable of a schedule. Raise StepError if it does not support these numbers."""
     chosen = SCHEDULES[schedule]
     per_rank = stages_per_rank or chosen.stages
     if not chosen.allows(per_rank) or ranks < 2 or micro_batches < 1:
         raise StepError(
             given=f"a timetable of {schedule!r}: {ranks} ranks, {per_rank} stage(s) on each, "
             f"{micro_batches} micro-batches",
-            found="no such pipeline",
+            found="the schedule does not support these numbers",
             fix="timetable(ranks=4, micro_batches=8)",
         )
     if chosen.fixed and per_rank == 1:
@@ -105,7 +108,7 @@ def timetable(
 
 
 def _forwards_ahead(stage: int, ahead: int, micro_batches: int) -> list[PipelineAction]:
-    """Up to `ahead` forwards more than backwards. (torch lists 1F1B's last rank one too late.)"""
+    """Return up to `ahead` more forwards than backwards. (torch lists 1F1B's last rank too late.)"""
     begun = min(ahead, micro_batches)
     works = [PipelineAction("F", stage, micro) for micro in range(begun)]
     for micro in range(micro_batches):
@@ -127,7 +130,7 @@ def _torchs(schedule: str, ranks: int, per_rank: int, micro_batches: int) -> lis
 
 
 def micro_batches_refused(schedule: str, ranks: int, micro_batches: int, error: Exception) -> StepError:
-    """The error of a schedule that can't run so many micro-batches."""
+    """Return the error of a schedule that does not support this number of micro-batches."""
     return StepError(
         given=f"shoal.Pipeline(schedule={schedule!r}) on {ranks} ranks with {micro_batches} "
         "micro-batch(es)",
@@ -137,7 +140,7 @@ def micro_batches_refused(schedule: str, ranks: int, micro_batches: int, error: 
 
 
 class _Stage:
-    """What torch's schedules ask of a stage in order to plan."""
+    """The attributes of a stage that torch's schedules read to plan."""
 
     submod = None
     group_rank = 0
@@ -163,7 +166,7 @@ def _works(actions: Sequence[Any]) -> Iterator[PipelineAction]:
 def _timed(
     actions: Sequence[Sequence[PipelineAction]], stages: int
 ) -> tuple[tuple[PipelineAction | None, ...], ...]:
-    """Each rank's work in its order, as early as what it depends on is done."""
+    """Return the actions of each rank in order, each as early as its dependencies allow."""
     rows: list[list[PipelineAction | None]] = [[] for _ in actions]
     waiting = [list(reversed(row)) for row in actions]
     done: dict[PipelineAction, int] = {}
@@ -171,7 +174,7 @@ def _timed(
     while any(waiting):
         for row, pending in zip(rows, waiting, strict=True):
             if len(row) > now:
-                continue  # still at work
+                continue  # still busy
             if pending and all(done.get(need, now + 1) <= now for need in _needs(pending[-1], stages)):
                 work = pending.pop()
                 length = 2 if work.kind == "B" else 1
@@ -183,7 +186,7 @@ def _timed(
                 row.append(None)
         now += 1
         if all(len(row) == now and row[-1] is None for row in rows) and any(waiting):
-            raise RuntimeError(f"a schedule that stops at {[row[-1:] for row in waiting]}")
+            raise RuntimeError(f"the schedule deadlocks at {[row[-1:] for row in waiting]}")
     length = max(map(len, rows))
     return tuple((*row, *[None] * (length - len(row))) for row in rows)
 

@@ -1,4 +1,4 @@
-"""A stage as torch's pipelining runs it."""
+"""Stages as modules for torch's pipelining."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shoal.strategies.partition.stages import Stage
 from shoal.util.errors import StepError
 
 _TENSOR = object()
-"""Where a tensor stood among an output's leaves, of which others may be None."""
+"""Placeholder of a tensor among the leaves of an output, which may contain None."""
 
 
 class StageModule(nn.Module):
-    """A stage as torch's pipelining runs it: tensors in, tensors out."""
+    """Module for torch's pipelining that runs a stage: tensors in, tensors out."""
 
     def __init__(self, stage: Stage, world: World, *, last: bool) -> None:
         super().__init__()
         self.body = stage.body
         self.autocast: torch.dtype | None = None
         self.inputs: Sequence[Inputs] = []
-        """Of the model, for each micro-batch. torch would look for gradients of what it is given."""
+        """Inputs of the model per micro-batch. torch would compute gradients of passed arguments."""
         self._needed = stage.needed
         self._last = last
         self._device = world.device
@@ -38,7 +38,7 @@ class StageModule(nn.Module):
         self._alone: Callable[[], Any] | None = None
 
     def run_alone(self, call: Callable[[], Any]) -> Any:
-        """`call`, within the hooks of this stage, which gather its parameters."""
+        """Run `call` within the hooks of this stage, which gather its parameters."""
         self._alone = call
         try:
             return call_uncompiled(self, micro=0)
@@ -46,7 +46,7 @@ class StageModule(nn.Module):
             self._alone = None
 
     def forward(self, *received: Tensor, micro: int) -> Any:
-        """Run the stage on what it received and on those inputs of the model that it needs."""
+        """Run the stage on the received tensors and the inputs of the model that it needs."""
         if self._alone is not None:
             return self._alone()
         inputs = self.inputs[micro]
@@ -59,7 +59,7 @@ class StageModule(nn.Module):
         return tuple(_sendable(value, received) for value in output)
 
     def whole(self, tensors: Sequence[Tensor] | Tensor) -> Any:
-        """The model's output, of whose tensors the last stage was left with."""
+        """Return the output of the model, given its tensors."""
         rest = iter((tensors,) if isinstance(tensors, Tensor) else tensors)
         leaves = [next(rest) if other is _TENSOR else other for other in self._others]
         return tree_unflatten(leaves, self._spec)
@@ -68,18 +68,18 @@ class StageModule(nn.Module):
 def _sendable(value: object, received: Sequence[Tensor]) -> Tensor:
     if not isinstance(value, Tensor):
         raise StepError(
-            given="a pipeline whose stages exchange what they compute",
-            found=f"a {type(value).__name__} that one stage computes and a later one needs; only "
-            "tensors travel",
-            fix="compute it again where it is needed, or choose other split points",
+            given="a pipeline whose stages exchange computed values",
+            found=f"one stage computes a {type(value).__name__} that a later one needs, and only "
+            "tensors can be sent",
+            fix="compute it in the later stage too, or choose other split points",
         )
     if torch.is_grad_enabled() and learns(value.dtype) and not value.requires_grad:
-        return value.detach().contiguous().requires_grad_()  # of a frozen stage: torch sends gradients
-    # torch detaches what is sent in place: no view, and nothing that only passes through.
+        return value.detach().contiguous().requires_grad_()  # frozen stage: torch sends gradients
+    # torch detaches sent tensors in place: clone views and tensors that only pass through.
     shared = is_view(value) or any(value is tensor for tensor in received)
     return value.clone() if shared else value.contiguous()
 
 
 def learns(dtype: torch.dtype) -> bool:
-    """Whether gradients travel back for what was sent."""
+    """Return whether tensors of this dtype have gradients to send back."""
     return dtype.is_floating_point or dtype.is_complex

@@ -1,4 +1,4 @@
-"""torch's pipelining, marked on the timeline."""
+"""Timing of torch's pipelining on the timeline."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shoal.telemetry.step_timer import FORWARD, Timeline
 
 
 class MarkedStage(PipelineStage):
-    """A stage whose forwards are marked; all else that a schedule does is backward, or waits."""
+    """Stage whose forwards are marked. The rest of a schedule counts as backward or waiting."""
 
     def __init__(self, timeline: Timeline, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._timeline = timeline
 
     def forward_one_chunk(self, *arguments: Any, **named: Any) -> Any:
-        """As torch has it."""
+        """Run one forward and mark its time."""
         with self._timeline.within(FORWARD):
             return super().forward_one_chunk(*arguments, **named)
 
 
 @contextmanager
 def schedule_marked(timeline: Timeline, *, tensors: bool) -> Iterator[None]:
-    """Inside, where a schedule waits for neighbouring stages, and with `tensors` where DTensors do."""
+    """Mark the waits of a schedule for adjacent stages and, with `tensors`, those of DTensors."""
     with neighbours_awaited(timeline):
         if not tensors:
             yield

@@ -1,1 +1,1 @@
-"""Stages on named ranks that call each other by torch RPC."""
+"""RPC pipeline: stages on chosen ranks that call each other through torch RPC."""

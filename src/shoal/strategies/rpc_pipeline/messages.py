@@ -1,4 +1,4 @@
-"""What other ranks and threads send to a rank's main thread while it takes part in a turn."""
+"""Messages of other ranks and threads to the main thread of a rank during a turn."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shoal.strategies.task import Task
 from shoal.util.errors import ShoalError
 
 LOOK_SECONDS = 1.0
-"""After so long without a message a rank looks whether the others live."""
+"""Interval after which a rank without messages checks whether the others are alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnWork:
-    """The micro-batches of a turn; `factor` is what losses are multiplied by, None for inference."""
+    """The micro-batches of a turn. `factor` multiplies the losses; None means inference."""
 
     task: Task
     micros: Sequence[Micro]
@@ -32,14 +32,14 @@ class TurnWork:
 
 
 class Arrived(NamedTuple):
-    """A rank is there, or can't be because of an error."""
+    """Message: a rank is ready, or has an error."""
 
     rank: int
     error: ShoalError | None
 
 
 class ForwardRequest(NamedTuple):
-    """A micro-batch to take through this rank's stage; `reply` gets what comes out."""
+    """Message: run a micro-batch through this rank's stage. `reply` gets the output."""
 
     micro: int
     received: tuple[Any, ...]
@@ -47,14 +47,14 @@ class ForwardRequest(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The backward of a micro-batch through this rank's stage begins, or is over."""
+    """Message: the backward of a micro-batch through this rank's stage begins or has ended."""
 
     micro: int
     over: bool
 
 
 class Carried(NamedTuple):
-    """A micro-batch has been through all stages, and back, or not."""
+    """Message: a micro-batch has run through all stages and back, or failed."""
 
     micro: int
     value: Any
@@ -62,7 +62,7 @@ class Carried(NamedTuple):
 
 
 class Over(NamedTuple):
-    """The turn is over for all, with an error of some rank or without."""
+    """Message: the turn is over for all ranks, with or without an error."""
 
     error: ShoalError | None
 
@@ -71,9 +71,9 @@ Message: TypeAlias = Arrived | ForwardRequest | Backward | Carried | Over
 
 
 class Inbox:
-    """Messages by the number of the turn that they belong to, which this rank may not have begun.
+    """Messages by the number of their turn, which this rank may not have begun.
 
-    `look` is called where none comes for a while.
+    `look` is called if no message arrives for a while.
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
@@ -84,12 +84,12 @@ class Inbox:
         self._queues: dict[int, SimpleQueue[Message]] = {}
 
     def begin(self) -> int:
-        """The next turn; its number."""
+        """Begin the next turn, and return its number."""
         self.turn += 1
         return self.turn
 
     def end(self) -> list[Message]:
-        """The turn is over; the messages that nobody has received."""
+        """End the turn, and return the messages that were not received."""
         left: list[Message] = []
         with self._lock:
             self._over = self.turn
@@ -99,12 +99,12 @@ class Inbox:
         return left
 
     def lasts(self, turn: int) -> bool:
-        """Whether that turn is not over yet. From any thread."""
+        """Return whether that turn is not over yet. From any thread."""
         with self._lock:
             return turn > self._over
 
     def post(self, turn: int, message: Message) -> bool:
-        """Send a message; False if that turn is over. From any thread."""
+        """Send a message. Return False if that turn is over. From any thread."""
         with self._lock:
             if turn <= self._over:
                 return False
@@ -112,7 +112,7 @@ class Inbox:
             return True
 
     def receive(self, *, wait: bool = True) -> Message | None:
-        """The next message of this turn; without `wait` None if there is none yet."""
+        """Return the next message of this turn; without `wait`, None if there is none yet."""
         with self._lock:
             queue = self._queues.setdefault(self.turn, SimpleQueue())
         while True:
@@ -125,10 +125,10 @@ class Inbox:
 
 
 class ForwardQueue:
-    """Jobs in the order of their micro-batches, in whatever order they come; none during a backward.
+    """Queue of forwards in the order of the micro-batches, whose forwards wait during a backward.
 
-    A rank computes on what its process was given, so a forward beside a backward would only delay what
-    the stages before wait for (as in the schedule 1F1B of Narayanan et al. 2019).
+    A rank has a fixed number of cores, so a forward during a backward would only delay the gradients
+    for which earlier stages wait (as in the schedule 1F1B of Narayanan et al. 2019).
     """
 
     def __init__(self, micros: range) -> None:
@@ -139,24 +139,24 @@ class ForwardQueue:
 
     @property
     def backward(self) -> bool:
-        """Whether a backward is under way."""
+        """Whether a backward is running."""
         return bool(self._backwards)
 
     @property
     def ready(self) -> bool:
-        """Whether there is a job to do now."""
+        """Whether a forward can run now."""
         return not self._backwards and bool(self._order) and self._order[0] in self._waiting
 
     def add(self, job: ForwardRequest) -> None:
-        """A job has come."""
+        """Add a request."""
         self._waiting[job.micro] = job
 
     def take(self) -> ForwardRequest:
-        """The job that is ready."""
+        """Remove and return the request that is ready."""
         return self._waiting.pop(self._order.popleft())
 
     def mark(self, micro: int, *, over: bool) -> None:
-        """The backward of a micro-batch begins, or is over for good."""
+        """Note that the backward of a micro-batch begins or has ended."""
         if over:
             self._over.add(micro)
         else:
@@ -164,5 +164,5 @@ class ForwardQueue:
         self._backwards -= self._over
 
     def left(self) -> list[ForwardRequest]:
-        """Those that were never done."""
+        """Return the requests that were not run."""
         return list(self._waiting.values())

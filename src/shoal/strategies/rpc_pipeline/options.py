@@ -1,4 +1,4 @@
-"""A model whose stages are on several machines and call each other by torch RPC."""
+"""Options of the RPC pipeline: stages that call each other through torch RPC."""
 
 from __future__ import annotations
 
@@ -22,22 +22,30 @@ from shoal.util.errors import LayoutError, StepError
 
 @dataclass(frozen=True, kw_only=True)
 class RPCPipeline:
-    """Stages of the model on the ranks of the axis `pipeline`, which call each other by torch RPC.
+    """Pipeline over torch RPC: stages on the ranks of the axis `pipeline` call each other.
 
-    `stages` names them, in their order, each with the names of its modules, or of such that hold
-    them; what has no parameters may be left out, and goes with the module before. `workers` gives the
-    ranks of each stage, from 0 within the axis, by default one for each in their order. Several share
-    the stage: micro-batches are dealt among them, and their gradients are summed. As many micro-batches
-    as `Loader(micro_batches=…)` says are taken through the stages at the same time.
+    The micro-batches of `Loader(micro_batches=…)` run through the stages at the same time. Shapes may
+    differ between micro-batches. Parameters, gradients and optimizer state stay on the ranks of their
+    stage. Any rank may call the model without gradients. With the axis `replicate`, each replica has
+    all stages, and gradients are summed over replicas.
 
-    Shapes need not be the same from one micro-batch to the next. Parameters, moments and gradients
-    stay on the ranks of their stage. Any rank may call the model, without gradients. With `replicate`
-    in the layout there are several such lines of stages, whose gradients are summed.
+    Args:
+        stages: Mapping from the name of each stage, in order, to the names of its modules or of modules
+            that contain them. A module without parameters may be left out: it belongs to the stage of
+            the module before it.
+        workers: Mapping from each stage to its ranks, numbered from 0 within the axis. The workers of a
+            stage take turns with the micro-batches, and their gradients are summed. None means one
+            rank per stage, in order. Default: None.
 
-        shoal.RPCPipeline(
-            stages={"encoder": ("embedding", "blocks.0"), "decoder": ("blocks.1", "head")},
-            workers={"encoder": (0,), "decoder": (1, 2)},
-        )
+    Raises:
+        StepError: If the arguments are malformed or the model cannot be split into these stages.
+        LayoutError: If the layout has no axis `pipeline`, or has the axis `context`.
+
+    Examples:
+        >>> strategy = shoal.RPCPipeline(
+        ...     stages={"encoder": ("embedding", "blocks.0"), "decoder": ("blocks.1", "head")},
+        ...     workers={"encoder": (0,), "decoder": (1, 2)},
+        ... )
     """
 
     axes: ClassVar[tuple[str, ...]] = ("pipeline", "replicate")
@@ -52,7 +60,7 @@ class RPCPipeline:
         if not named or not all(_names(modules) for modules in self.stages.values()):
             raise StepError(
                 given=f"shoal.RPCPipeline(stages={self.stages!r})",
-                found="stages have names, and each the names of its modules",
+                found="stages maps the name of each stage to a sequence of module names",
                 fix=fix,
             )
         if self.workers is None:
@@ -63,9 +71,9 @@ class RPCPipeline:
         if not listed or {*given} != {*self.stages} or not all(given.values()):
             found = f"the stages are {', '.join(self.stages)}, and each has at least one worker"
         elif not all(type(rank) is int and rank >= 0 for rank in ranks):
-            found = "workers are ranks of the axis pipeline, from 0"
+            found = "workers are ranks of the axis pipeline, numbered from 0"
         elif len({*ranks}) < len(ranks):
-            found = "a rank runs one stage"
+            found = "a rank can run only one stage"
         else:
             return
         one_each = {name: (rank,) for rank, name in enumerate(self.stages)}
@@ -76,27 +84,27 @@ class RPCPipeline:
         )
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Keep this rank's stage of the model; in a world of one, check its stages and keep all."""
+        """Keep this rank's stage of the model. In a world of size 1, check the stages and keep all."""
         given = f"shoal.RPCPipeline(…) around {type(model).__name__}"
         if world.size > 1 and world.layout.degree("pipeline") == 1:
             raise LayoutError(
                 given=f"{given} with layout='{world.layout}'",
-                found="no axis for its stages",
-                fix="shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two of them",
+                found="the layout has no axis `pipeline`",
+                fix="shoal.init(layout='pipeline=-1'), or 'replicate=2,pipeline=2' for two replicas",
             )
-        _refuse_others(model, world, given)
+        _check_others(model, world, given)
         check_learns(model)
         if world.size == 1:
             self._cut(model, given)
             return local_engine(model.to(world.device), world)
         crew = crew_of([*self.stages], self.workers, world.layout.group(world.rank, "pipeline"), given)
         outer, stages = self._cut(model, given)
-        from shoal.strategies.rpc_pipeline.runner import RPCPipelineRunner  # which brings torch's RPC
+        from shoal.strategies.rpc_pipeline.runner import RPCPipelineRunner  # imports torch RPC
 
         return SynchronousEngine(RPCPipelineRunner(model, world, outer, stages, crew))
 
     def _cut(self, model: nn.Module, given: str) -> tuple[Outer, list[Stage]]:
-        """The model's forward as a graph, and its stages."""
+        """Return the forward of the model as a graph, and its stages."""
         names = [module for modules in self.stages.values() for module in modules]
         known = dict(model.named_modules())
         outer = trace(model, opened_by(name for name in names if name in known), "shoal.RPCPipeline(…)")
@@ -117,33 +125,33 @@ def _tensors(module: nn.Module) -> list[object]:
     return [*module.parameters(), *module.buffers()]
 
 
-def _refuse_others(model: nn.Module, world: World, given: str) -> None:
-    """Refuse what was done to the model before, and does not go with calls between ranks."""
+def _check_others(model: nn.Module, world: World, given: str) -> None:
+    """Raise StepError for earlier strategies that do not support calls between ranks."""
     if world.layout.degree("context") > 1:
         raise LayoutError(
             given=f"{given} with layout='{world.layout}'",
-            found="slices of sequences are cut before the first block and joined after the last, "
+            found="sequences are sliced before the first block and gathered after the last, "
             "which are on different ranks",
             fix="layout='pipeline=2', or shoal.ContextParallel() with shoal.FSDP()",
         )
     if division_of(model) is not None:
         raise StepError(
             given=f"[shoal.TensorParallel(…), {given}]",
-            found="stages that are divided themselves would each have to be called on several ranks",
+            found="each call of a stage with sharded layers would have to run on several ranks",
             fix="[shoal.TensorParallel(plan=…), shoal.Pipeline(split_points=…)]",
         )
     if runs_again(model):
         raise StepError(
             given=f"[shoal.ActivationCheckpointing(…), {given}]",
-            found="what runs again in backward does so in threads of distributed autograd, while other "
+            found="blocks would be recomputed in threads of distributed autograd, while other "
             "micro-batches run forward and draw from the same random generator",
             fix="[shoal.ActivationCheckpointing(…), shoal.Pipeline(split_points=…)]",
         )
 
 
 def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], given: str) -> None:
-    """Refuse parameters of two stages or of none, and stages that have none."""
-    fix = "the modules that share it in one stage, or copies of their own"
+    """Raise StepError for parameters used in two stages or in none, and for stages without any."""
+    fix = "the modules that share it in one stage, or separate parameters"
     refuse_tied(stages, range(len(stages)), given, fix)
     held = frozenset[str]().union(*(stage.names for stage in stages))
     named = model.named_parameters(remove_duplicate=False)
@@ -158,7 +166,6 @@ def _check(model: nn.Module, stages: Sequence[Stage], names: Sequence[str], give
         if not any(True for _ in stage.body.parameters()):
             raise StepError(
                 given=given,
-                found=f"stage {name!r} has no parameters, so there is nothing to give an optimizer on "
-                "its rank",
-                fix="its modules in a stage beside it; frozen parameters are enough",
+                found=f"stage {name!r} has no parameters, so its rank has nothing for an optimizer",
+                fix="put its modules into an adjacent stage; frozen parameters are enough",
             )

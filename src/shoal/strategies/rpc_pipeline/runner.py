@@ -1,4 +1,4 @@
-"""The runner of `RPCPipeline`: stages on several ranks that call each other by torch RPC.
+"""The runner of `RPCPipeline`: stages on several ranks that call each other through torch RPC.
 
 All ranks run the same micro-batches in a turn, which is a step or an inference. The rank of the last
 stage drives it: for each micro-batch a thread asks the last stage for its output, which asks the stage
@@ -54,13 +54,13 @@ from shoal.telemetry.step_timer import BACKWARD, COMMUNICATION, FORWARD, UPDATE
 from shoal.util.errors import ShoalError, StepError
 
 Answer: TypeAlias = tuple[ShoalError | None, Any]
-"""What a rank answers: an error, or a value. torch would make a RuntimeError of what is raised."""
+"""The answer of a rank: an error or a value. torch would turn a raised error into RuntimeError."""
 
 _CPU = torch.device("cpu")
 
 
 class RPCPipelineRunner(Runner):
-    """Runs this rank's stage when it is called; the driver drives the others and reports the loss."""
+    """Runner of this rank's stage, on request. The driver drives the others and reports the loss."""
 
     flops_unknown = "backward runs in threads of distributed autograd"
 
@@ -101,19 +101,19 @@ class RPCPipelineRunner(Runner):
         self._own = {id(parameter) for parameter in self._held.parameters}
         self._inbox = Inbox(self._look)
         self._error: Exception | None = None
-        """What went wrong in this rank's stage in this turn: others only hear of it."""
+        """The error of this rank's stage in this turn; others get a description of it."""
         self._calling = threading.Lock()
         self._collecting = threading.Lock()
-        """Held while gradients are added, and where a turn ends: they are of it, or of none."""
+        """Held while gradients are added and while a turn ends, so that none is added after its end."""
         self._key = world.broadcast(secrets.token_hex(16))
         self._calls.serve(self._key, self)
-        world.barrier()  # a call that came sooner would find nothing
+        world.barrier()  # an earlier call would not find the object
         module.forward = partial(_call_from_here, ref(self))
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Forward and backward through all stages, then sums over replicas; see the contract."""
+        """Run forward and backward through all stages, and sum over replicas; see the contract."""
         timeline = self._world.timeline
         timeline.enter(FORWARD)
         factor = scale / batch.size
@@ -132,7 +132,7 @@ class RPCPipelineRunner(Runner):
             return self._reducer.totals()
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """The output on the driver, None elsewhere. Collective."""
+        """Return the output on the driver, None on other ranks. Collective."""
         work = TurnWork(task=task, micros=[micro], seed=seed, autocast=autocast, factor=None)
         self._prove(work)
         return self._output(work)
@@ -142,28 +142,28 @@ class RPCPipelineRunner(Runner):
         if how == "script":
             raise StepError(
                 given="compile='script' with shoal.RPCPipeline(…)",
-                found="TorchScript can't call a part of a model that was traced",
+                found="TorchScript cannot call a traced part of a model",
                 fix="compile='inductor'",
             )
         self._stage.body.compile()
         self._compiled = True
 
     def _prove(self, work: TurnWork) -> None:
-        """Compare stages and uncut model on micro-batches like which none has come before."""
+        """Compare the stages with the original model, for micro-batches of a new structure."""
         if self._compiled and self.module.training:
-            return  # compiled code draws other numbers than the same code that is not
+            return  # compiled code draws other random numbers
         for micro in work.micros:
             alone, value = replace(work, micros=[micro], factor=None), micro.value
             inputs, flow = partial(self._inputs, work, micro), partial(self._output, alone)
             self._proof.check(value, value, inputs, flow, work.autocast)
 
     def _output(self, work: TurnWork) -> Any:
-        """The output of the one micro-batch on the driver, None elsewhere."""
+        """Return the output of a single micro-batch on the driver, None on other ranks."""
         outputs = self._take_part(work)
         return outputs[0] if self._drives else None
 
     def _inputs(self, work: TurnWork, micro: Micro) -> Inputs:
-        """What the model is called with, for one micro-batch."""
+        """Return the inputs of the model for one micro-batch."""
         arguments = work.task.arguments(micro, work.seed)
         return by_name(self.signature, *arguments, type(self.module).__name__)
 
@@ -172,7 +172,7 @@ class RPCPipelineRunner(Runner):
         return self._stage.body.get_submodule(name)(*args, **kwargs)
 
     def _take_part(self, work: TurnWork) -> list[Any]:
-        """Do this rank's part in one turn; on the driver the values of all micro-batches."""
+        """Do this rank's part of a turn. Return the values of all micro-batches on the driver."""
         turn = self._inbox.begin()
         self._error = None
         line = ForwardQueue(self._crew.micros(self._world.rank, len(work.micros)))
@@ -185,7 +185,7 @@ class RPCPipelineRunner(Runner):
         finally:
             over = StepError(
                 given=f"a micro-batch of a {type(self.module).__name__} in a step that is over",
-                found=f"{self._crew.title(self._world.rank)} has left it with an error",
+                found=f"{self._crew.title(self._world.rank)} has ended it with an error",
                 fix="see that rank's own error",
             )
             with self._collecting:
@@ -195,7 +195,7 @@ class RPCPipelineRunner(Runner):
             self._world.timeline.enter(before)
 
     def _serve(self, work: TurnWork, turn: int, line: ForwardQueue) -> None:
-        """Take micro-batches through this rank's stage until the driver says that all is over."""
+        """Run micro-batches through this rank's stage until the driver ends the turn."""
         failed: ShoalError | None = None
         try:
             self._held.check_converted()
@@ -209,7 +209,7 @@ class RPCPipelineRunner(Runner):
             raise failure
 
     def _drive(self, work: TurnWork, turn: int, line: ForwardQueue) -> list[Any]:
-        """Have all micro-batches carried through the stages, and tell the others when that is over."""
+        """Run all micro-batches through the stages, then end the turn on the other ranks."""
         failed: BaseException | None = None
         carriers = Carriers(
             len(work.micros),
@@ -227,7 +227,7 @@ class RPCPipelineRunner(Runner):
                     if message.error is not None:
                         raise self._error or message.error
                     values[message.micro] = message.value
-        except BaseException as error:  # an interrupt too: else the others would take it for done
+        except BaseException as error:  # interrupts too: else the others would assume success
             failed = error
             raise
         finally:
@@ -236,7 +236,7 @@ class RPCPipelineRunner(Runner):
         return [values[number] for number in range(len(work.micros))]
 
     def _await_others(self, work: TurnWork, line: ForwardQueue) -> None:
-        """Until all ranks are there; raises what keeps one of them from taking part."""
+        """Wait until all ranks are ready. Raise the error of a rank that is not."""
         absent = {*self._others}
         while absent:
             message = self._attend(work, line)
@@ -246,7 +246,7 @@ class RPCPipelineRunner(Runner):
                     raise message.error
 
     def _end(self, turn: int, failed: BaseException | None) -> None:
-        """Tell the others that the turn is over, also where some of them are gone."""
+        """End the turn on the other ranks, even if some of them are gone."""
         if failed is None:
             self._calls.tell(self._others, self._key, "post", turn, Over(None))
             return
@@ -255,14 +255,14 @@ class RPCPipelineRunner(Runner):
             try:
                 self._calls.ask(rank, self._key, "post", turn, over)
             except (ShoalError, RuntimeError):
-                continue  # the error that is raised says more
+                continue  # the original error says more
 
     def _look(self) -> None:
-        """Nothing has come for a while: raise StepError if whom this rank waits for is gone."""
+        """Raise StepError if a rank for which this one waits is gone; called after a long wait."""
         self._calls.look(self._others if self._drives else [self._crew.driver])
 
     def _attend(self, work: TurnWork, line: ForwardQueue) -> Arrived | Carried | Over:
-        """Do the jobs of this rank's stage, until there is a message of another kind."""
+        """Run the forwards of this rank's stage until another message arrives, and return it."""
         timeline = self._world.timeline
         while True:
             timeline.enter(BACKWARD if line.backward else COMMUNICATION)
@@ -278,7 +278,7 @@ class RPCPipelineRunner(Runner):
                 return message
 
     def _do(self, work: TurnWork, line: ForwardQueue) -> None:
-        """One job, and the answer to it."""
+        """Run one forward, and send the answer."""
         job = line.take()
         try:
             answer: Answer = (None, self._compute(work, job))
@@ -290,11 +290,11 @@ class RPCPipelineRunner(Runner):
             raise
         else:
             if self._number == self._crew.last and work.factor is not None:
-                line.mark(job.micro, over=False)  # of a loss, which is at once gone back from
+                line.mark(job.micro, over=False)  # backward of a loss starts at once
         job.reply.set_result(answer)
 
     def _compute(self, work: TurnWork, job: ForwardRequest) -> Any:
-        """Take one micro-batch through this rank's stage, and on the last one through the loss."""
+        """Run one micro-batch through this rank's stage and, on the last one, through the loss."""
         device, micro = self._world.device, work.micros[job.micro]
         inputs: Inputs = {}
         if self._stage.needed:
@@ -308,16 +308,16 @@ class RPCPipelineRunner(Runner):
             if self._number < self._crew.last:
                 return _on(_CPU, output)
             if work.factor is None:
-                return output  # the driver's own
+                return output  # only the driver uses it
             loss, count = work.task.reduce(output, micro, work.seed)
         if not loss.requires_grad:
             raise no_gradient()
         return _on(_CPU, (loss * (work.factor * micro.weight), (loss.detach(), count)))
 
     def _mark(self, tree: Any, micro: int, *, over: bool) -> None:
-        """Tell the main thread when the backward comes to tensors, from the thread that it runs in.
+        """Post a message when backward reaches these tensors, from the thread that it runs in.
 
-        Hooks of tensors would also be called by torch.autograd.grad in a forward.
+        torch.autograd.grad in a forward would also call hooks of tensors.
         """
         message, turn = Backward(micro, over), self._inbox.turn
         for node in {leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}:
@@ -329,7 +329,7 @@ class RPCPipelineRunner(Runner):
         return body(*_on(self._world.device, received), *needed)
 
     def _carry(self, work: TurnWork, turn: int, micro: int, carriers: Carriers) -> Any:
-        """Take one micro-batch through all stages and back; the driver's, in a thread of its own."""
+        """Run one micro-batch through all stages and back, in a separate thread of the driver."""
         last = self._crew.last
         if work.factor is None:
             return self._asked(last, turn, micro)
@@ -338,7 +338,7 @@ class RPCPipelineRunner(Runner):
             with self._calls.explained(self._others):
                 dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             del loss
-            # Always in the same order, so that sums are rounded in the same way.
+            # Always in the same order, so that sums have the same rounding.
             with carriers.turn_of(micro):
                 workers = self._crew.workers(micro)
                 away = [rank for rank in workers if rank != self._world.rank]
@@ -348,7 +348,7 @@ class RPCPipelineRunner(Runner):
         return shown
 
     def _asked(self, stage: int, turn: int, micro: int) -> Any:
-        """What a stage makes of a micro-batch; raises the error of whichever rank failed."""
+        """Return the output of a stage for a micro-batch. Raise the error of the rank that failed."""
         worker = self._crew.worker(stage, micro)
         if worker == self._world.rank:
             error, value = self.passed(turn, micro)
@@ -359,7 +359,7 @@ class RPCPipelineRunner(Runner):
         return value
 
     def passed(self, turn: int, micro: int) -> Answer:
-        """What this rank's stage makes of a micro-batch that the stages before it are asked for."""
+        """Return the output of this rank's stage, with input requested from the stage before it."""
         try:
             received = self._asked(self._number - 1, turn, micro) if self._number else ()
         except Exception as error:
@@ -370,16 +370,16 @@ class RPCPipelineRunner(Runner):
         return reply.result()
 
     def collect(self, context: int, turn: int, micro: int) -> None:
-        """Add what a micro-batch, whose backward is over, gave to the gradients of parameters here.
+        """Add the gradients of a micro-batch whose backward has ended to those of this rank.
 
-        Nothing once the turn is over: it has failed, and what there was of its gradients is dropped.
+        Does nothing after the turn: it has failed, and its gradients were dropped.
         """
         gradients = dist_autograd.get_gradients(context)  # type: ignore[attr-defined]
         with self._collecting, torch.no_grad():
             if not self._inbox.lasts(turn):
                 return
             for parameter, gradient in gradients.items():
-                if id(parameter) not in self._own:  # of another model, which a loss ran through
+                if id(parameter) not in self._own:  # of another model that the loss used
                     continue
                 if parameter.grad is None:
                     parameter.grad = gradient
@@ -388,20 +388,21 @@ class RPCPipelineRunner(Runner):
         self.post(turn, Backward(micro, over=True))
 
     def post(self, turn: int, message: Arrived | Backward | Over) -> None:
-        """A message to the main thread, of another rank or thread."""
+        """Post a message of another rank or thread to the main thread."""
         self._inbox.post(turn, message)
 
     def call(self, inputs: Inputs) -> Any:
-        """The model's output, from wherever it is called; not collective."""
+        """Return the output of the model on the calling rank. Not collective."""
         error, output = self.called(inputs, self._crew.last, self.module.training)
         if error is not None:
             raise error
         return _on(self._world.device, output)
 
     def called(self, inputs: Inputs, stage: int, training: bool) -> Answer:
-        """What `stage` makes of the model's inputs, here or where it is; `training` as the caller is.
+        """Return the output of `stage` for the model's inputs, computed on its rank.
 
-        A rank that trains need not know of a call by one that evaluates, and trains on.
+        `training` is the mode of the caller. A rank that is training keeps its mode if another rank
+        calls the model in eval mode.
         """
         if stage != self._number:
             answer: Answer = self._calls.ask(
@@ -420,33 +421,34 @@ class RPCPipelineRunner(Runner):
             return self._described(caught), None
 
     def _described(self, error: BaseException) -> ShoalError:
-        """An error as other ranks hear of it."""
+        """Return the description of an error for other ranks."""
         if isinstance(error, ShoalError):
             return error
+        # `watchdog.peer_errors` recognizes this fix.
         return StepError(
             given=f"{self._crew.title(self._world.rank)} of a {type(self.module).__name__}, on "
             f"{self._calls.hosts[self._world.rank]}",
             found=f"{type(error).__name__}: {error}",
-            fix="see that rank's own error; python train.py, in one process, may show more",
+            fix="see that rank's own error; python train.py in one process may show more",
         )
 
 
 def _call_from_here(runner: ref[RPCPipelineRunner], *args: Any, **kwargs: Any) -> Any:
-    """The forward of the module that stands for the whole model."""
+    """Run the model from this rank; the forward of the user's module."""
     here = runner()
     if here is None:
         raise RuntimeError("the world of this model is closed")
     kind = type(here.module).__name__
     if torch.is_grad_enabled():
         raise StepError(
-            given=f"a call of the {kind} itself, each of whose stages is on a rank of its own",
-            found="no gradients come back through such a call",
-            fix="step = shoal.Step(model, optimizer, task); step(batch) trains; for its output alone: "
+            given=f"a call of the {kind} itself, whose stages are on different ranks",
+            found="gradients cannot flow back through such a call",
+            fix="step = shoal.Step(model, optimizer, task); step(batch) trains; for the output only: "
             "with torch.no_grad(): model(inputs)",
         )
     return here.call(by_name(here.signature, args, kwargs, kind))
 
 
 def _on(device: torch.device, tree: Any) -> Any:
-    """The tensors of a tree on another device; what travels goes by the memory of the hosts."""
+    """Move the tensors of a tree to a device. Tensors are sent between ranks from CPU memory."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)

@@ -1,4 +1,4 @@
-"""Threads that carry micro-batches through stages on other ranks."""
+"""Threads that run micro-batches through stages on other ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class Carriers:
-    """Threads that each carry one micro-batch after the other, begun in their order.
+    """Threads that each run one micro-batch after the other, started in order.
 
-    `carry` is called with the number of one, and `done` with its value or the error it ended with.
+    `carry` is called with the number of a micro-batch, and `done` with its value or error.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class Carriers:
         self._stopped = False
 
     def start(self, threads: int) -> None:
-        """Begin, with so many micro-batches under way at once."""
+        """Start this many threads, each with one micro-batch at a time."""
         for _ in range(min(threads, len(self._left))):
-            # Nobody waits for one of them that waits for a rank which died.
+            # Daemons, so that the process does not wait for a thread that waits for a dead rank.
             threading.Thread(target=self._run, name="shoal carrier", daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no other micro-batch, and let none wait for its turn."""
+        """Start no other micro-batch, and wake those that wait for their turn."""
         with self._condition:
             self._left.clear()
             self._stopped = True
@@ -42,7 +42,7 @@ class Carriers:
 
     @contextlib.contextmanager
     def turn_of(self, number: int) -> Iterator[None]:
-        """Inside of it is one micro-batch at a time, in their order. Raises RuntimeError if stopped."""
+        """Admit one micro-batch at a time, in order. Raise RuntimeError if stopped."""
         with self._condition:
             self._condition.wait_for(lambda: self._stopped or self._next == number)
             if self._stopped:

@@ -1,4 +1,4 @@
-"""Losses of logits that stay divided over ranks."""
+"""Losses of logits that stay sharded over ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shoal.strategies.tensor_parallel.sharded_modules import division_of
 from shoal.util.errors import StepError
 
 VIEWS = ("View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
-"""How the names of autograd's nodes begin that only look at a tensor in another shape."""
+"""Prefixes of the names of autograd nodes that only change the shape of a tensor."""
 
 
 def whole_loss(model: nn.Module, loss: Tensor, count: Count) -> tuple[Tensor, Count]:
-    """Return loss and count as plain tensors, where a plan leaves the logits of `model` divided.
+    """Return loss and count as plain tensors if a plan leaves the logits of `model` sharded.
 
     Raises StepError for a loss whose gradients would be wrong.
     """
@@ -29,7 +29,7 @@ def whole_loss(model: nn.Module, loss: Tensor, count: Count) -> tuple[Tensor, Co
 
 
 def _check_graph(loss: Tensor) -> None:
-    """Raise StepError where a log-softmax of divided logits is not a part of a cross-entropy."""
+    """Raise StepError if a log-softmax of sharded logits is not part of a cross-entropy."""
     # Nodes, and whether they are reached through a negative log-likelihood, or a view of its input.
     waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
     visited = set(waiting)
@@ -39,7 +39,7 @@ def _check_graph(loss: Tensor) -> None:
         if name.startswith("LogSoftmax") and is_divided(saved_result(node)) and not inside:
             raise logits_refused("it takes a log-softmax of them that is not part of a cross-entropy")
         if node is None or "FromTorchTensor" in name:
-            continue  # what lies behind the last DTensor is the model
+            continue  # the nodes before the first DTensor belong to the model
         inside = name.startswith("NllLoss") or (inside and name.startswith(VIEWS))
         for child, _ in node.next_functions:
             if (child, inside) not in visited:
@@ -48,10 +48,9 @@ def _check_graph(loss: Tensor) -> None:
 
 
 def logits_refused(found: str) -> StepError:
-    """Return the error of a loss that can't be taken of divided logits."""
+    """Return the error of a loss that does not support sharded logits."""
     return StepError(
-        given='a loss of logits that stay divided, as shoal.TensorParallel(plan={…: "logits"}) leaves '
-        "them",
+        given='a loss of logits that stay sharded, as with shoal.TensorParallel(plan={…: "logits"})',
         found=found,
         fix="F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction='sum'), without label "
         'smoothing; or "head" in place of "logits", which gathers them',

@@ -1,4 +1,4 @@
-"""Layers divided over neighbouring ranks: tensor parallelism (Shoeybi et al. 2019)."""
+"""Options of tensor parallelism: layers are sharded over adjacent ranks (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,30 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel:
-    """Linear layers and embeddings divided over the axis `tensor` of the layout.
+    """Tensor parallelism: linear layers and embeddings are sharded over the axis `tensor`.
 
-    `plan` says which, by patterns of module names, and how: "column" divides a Linear's outputs and
-    leaves them divided, "row" divides its inputs and sums its outputs, "head" divides outputs and
-    gathers them, "vocabulary" divides the rows of an Embedding. A column layer is followed by a row
-    layer; between them is what acts on each feature, or head, alone. "logits" is a head whose outputs
-    stay divided in a `Step`, for a loss by `torch.nn.functional.cross_entropy`.
+    A "column" layer is followed by a "row" layer, and the operations between them act on each feature
+    or attention head separately (Shoeybi et al. 2019). On the first batch, Shoal compares the sharded
+    model with the original one and raises `StepError` if the plan changes the results.
 
-    With "sequence", for norms and dropout, activations outside of the divided layers are divided along
-    the sequence, dimension 1 (Korthikanti et al. 2022): row layers scatter the sums, column layers
-    gather their inputs.
+    Args:
+        plan: Mapping from patterns of module names to the kind of sharding: "column" shards the
+            outputs of a Linear and leaves them sharded, "row" shards its inputs and sums its outputs,
+            "head" shards its outputs and gathers them, "vocabulary" shards the rows of an Embedding.
+            "logits" is a head whose outputs stay sharded in a `Step`, for a loss with
+            `torch.nn.functional.cross_entropy`. "sequence", for norms and dropout, splits activations
+            outside the sharded layers along the sequence, dimension 1 (sequence parallelism,
+            Korthikanti et al. 2022): row layers scatter their sums, and column layers gather their
+            inputs. If the plan is empty, Shoal uses that of a Hugging Face model, or derives and
+            prints one for feed-forward pairs, an embedding and its head. Default: {}.
 
-    Without a plan, that of a Hugging Face model is taken, or one is derived and said: feed-forward
-    pairs, an embedding and its head. At the first batch the divided model is compared with the whole
-    one; a plan that changes the numbers is refused.
+    Raises:
+        StepError: If the plan contains another kind, or does not fit the model.
 
-        shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})
+    Examples:
+        >>> strategy = shoal.TensorParallel(
+        ...     plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"}
+        ... )
     """
 
     axes: ClassVar[tuple[str, ...]] = ("tensor", "replicate")
@@ -52,13 +59,13 @@ class TensorParallel:
             if way not in KINDS:
                 raise StepError(
                     given=f"shoal.TensorParallel(plan={{{pattern!r}: {way!r}}})",
-                    found=f"a layer is divided in one of these ways: {', '.join(KINDS)}",
+                    found=f"the kinds of sharding are {', '.join(KINDS)}",
                     fix='shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": '
                     '"row"})',
                 )
 
     def spread(self, model: nn.Module, world: World) -> None:
-        """Divide the layers of the plan in place."""
+        """Shard the layers of the plan in place."""
         model.to(world.device)
         degree = world.layout.degree("tensor")
         plan = self.plan or carried_plan(model)
@@ -73,7 +80,7 @@ class TensorParallel:
             divide(model, plan, layers, world)
 
     def apply(self, model: nn.Module, world: World) -> Engine:
-        """Divide the layers, and return an engine that sums gradients over replicas."""
+        """Shard the layers, and return an engine that sums gradients over replicas."""
         self.spread(model, world)
         if world.size == 1:
             return local_engine(model, world)

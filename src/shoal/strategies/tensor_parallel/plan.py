@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: given, carried by a model, or derived; and what they may not divide."""
+"""Plans of tensor parallelism: explicit, from a Hugging Face model, or derived; and their checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUGGING_FACE = {
     "colwise_gather_output": "head",
     "embedding_rowwise": "vocabulary",
 }
-"""The words of the plans that transformers' models carry."""
+"""The words of the plans of Hugging Face models."""
 
 KINDS: dict[str, type[nn.Module]] = {
     "column": nn.Linear,
@@ -28,23 +28,23 @@ KINDS: dict[str, type[nn.Module]] = {
     "vocabulary": nn.Embedding,
     "sequence": nn.Module,
 }
-"""The ways to divide a layer, and what each is for."""
+"""The kinds of sharding, and the class of layers for each."""
 
 FEATURE_WISE = (
     *(nn.Identity, nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU),
     *(nn.SiLU, nn.Mish, nn.Hardswish, nn.Tanh, nn.Sigmoid, nn.Softplus),
 )
-"""Modules that act on each feature alone."""
+"""Modules that act on each feature separately."""
 
 PROJECTION = re.compile(r"w?[qkv]|c_attn|.*(qkv|query|key|value|[qkv]_?(proj|lin))", re.IGNORECASE)
-"""Names of layers whose outputs are heads."""
+"""Names of layers whose outputs are attention heads."""
 
 HEADS = ("num_heads", "n_heads", "n_head", "nhead", "heads", "num_attention_heads")
 KEY_HEADS = ("num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_heads")
 
 
 def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The way of each layer that the patterns of `plan` name; StepError for what it can't divide."""
+    """Return the kind of sharding of each layer in `plan`. Raise StepError for wrong layers."""
     layers: dict[str, str] = {}
     for pattern, way in plan.items():
         given = f"shoal.TensorParallel(plan={{{pattern!r}: {way!r}}})"
@@ -53,41 +53,41 @@ def planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             if layers.setdefault(name, way) != way:
                 raise StepError(
                     given=given,
-                    found=f"another pattern divides {name} by {layers[name]!r}",
-                    fix="patterns of which one fits each layer",
+                    found=f"another pattern shards {name} by {layers[name]!r}",
+                    fix="patterns of which only one matches each layer",
                 )
             if not isinstance(layer, KINDS[way]):
                 raise StepError(
                     given=given,
                     found=f"the module {name} is a {_class(type(layer))}, not a {_class(KINDS[way])}",
-                    fix=f"name modules of the second class, or leave {name} out of the plan",
+                    fix=f"a pattern for modules of the second class, or a plan without {name}",
                 )
     return layers
 
 
 def _class(kind: type[nn.Module]) -> str:
-    """A class with its module: libraries have layers of the same names as torch's."""
+    """Return a class with its module, since libraries have classes with the names of torch's."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def carried_plan(model: nn.Module) -> dict[str, str]:
-    """The plan that a Hugging Face model carries, in our words; empty without one."""
+    """Return the plan of a Hugging Face model in Shoal's words; empty without one."""
     carried: Any = getattr(model, "_tp_plan", None) or {}
     unknown = sorted({way for way in carried.values() if way not in HUGGING_FACE})
     if unknown:
         raise StepError(
             given=f"shoal.TensorParallel() and the plan of a {type(model).__name__}",
-            found=f"it divides layers in ways that are not known here: {', '.join(unknown)}",
-            fix="a plan of your own: shoal.TensorParallel(plan={…})",
+            found=f"the plan of the model has unknown kinds of sharding: {', '.join(unknown)}",
+            fix="shoal.TensorParallel(plan={…}) with your own plan",
         )
     return {pattern: HUGGING_FACE[way] for pattern, way in carried.items()}
 
 
 def derived_plan(model: nn.Module, degree: int) -> dict[str, str]:
-    """A plan for what can be recognised: feed-forward pairs, and an embedding with its head.
+    """Return a plan for the layers that can be recognized: feed-forward pairs, embedding and head.
 
-    Attention is left whole: whether it works on the heads that are there can't be seen from outside.
-    Raises StepError where nothing is recognised.
+    Attention is not sharded: its code shows only from inside whether it supports fewer heads. Raises
+    StepError if no layer is recognized.
     """
     layers = {
         f"{name}.{child}" if name else child: way
@@ -98,15 +98,15 @@ def derived_plan(model: nn.Module, degree: int) -> dict[str, str]:
     if not layers:
         raise StepError(
             given=f"shoal.TensorParallel() without a plan for a {type(model).__name__}",
-            found="it does not carry one, as models of Hugging Face do, and has no feed-forward pairs "
-            f"whose width {degree} divides",
+            found="the model has no plan, unlike Hugging Face models, and no feed-forward pairs with a "
+            f"width divisible by {degree}",
             fix='shoal.TensorParallel(plan={"blocks.*.wide": "column", "blocks.*.narrow": "row"})',
         )
     return _patterns(model, layers)
 
 
 def _feed_forward(part: nn.Module, degree: int) -> Iterator[tuple[str, str]]:
-    """Children of `part` that widen and narrow again with only what is feature-wise in between."""
+    """Yield children of `part` that widen and narrow with only feature-wise layers in between."""
     linear = {name: child for name, child in part.named_children() if isinstance(child, nn.Linear)}
     if isinstance(part, nn.ModuleList | nn.ModuleDict):
         return
@@ -131,7 +131,7 @@ def _only_feature_wise_between(part: nn.Sequential, first: str, last: str) -> bo
 
 
 def _vocabulary(model: nn.Module, degree: int) -> dict[str, str]:
-    """The one embedding whose rows are the outputs of one Linear, tied to it or not."""
+    """Return the embedding and its output head, a Linear of the same size, tied to it or not."""
     found = {}
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding) and not part.num_embeddings % degree:
@@ -150,17 +150,17 @@ def _vocabulary(model: nn.Module, degree: int) -> dict[str, str]:
 
 
 def _patterns(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
-    """`layers` with `*` for numbers, where that names no others."""
+    """Return `layers` with `*` for numbers, unless that matches other layers."""
     plan = {}
     for name, way in layers.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-        alike = all(layers.get(other) == way for other in named_like(model, pattern, pattern))
-        plan[pattern if alike else name] = way
+        same = all(layers.get(other) == way for other in named_like(model, pattern, pattern))
+        plan[pattern if same else name] = way
     return plan
 
 
 def check_divisible(model: nn.Module, layers: Mapping[str, str], degree: int) -> None:
-    """Raise LayoutError for a size, or a number of heads, that `degree` does not divide."""
+    """Raise LayoutError for a size, or a number of heads, that is not divisible by `degree`."""
     for name, way in layers.items():
         if way == "sequence":
             continue
@@ -172,14 +172,14 @@ def check_divisible(model: nn.Module, layers: Mapping[str, str], degree: int) ->
         for thing, size in sizes.items():
             if size % degree:
                 raise LayoutError(
-                    given=f"layout with tensor={degree} and {name} divided by {way}",
-                    found=f"{thing} are {size}, which {degree} does not divide",
+                    given=f"layout with tensor={degree} and {name} sharded by {way}",
+                    found=f"{thing} = {size}, not divisible by {degree}",
                     fix=f"tensor=N with an N that divides {size}, or a plan without {name}",
                 )
 
 
 def _heads(model: nn.Module, name: str) -> dict[str, int]:
-    """The numbers of heads that the module around a projection, or its configuration, tells."""
+    """Return the numbers of heads in the parent module of a projection, or in its configuration."""
     above, _, own = name.rpartition(".")
     if not PROJECTION.fullmatch(own):
         return {}

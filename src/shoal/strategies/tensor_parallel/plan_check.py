@@ -1,4 +1,4 @@
-"""Whether a divided model computes what the whole one does: both run on the first batch."""
+"""Comparison of a sharded model with the original model: both run on the first batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from shoal.strategies.eval_mode import untouched
 
 
 class Proof:
-    """What comes to each layer of a plan in the divided model, compared with the whole one.
+    """Comparison of the inputs of each layer of a plan in the sharded and in the original model.
 
-    Inputs are compared and not only outputs: a layer that starts with weights of zero would hide what
-    comes to it. In the whole model each layer has its whole parameters while it runs, and not longer.
+    Inputs are compared and not only outputs, because a layer that starts with weights of zero would
+    hide differences of its input. In the original model, each layer has its full parameters only while
+    it runs.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -31,9 +32,9 @@ class Proof:
         self.found: str | None = None
 
     def run(self, model: nn.Module, call: Callable[[], Any], values: Any) -> None:
-        """Run the model both ways, by `call` on `values`; `found` is the first difference. Collective.
+        """Run both models with `call` on `values`. `found` is the first difference. Collective.
 
-        A model that fails both ways proves nothing: that is not the plan's doing.
+        If both fail, the plan is not the cause, and there is no finding.
         """
 
         def without_trace() -> Any:
@@ -60,11 +61,11 @@ class Proof:
                 self.leave(layer)
         if error is not None:
             text = str(error).partition("\n")[0]
-            self.found = f"it fails where the whole one does not: {type(error).__name__}: {text}"
+            self.found = f"it fails, and the original does not: {type(error).__name__}: {text}"
 
     def enter(self, name: str, layer: nn.Module, arguments: Any) -> bool:
-        """A layer is called; True if it is to run whole."""
-        what = f"what comes to {name}"
+        """Record or compare the inputs of a layer. Return whether it runs with full parameters."""
+        what = f"the input of {name}"
         if not self._whole:
             self._see(what, arguments)
             return False
@@ -79,7 +80,7 @@ class Proof:
         return True
 
     def leave(self, layer: nn.Module) -> bool:
-        """A layer has run; its own parameters are put back."""
+        """Restore the parameters of a layer after its call. Return whether they were full ones."""
         for part, key, parameter in self._replaced.pop(layer, []):
             parameters(part)[key] = parameter
         return self._whole
@@ -93,12 +94,12 @@ class Proof:
                 continue
             name, seen = self._seen.pop() if self._seen else ("nothing", tensor)
             if name != what:
-                self.found = f"after {what} in one process comes {name}"
-            elif not self._alike(seen, tensor.detach()):
-                self.found = f"{what} differs from what it is in one process"
+                self.found = f"the calls differ: {what} in one process, {name} in the sharded model"
+            elif not self._equal(seen, tensor.detach()):
+                self.found = f"{what} differs from that in one process"
 
-    def _alike(self, seen: Tensor, expected: Tensor) -> bool:
-        """Whether `seen` is `expected`, or this rank's features of it, up to rounding."""
+    def _equal(self, seen: Tensor, expected: Tensor) -> bool:
+        """Return whether `seen` is `expected`, or this rank's features of it, up to rounding."""
         if seen.shape != expected.shape and expected.dim():
             expected = expected.tensor_split(self._mesh.size(), -1)[self._mesh.get_local_rank()]
         if seen.shape != expected.shape:
@@ -108,12 +109,12 @@ class Proof:
         tolerance = torch.finfo(expected.dtype).eps ** 0.5
         distance = torch.linalg.vector_norm((seen - expected).double())
         size = torch.linalg.vector_norm(expected.double())
-        return not bool(distance > tolerance * size)  # what is not finite proves nothing
+        return not bool(distance > tolerance * size)  # values that are not finite count as equal
 
 
 @contextmanager
 def _calm(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients. Only flags change: `train` may do more, as LoRA's does."""
+    """Set eval mode without gradients. Sets only the flags, since `train` may do more, as in LoRA."""
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
         module.training = False

@@ -1,4 +1,4 @@
-"""The runner of a model whose layers a plan divides, and its engine."""
+"""The runner and the engine of a model whose layers are sharded by a plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shoal.util.errors import StepError
 
 
 def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine:
-    """Return the engine of a model that was divided, which sums gradients over replicas."""
+    """Return the engine of a model with sharded layers, which sums gradients over replicas."""
     reducer = MeshReducer(
         HeldParameters(module, world),
         reports_loss=first_along(world),
@@ -46,18 +46,18 @@ def tensor_parallel_engine(module: nn.Module, world: World) -> SynchronousEngine
 
 
 def local_runner(reducer: Reducer) -> Runner:
-    """Return what runs the module of `reducer` here, whether a plan divides its layers or not."""
+    """Return the local runner for the module of `reducer`, with or without a plan."""
     division = division_of(reducer.held.module)
     runner = LocalRunner(reducer)
     return runner if division is None else PlannedRunner(runner, division)
 
 
 class PlannedRunner(Runner):
-    """Proves a plan on the first batch, and takes losses of divided logits by parts.
+    """Runner that checks a plan on the first batch, and computes losses of sharded logits in parts.
 
-    torch's `loss_parallel` turns the backward of every log-softmax over divided classes into nothing,
-    since that of the negative log-likelihood does both; a loss that uses one in another way would be
-    right and its gradients wrong. It raises StepError.
+    torch's `loss_parallel` skips the backward of every log-softmax over sharded classes, because the
+    backward of the negative log-likelihood does both. A loss that uses a log-softmax in another way
+    would be right, with wrong gradients. It raises StepError.
     """
 
     loopable = True
@@ -70,21 +70,21 @@ class PlannedRunner(Runner):
         self._world = runner.reducer.held.world
 
     def compile(self, how: str) -> None:
-        """Compile as in one process, where torch can compile what a plan does."""
+        """Compile as in one process, if torch can compile the layers of the plan."""
         check_compilable(self._division, how)
         self._local.compile(how)
 
     def compile_with(self, compiler: Compiler) -> None:
-        """Compile as in one process, where torch can compile what a plan does."""
+        """Compile as in one process, if torch can compile the layers of the plan."""
         check_compilable(self._division, "inductor")
         self._local.compile_with(compiler)
 
     def gradients(
         self, task: Task, batch: Batch, *, autocast: torch.dtype | None, scale: float
     ) -> Totals:
-        """Run as in one process, with the logits divided where the plan says so; see the contract."""
+        """Run as in one process, with logits sharded if they are in the plan; see the contract."""
         with ExitStack() as stack:
-            if self._local.call is self._module:  # in compiled code nothing can be marked
+            if self._local.call is self._module:  # compiled code cannot be marked
                 stack.enter_context(tensors_awaited(self._world.timeline))
             if self._division.logits:
                 stack.enter_context(self._division.logits_kept())
@@ -92,7 +92,7 @@ class PlannedRunner(Runner):
             return self._local.gradients(task, batch, autocast=autocast, scale=scale)
 
     def infer(self, task: Task, micro: Micro, seed: int, *, autocast: torch.dtype | None) -> Any:
-        """Return the output; the first time the plan is proved, also where the divided model fails."""
+        """Return the output, and check the plan the first time, even if the sharded model fails."""
         try:
             output = self._local.infer(task, micro, seed, autocast=autocast)
         except Exception:
@@ -102,25 +102,25 @@ class PlannedRunner(Runner):
         return output
 
     def check_model(self) -> None:
-        """Prove the plan once; see the contract."""
+        """Check the plan once; see the contract."""
         self._division.prove(self._module, self._world)
 
 
 def check_compilable(division: ShardedLayers | None, how: str) -> None:
-    """Raise StepError where torch can't compile the layers of a plan."""
+    """Raise StepError if torch cannot compile the layers of a plan."""
     ways = set() if division is None else set(division.ways)
     hard = ways if how == "script" else ways & {"sequence", "logits"}
     if hard:
         raise StepError(
             given=f"compile={how!r} with shoal.TensorParallel(plan={{…: {min(hard)!r}}})",
-            found="torch can't compile the DTensors that pass between its layers",
-            fix="leave compile out, or 'sequence' and 'logits' with compile='inductor'",
+            found="torch cannot compile the DTensors between the layers of the plan",
+            fix="leave compile out; or compile='inductor' and a plan without 'sequence' and 'logits'",
         )
 
 
 @contextmanager
 def _divided_losses() -> Iterator[None]:
-    """Take losses of divided logits by parts; StepError for one that torch can't take so."""
+    """Compute losses of sharded logits in parts. Raise StepError for losses without support."""
     context = loss_parallel()
     context.__enter__()
     try:
@@ -132,4 +132,4 @@ def _divided_losses() -> Iterator[None]:
             raise
         raise logits_refused(str(error).partition("\n")[0]) from error
     finally:
-        context.__exit__(None, None, None)  # torch's own ends only where no exception passes through
+        context.__exit__(None, None, None)  # torch's context does not end after an exception

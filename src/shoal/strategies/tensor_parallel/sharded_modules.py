@@ -1,4 +1,4 @@
-"""A model whose layers are divided over ranks as DTensors, and how tensors come to them and leave."""
+"""A model whose layers are sharded over ranks as DTensors, with the hooks for their activations."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SEQUENCE = 1
 
 
 class ShardedLayers:
-    """The layers of a plan in one model, and the hooks that divide what comes to them.
+    """The layers of a plan in one model, and the hooks that shard their inputs.
 
-    Outside of the layers activations are plain and whole, alike on the ranks of `mesh`. With "sequence"
-    in the plan they are DTensors divided along the sequence, so that torch refuses to mix them with
-    plain ones; a module with parameters of its own that the plan does not name gets them whole, and
-    what it makes of them is a DTensor again.
+    Outside the layers, activations are plain full tensors, identical on the ranks of `mesh`. With
+    "sequence" in the plan they are DTensors split along the sequence, and torch raises an error if they
+    are mixed with plain ones. A module with parameters that is not in the plan gets full tensors, and
+    its output becomes a DTensor again.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class ShardedLayers:
         self.sequence = "sequence" in self.ways
         self.proved = False
         self.proof: Proof | None = None
-        """The comparison with the whole model, while it runs."""
+        """The comparison with the original model, while it runs."""
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        """What the model was called with, until the plan is proved."""
+        """Arguments of the last call of the model, until the plan is checked."""
         self._keep = False
         self._gathered: dict[nn.Module, bool] = {}
         self._shared: tuple[ref[Tensor], tuple[int, bool], DTensor] | None = None
@@ -66,11 +66,11 @@ class ShardedLayers:
             model.register_forward_hook(self._finish)
 
     def __deepcopy__(self, memo: object) -> ShardedLayers:
-        return self  # a copied model lives on the same ranks, and its hooks with it
+        return self  # a copied model is on the same ranks, with the same hooks
 
     @contextmanager
     def logits_kept(self) -> Iterator[None]:
-        """Inside, logits stay divided; elsewhere the model returns them whole."""
+        """Keep logits sharded inside. Elsewhere the model returns full logits."""
         self._keep = True
         try:
             yield
@@ -84,9 +84,9 @@ class ShardedLayers:
         call: Callable[[], Any] | None = None,
         values: Any = None,
     ) -> None:
-        """Compare the divided `model` with the whole one, once all ranks have called it. Collective.
+        """Compare the sharded `model` with the original, once all ranks have called it. Collective.
 
-        `call` runs it on `values`; by default as it was called. Raises StepError on all ranks where
+        `call` runs it on `values`. Default: the last call is repeated. Raises StepError on all ranks if
         they differ.
         """
         if self.proved:
@@ -108,12 +108,12 @@ class ShardedLayers:
             mixed = "mixed torch.Tensor and DTensor" in findings[0]
             raise StepError(
                 given=f"shoal.TensorParallel(plan={self.plan!r}) around {type(model).__name__}",
-                found=f"the divided model is not the whole one: {findings[0]}",
-                fix="whatever meets a divided sequence as a layer of its own, which the plan may name "
-                'as "sequence": an nn.Embedding for positions, a module for a scale'
+                found=f"the sharded model differs from the original model: {findings[0]}",
+                fix="move operations on a split sequence into a module, with the kind "
+                '"sequence" in the plan: an nn.Embedding for positions, a module for a scale'
                 if mixed
-                else "between a column and a row layer only what acts on each feature, or head, alone, "
-                "as view(batch, length, -1, head_size) does; leave other layers out of the plan",
+                else "only operations on each feature or head separately between a column and a row "
+                "layer, such as view(batch, length, -1, head_size); leave other layers out of the plan",
             )
 
     def _remember(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class ShardedLayers:
         return tree_map_only(Tensor, partial(self._brought, way), (args, kwargs))
 
     def _brought(self, way: str, tensor: Tensor) -> DTensor:
-        """A layer's input, divided as the layer is."""
+        """Return the input of a layer, sharded as the layer needs it."""
         if way == "row":
             return self._placed(tensor, Shard(tensor.dim() - 1), Shard(tensor.dim() - 1))
         if way == "sequence" and _has_sequence(tensor):
@@ -136,7 +136,7 @@ class ShardedLayers:
         return self._placed(tensor, Replicate(), Replicate())
 
     def _gathered_once(self, tensor: DTensor) -> DTensor:
-        """`tensor` whole: one copy for all layers that it goes to in turn, as query, key and value."""
+        """Return the full tensor: one copy for all layers that use it, such as query, key and value."""
         state = (version(tensor), torch.is_grad_enabled())
         if self._shared is not None:
             known, then, gathered = self._shared
@@ -151,7 +151,7 @@ class ShardedLayers:
             self._shared = None
 
     def _placed(self, tensor: Tensor, plain: Placement, wanted: Placement) -> DTensor:
-        """`tensor` placed as `wanted`; one that is no DTensor is placed as `plain` now."""
+        """Return `tensor` placed as `wanted`. The placement of a plain tensor is `plain`."""
         if not is_divided(tensor):
             tensor = DTensor.from_local(tensor, self.mesh, [plain], run_check=False)
         return tensor.redistribute(placements=[wanted], async_op=True)
@@ -185,7 +185,7 @@ class ShardedLayers:
         return tree_map_only(DTensor, self._finished, output)
 
     def _finished(self, tensor: DTensor) -> Tensor:
-        """What the model returns: whole, but for logits whose loss is taken by parts."""
+        """Return an output of the model: the full tensor, except sharded logits for the loss."""
         if self._keep and self.logits and tensor.placements == (Shard(tensor.dim() - 1),):
             return tensor
         return tensor.full_tensor()
@@ -196,15 +196,15 @@ def _has_sequence(tensor: Tensor) -> bool:
 
 
 def division_of(model: nn.Module) -> ShardedLayers | None:
-    """How the layers of `model` are divided, None where no plan divides them."""
+    """Return the sharded layers of `model`, or None without a plan."""
     found: ShardedLayers | None = getattr(model, ATTRIBUTE, None)
     return found
 
 
 def divide(model: nn.Module, plan: Mapping[str, str], layers: Mapping[str, str], world: World) -> None:
-    """Divide the `layers` of `plan`, names with their ways, over the axis `tensor`.
+    """Shard the `layers` of `plan`, names with their kinds, over the axis `tensor`.
 
-    What was tied stays tied, or is refused.
+    Tied parameters stay tied. Raises StepError if the plan shards them differently.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -235,8 +235,8 @@ def _tie(model: nn.Module, first: str, other: str) -> None:
     if _placements(one) != _placements(two):
         raise StepError(
             given=f"shoal.TensorParallel(plan=…) around {type(model).__name__}",
-            found=f"{first} and {other} are one parameter, and the plan divides them differently",
-            fix='an Embedding as "vocabulary" and the Linear tied to it as "head" are divided alike',
+            found=f"{first} and {other} are one parameter, and the plan shards them differently",
+            fix='"vocabulary" for an Embedding and "head" for the Linear tied to it',
         )
     owner, _, attribute = other.rpartition(".")
     setattr(model.get_submodule(owner), attribute, one)
@@ -247,7 +247,7 @@ def _placements(tensor: Tensor) -> object:
 
 
 def divide_alike(parameter: Tensor) -> None:
-    """Divide a gradient as its parameter is: that of an embedding comes whole, a norm's in parts."""
+    """Shard a gradient like its parameter: autograd may return a full one or a partial sum."""
     gradient = parameter.grad
     if not is_divided(parameter) or not is_divided(gradient):
         return
