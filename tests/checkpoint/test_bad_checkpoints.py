@@ -201,7 +201,7 @@ def test_when_no_checkpoint_is_whole_each_is_named(saved: Path, tmp_path: Path) 
         truncate(checkpoints / f"step-{step}" / file)
     with build(directory) as run, pytest.raises(CheckpointError) as caught:
         run.restore()
-    assert "none is whole: step-3: rank-0.safetensors has" in caught.value.found
+    assert "none is complete: step-3: rank-0.safetensors has" in caught.value.found
     assert "; step-2: state.json has" in caught.value.found
     assert "; step-1: manifest.json is" in caught.value.found
     assert f"rm -r {checkpoints}/step-*" in caught.value.fix

@@ -150,7 +150,7 @@ def test_all_that_is_there_is_listed(run: Path, monkeypatch: pytest.MonkeyPatch)
     usual, best = out.split(f"{run}/best")
     rows = {line.split()[0]: line.rstrip() for line in usual.splitlines() if " kB  " in line}
     assert rows["step-2"].endswith("damaged")
-    assert re.search(r"^step-3 +24 +1 +\d+ (s|min) +1 +\S+ +[\d.]+ kB +whole$", rows["step-3"])
+    assert re.search(r"^step-3 +24 +1 +\d+ (s|min) +1 +\S+ +[\d.]+ kB +complete$", rows["step-3"])
     assert "step-2 state.json is missing" in out
     assert re.search(r"step-4\.partial, [\d.]+ kB: a save that was interrupted", words(out))
     assert re.search(r"step-1\.trash, [\d.]+ kB: a removal that was interrupted", words(out))
@@ -196,7 +196,7 @@ def test_everything_is_said_at_any_width(
 def test_a_whole_run_verifies(run: Path) -> None:
     code, out = checkpoint("verify", run)
     assert code == 0
-    assert words(out).count(": whole (step ") == 3
+    assert words(out).count(": complete (step ") == 3
 
 
 def drop(path: Path) -> None:
@@ -218,7 +218,7 @@ def test_every_damaged_file_is_named(run: Path, harm: Callable[[Path], None], sa
     assert code == 1
     for name in ("rank-0.safetensors", "state.json"):
         assert re.search(rf"step-2: damaged: {name} [\d, has]*{said}", words(out))
-    assert words(out).count(": whole (") == 2
+    assert words(out).count(": complete (") == 2
     assert checkpoint("verify", run / "best", run / "checkpoints" / "step-3")[0] == 0
     assert checkpoint("verify", damaged)[0] == 1
 
@@ -255,7 +255,7 @@ def test_damaged_and_newer_ones_are_refused(run: Path) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json is"):
         checkpoint("show", folder / "step-3")
     cut(folder / "step-2" / "state.json")
-    with pytest.raises(CheckpointError, match=r"none is whole: step-3: .*; step-2: state\.json has"):
+    with pytest.raises(CheckpointError, match=r"none is complete: step-3: .*; step-2: state\.json has"):
         checkpoint("show", folder)
     path = run / "best" / "step-3" / "manifest.json"
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))

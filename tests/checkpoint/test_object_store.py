@@ -189,7 +189,7 @@ def test_the_tools_read_them(place: AnyPath, tmp_path: Path) -> None:
         checkpoints.save(step, whole, {}, {"time": 1.0, "epoch": step})
     code, out = checkpoint("ls", place)
     assert code == 0
-    assert re.search(r"step-1\.a1 .* whole *\n *step-2\.a1 .* whole", out)
+    assert re.search(r"step-1\.a1 .* complete *\n *step-2\.a1 .* complete", out)
     assert str(place) in out
     assert "weight" in checkpoint("show", place)[1]
     assert checkpoint("verify", place / "checkpoints" / "step-1.a1")[0] == 0
@@ -208,7 +208,7 @@ def test_the_tools_read_them(place: AnyPath, tmp_path: Path) -> None:
     assert "step-1.a1: damaged: state.json has" in out
     assert "step-2.a1, " in (listed := checkpoint("ls", place)[1])
     assert "a save that was interrupted" in listed
-    with pytest.raises(CheckpointError, match=r"none is whole: step-1\.a1: state\.json has"):
+    with pytest.raises(CheckpointError, match=r"none is complete: step-1\.a1: state\.json has"):
         checkpoint("show", place)
     with pytest.raises(CheckpointError, match="no such directory"):
         checkpoint("ls", place / "nothing")

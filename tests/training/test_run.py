@@ -285,7 +285,7 @@ def test_nothing_whole_is_an_error_that_names_all(world: shoal.World, tmp_path: 
     Fit(world, tmp_path).train(4, every=2)
     for step in (2, 4):
         remove(tmp_path / "checkpoints" / f"step-{step}")
-    with pytest.raises(shoal.CheckpointError, match=r"none is whole: step-4: .*; step-2: "):
+    with pytest.raises(shoal.CheckpointError, match=r"none is complete: step-4: .*; step-2: "):
         Fit(world, tmp_path).run.restore()
 
 

@@ -123,7 +123,7 @@ class StoreChannel:
             looked = time.monotonic()
             if self._gone([member]) and not self._store.check([key]):
                 raise CheckpointError(
-                    given="a checkpoint under way",
+                    given="a checkpoint that is being saved",
                     found=f"rank {member} has ended, and its part is missing",
                     fix="nothing: the next one is saved without it",
                 )

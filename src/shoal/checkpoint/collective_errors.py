@@ -33,7 +33,7 @@ _FIXES = {
 
 
 class Ranks(Protocol):
-    """What checkpoints need of a World; `group` is None in a world of one."""
+    """The part of World that checkpoints use; `group` is None in a world of one."""
 
     @property
     def rank(self) -> int:
@@ -178,7 +178,7 @@ def _explain(error: BaseException, given: str, rank: int) -> CheckpointError:
         fix = _FIXES.get(error.errno or 0, "see whether the file system of this path is in order")
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     if isinstance(error, DamageError):
-        fix = "remove this checkpoint to go on from the one before it, or use the Shoal that wrote it"
+        fix = "remove this checkpoint to resume from the previous one, or use the Shoal that wrote it"
         return CheckpointError(given=given, found=f"rank {rank}: {error}", fix=fix)
     return CheckpointError(
         given=given,

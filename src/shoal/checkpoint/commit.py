@@ -46,7 +46,7 @@ class DiskStore(Store[Path]):
                 self._settle(name.step, path)
         for name, path in leftovers:
             if name.suffix == TRASH and os.path.lexists(path):
-                # What somebody has open, network file systems don't remove: that harms nothing.
+                # Network file systems don't remove open files, which does no harm.
                 with suppress(OSError):
                     self.remove_tree(path)
 

@@ -21,7 +21,7 @@ _TOLERANCE_16 = 1e-2
 
 
 class Fact(NamedTuple):
-    """What is compared of one entry: its kind, and numbers, each with the size of what was added up."""
+    """The compared facts of one entry: its kind, and sums, each with the sum of the magnitudes."""
 
     kind: str
     numbers: tuple[tuple[float, float], ...] = ()
@@ -29,7 +29,7 @@ class Fact(NamedTuple):
 
 
 def facts(tree: Any, *root: str | int, in_parts: bool = False) -> dict[str, Fact]:
-    """What is compared of each entry of a state, by path; entries around others come first.
+    """Return the compared facts of each entry of a state, by path; outer entries come first.
 
     Where ranks hold the state `in_parts`, the keys of dicts may differ. Divided tensors are compared
     by shape only. Reads each tensor once, and copies none.
@@ -64,7 +64,7 @@ def _fact(value: Any, in_parts: bool) -> Fact:
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.kind not in "biufc":
-            return Fact(f"array of {array.dtype}")  # a save refuses it
+            return Fact(f"array of {array.dtype}")  # a save raises an error for it
         return _of_array(array)
     if isinstance(value, Tensor):
         return _of_tensor(value)
@@ -75,14 +75,14 @@ def _fact(value: Any, in_parts: bool) -> Fact:
     if isinstance(value, float):
         return Fact("float", ((value, abs(value)),), _TOLERANCE)
     plain = value is None or isinstance(value, bool | int | str | bytes)
-    return Fact(repr(value) if plain else type(value).__name__)  # a save refuses other types
+    return Fact(repr(value) if plain else type(value).__name__)  # a save raises for other types
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> Fact:
     try:
         return _of_tensor(torch.from_numpy(array.copy()))
     except (TypeError, ValueError):  # another byte order, or longer numbers than torch has
-        return Fact(f"array of {array.dtype}")  # a save refuses it
+        return Fact(f"array of {array.dtype}")  # a save raises an error for it
 
 
 def _of_tensor(tensor: Tensor) -> Fact:

@@ -1,11 +1,11 @@
 """Attempts at a run, numbered: one that another has taken over changes no checkpoint any more.
 
-A machine may be cut off and live on, or be stopped for a while: its ranks don't know that others
-have gone on without them. A lock does not reach it, and a lease would trust its clock. So each
-attempt takes the next number beside the checkpoints, and looks for higher ones before each operation
-by which it would change one. Creating a file that must not exist is atomic on network file systems
-too (open(2), O_EXCL), and opening a directory asks their server anew. Elsewhere not all can do the
-first, but whoever lists a directory sees what had been written before, and that is enough.
+A machine may lose its network or be suspended, so that its ranks don't know that others continued
+without them. A lock does not reach it, and a lease would trust its clock. So each attempt writes the
+next number into a directory next to the checkpoints, and looks for higher numbers before each
+operation that changes a checkpoint. Exclusive creation of a file is atomic on network file systems
+too (open(2), O_EXCL), and opening a directory asks their server again. Other file systems may not
+support exclusive creation, but listing a directory shows all earlier files, which is enough.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Fence:
         return number
 
     def mark(self) -> str:
-        """What the rank that took the number wrote there; other ranks look for it. Empty on those."""
+        """Return the text that this rank wrote when it took the number; empty on other ranks."""
         return self._mine
 
     def look_for(self, number: int, mark: str, within: float) -> None:
@@ -113,9 +113,9 @@ class Fence:
         if self.number and (newest > self.number or self._is_anothers(taken)):
             raise CheckpointError(
                 given=f"checkpoints in {self._directory.parent}, by attempt {self.number}",
-                found=f"{self._who(newest)}, has taken over: what this one saved now would be lost or "
+                found=f"{self._who(newest)}, has taken over: what this one saves now would be lost or "
                 "spoil the other's",
-                fix="end this process; the newer attempt goes on from the last checkpoint",
+                fix="end this process; the newer attempt resumes from the last checkpoint",
             )
 
     def _claim(self, number: int) -> bool:
@@ -137,8 +137,8 @@ class Fence:
         return True
 
     def _claim_there(self, directory: RemotePath, number: int, text: bytes) -> bool:
-        # Of two that write before they list, the second sees the first. Whoever sees another one
-        # leaves the number; so two never keep the same.
+        # Of two that write before they list, the second sees the first. An attempt that sees
+        # another one leaves the number, so two never keep the same.
         path = directory / f"{number}-{secrets.token_hex(8)}.json"
         with path.create() as file:
             file.write(text)
@@ -150,7 +150,7 @@ class Fence:
         return False
 
     def _is_anothers(self, taken: list[tuple[int, AnyPath]]) -> bool:
-        """Whether the run directory was removed and begun anew, where numbers begin at 1 again.
+        """Return whether the run directory was removed and created again, with numbers from 1.
 
         Only the rank that took the number knows; it is the one that commits.
         """
@@ -180,7 +180,7 @@ class Fence:
 
 
 def _read(path: AnyPath) -> str:
-    """What an attempt has written; empty where that can't be read."""
+    """Return the text that an attempt wrote; empty if it can't be read."""
     with suppress(OSError), open_file(path) as file:
         return file.read(_LONGEST).decode(errors="replace")
     return ""
@@ -190,7 +190,7 @@ class FencedFiles(Files):
     """Operations on a file system, each of them after a look at the fence.
 
     So an attempt that was taken over neither commits nor renames nor removes, whatever it was in the
-    middle of. What it has open it may still write: that has been removed, or is its own.
+    middle of. It may still write its open files: they have been removed, or belong to it alone.
     """
 
     def __init__(self, fence: Fence) -> None:
@@ -207,7 +207,7 @@ class FencedFiles(Files):
         try:
             yield
         except OSError:
-            # What the newer attempt has removed is missing: that is the reason to name.
+            # The newer attempt may have removed a file: report that as the reason.
             self._fence.check()
             raise
 

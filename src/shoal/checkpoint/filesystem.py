@@ -11,9 +11,9 @@ from typing import BinaryIO, NamedTuple, cast
 from shoal.checkpoint.object_store import RemoteFile, RemotePath
 from shoal.checkpoint.paths import AnyPath
 
-# Some network file systems refuse to sync a directory; they have nothing to sync there.
+# Some network file systems can't sync a directory and have nothing to sync there.
 _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
-# What the system says of file systems that can't reserve, and the C library where it would emulate.
+# Errors of file systems that can't reserve space, and of the C library where it would emulate that.
 _NO_RESERVATION = (errno.EBADF, errno.EINVAL, errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -33,7 +33,7 @@ class Files:
 
     @property
     def attempt(self) -> int:
-        """The attempt at a run whose operations these are; 0 where nobody counts them."""
+        """The attempt at a run whose operations these are; 0 if attempts are not counted."""
         return 0
 
     def make_directory(self, path: AnyPath) -> None:
@@ -68,7 +68,7 @@ class Files:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
 
     def room(self, path: AnyPath) -> FreeSpace:
-        """What is free for this user on the file system of a path, which need not exist yet."""
+        """Return the free space for this user on the file system of a path, which may not exist yet."""
         if isinstance(path, RemotePath):
             return FreeSpace(None, None)
         while not path.exists():
@@ -116,7 +116,7 @@ class Files:
         path.unlink()
 
     def remove_directory(self, path: AnyPath) -> None:
-        """Remove an empty directory; a remote one with what is in it."""
+        """Remove an empty directory; a remote one with its contents."""
         if isinstance(path, RemotePath):
             path.remove_tree()
         else:

@@ -14,7 +14,7 @@ from shoal.util.errors import CheckpointError
 from shoal.util.regular_file import open_to_write
 
 WAIT_SECONDS = 5.0
-"""What a killed attempt may need to be gone."""
+"""The seconds that a killed attempt may need to end."""
 
 TAKE_OVER_SECONDS = 1.0
 """The same where the next attempt of its launcher need not wait for it."""

@@ -47,8 +47,8 @@ class Skipped:
 class Loaded:
     """A restored checkpoint.
 
-    `rank_state` is None when it was saved by another number of ranks. `skipped` are the newer ones
-    that were found damaged, newest first: whoever restores prints them.
+    `rank_state` is None if another number of ranks saved the checkpoint. `skipped` lists the newer
+    checkpoints that are damaged, newest first. The caller of the restore prints them.
     """
 
     path: AnyPath
@@ -60,7 +60,7 @@ class Loaded:
 
 
 Wanted = tuple[Tree | None, Collection[str]]
-"""What a rank restores: a template, and what it leaves to others."""
+"""The arguments of a restore on one rank: the template, and the paths that it does not read."""
 
 
 class Checkpoints:
@@ -79,19 +79,19 @@ class Checkpoints:
         keep_every: int | None = None,
         files: Files | None = None,
     ) -> None:
-        """Keep the newest `keep` ones known to be whole, everything newer than these, and those of
+        """Keep the newest `keep` checkpoints known to be complete, all newer ones, and those of
         every `keep_every`-th step.
         """
         if type(keep) is not int or keep < 1:
             raise CheckpointError(
                 given=f"keep={keep!r}",
-                found="that is no number of checkpoints to keep",
+                found="keep must be an integer of at least 1",
                 fix="keep=1 or more",
             )
         if keep_every is not None and (type(keep_every) is not int or keep_every < 1):
             raise CheckpointError(
                 given=f"keep_every={keep_every!r}",
-                found="the checkpoints of every so many steps are kept: 1 or more",
+                found="keep_every must be None or an integer of at least 1",
                 fix="keep_every=10_000, or leave it out",
             )
         self.directory = directory
@@ -114,8 +114,8 @@ class Checkpoints:
         )
 
     def sibling(self, name: str) -> Checkpoints:
-        """Return those in the directory `name` next to this one, which keep the one saved last only,
-        whatever its step. Both wait for each other's saves."""
+        """Return the checkpoints in the directory `name` next to this one. They keep only the one
+        saved last, of any step. Each of the two waits for the saves of the other."""
         made = Checkpoints(self.directory.parent / name, self._world, keep=1, files=self._files)
         made._store = store_in(self._store.directory.parent / name, self._files)
         made._only_last = True
@@ -123,7 +123,7 @@ class Checkpoints:
         return made
 
     def newest(self) -> AnyPath | None:
-        """The newest directory that may be a checkpoint, whole or not."""
+        """Return the newest directory that may be a checkpoint, complete or not."""
         given = f"checkpoints in {self.directory}"
         rank = self._world.rank
         found = self._agreement.together(given, lambda: [] if rank else self._store.candidates())
@@ -131,7 +131,7 @@ class Checkpoints:
         return None if name is None else self.directory / name
 
     def where(self, step: int) -> AnyPath:
-        """The directory of the save of `step` that was started last, once it is there."""
+        """Return the directory of the save of `step` that was started last, once it exists."""
         return self.directory / self._store.where(step).name  # type: ignore[no-any-return]
 
     def check_state(self, state: Tree, info: Mapping[str, Any]) -> None:
@@ -148,9 +148,9 @@ class Checkpoints:
         *,
         join: bool = False,
     ) -> AnyPath:
-        """Save; when this returns, the checkpoint is on the disk. Returns its directory.
+        """Save a checkpoint, wait until it is on the disk, and return its directory.
 
-        As `start`, and waits.
+        The arguments are those of `start`.
         """
         return self.start(step, state, rank_state, info, join=join).wait()
 
@@ -163,15 +163,16 @@ class Checkpoints:
         *,
         join: bool = False,
     ) -> BackgroundSave[AnyPath]:
-        """Copy the state, and save it while training goes on; the result of the save is its directory.
+        """Copy the state and save it in the background; the result of the save is its directory.
 
-        When this returns, the state may change. Waits for the save before, if that is still running.
-        `state` is the same on all ranks but for the shards of its DTensors; with `join` its dicts may
-        have different keys, which are joined. `rank_state` is this rank's own, `info` holds plain
-        values only, rank 0's are kept. Raises CheckpointError, before anything is written, for what
-        can't be stored. A checkpoint of the same step is replaced once the new one is whole.
+        When this returns, the state may change. If the previous save is still running, this call waits
+        for it. `state` is the same on all ranks except for the shards of its DTensors. With `join`,
+        its dicts may have different keys on different ranks, and the union is saved. `rank_state`
+        belongs to this rank. `info` holds plain values only, and those of rank 0 are saved. Raises
+        CheckpointError, before anything is written, for values that can't be stored. A checkpoint
+        of the same step is replaced once the new one is complete.
         """
-        # DCP brings sympy and half a second: only for those who save.
+        # DCP imports sympy, which takes half a second: import it only for a save.
         from shoal.checkpoint.save import SaveAttempt
 
         given = f"a checkpoint of step {step} in {self.directory}"
@@ -188,14 +189,14 @@ class Checkpoints:
         return self.background.start(finish)
 
     def restore(self, template: Tree | None = None, elsewhere: Collection[str] = ()) -> Loaded | None:
-        """Load the newest checkpoint that is whole; None if there is none at all.
+        """Load the newest complete checkpoint; return None if there are no checkpoints.
 
-        Tensors come back on the CPU. Where `template` has a tensor of the same path and shape, that
-        one is filled in place (DTensors by their shards) and appears in the result; where it has a
-        DTensor in the place of what holds tensors of its shape (moments of a parameter), these are
-        divided like it; otherwise the template is ignored. Tensors whose path, or that of a dict
-        around them, is in `elsewhere` are not read: they come back on the meta device. Raises
-        CheckpointError if there are checkpoints and none is whole.
+        Tensors are loaded on the CPU. Where `template` has a tensor of the same path and shape, that
+        tensor is filled in place (a DTensor by its shards) and appears in the result. Where it has a
+        DTensor in place of a dict of tensors of its shape (the optimizer state of a parameter),
+        these are sharded like it. Otherwise the template is ignored. Tensors whose path, or the path
+        of a dict around them, is in `elsewhere` are not read: they are on the meta device. Raises
+        CheckpointError if there are checkpoints and none is complete.
         """
         given = f"checkpoints in {self.directory}"
         self.background.wait()
@@ -220,7 +221,7 @@ class Checkpoints:
             listing = "; ".join(f"{one.path.name}: {one.reason}" for one in skipped)
             raise CheckpointError(
                 given=given,
-                found=f"none is whole: {listing}",
+                found=f"none is complete: {listing}",
                 fix=f"to start afresh, {how_to_remove(self.directory, '/step-*')} "
                 "(or choose another directory)",
             )
@@ -236,15 +237,15 @@ class Checkpoints:
                 if old and (self._keep_every is None or step % self._keep_every):
                     self._store.remove(path)
         except (OSError, CheckpointError) as error:
-            # The new one is safe, so this is no reason to stop. Nor is a newer attempt, here: of it
-            # the next save tells all ranks, and this is rank 0 alone.
+            # The new checkpoint is safe, so training need not stop. A newer attempt is no reason
+            # to stop here either: only rank 0 runs this, and the next save reports it on all ranks.
             warnings.warn(f"an old checkpoint can't be removed: {error}", stacklevel=3)
 
     def _oldest_kept(self, found: list[Any]) -> int:
-        """The step before which none is needed any more; 0 where all are.
+        """Return the step before which checkpoints can be removed; 0 if all are kept.
 
-        An attempt that ends after one save has seen two whole ones, that one and the one restored.
-        Older ones, of which it has seen none, then count by the sizes of their files.
+        An attempt that ends after one save has verified two checkpoints: that one and the one it
+        restored. It judges older checkpoints by the sizes of their files.
         """
         kept = sorted(self._verified, reverse=True)[: self._keep]
         if len(kept) < min(2, self._keep):
@@ -255,9 +256,9 @@ class Checkpoints:
         return kept[-1] if len(kept) == self._keep else 0
 
     def _survey(self) -> list[tuple[str, str | None, str]]:
-        """Of each candidate its name and its manifest, or None and why that is invalid."""
+        """Return the name of each candidate with its manifest, or with None and the reason."""
         with suppress(OSError):
-            # Reading needs no tidy directory: it may be someone else's, or read-only.
+            # A restore works without tidying: the directory may be another user's, or read-only.
             self._store.tidy()
         found: list[tuple[str, str | None, str]] = []
         for path in self._store.candidates():
@@ -281,8 +282,8 @@ class Checkpoints:
     ) -> Loaded:
         from shoal.checkpoint.tensors import load_tensors
 
-        told = self.directory / path.name
-        given = f"the checkpoint {told}"
+        shown = self.directory / path.name
+        given = f"the checkpoint {shown}"
         content, targets = self._agreement.together(
             given, lambda: self._targets(path, manifest, wanted)
         )
@@ -292,7 +293,7 @@ class Checkpoints:
             load_tensors(path, content["tensors"], read)
             own = self._own(content, manifest)
             return Loaded(
-                path=told,
+                path=shown,
                 step=manifest.step,
                 state=put_together(content["state"], targets),
                 rank_state=None if own is None else put_together(own, targets),
@@ -328,7 +329,7 @@ class Checkpoints:
 
 
 def _paths(name: str) -> Iterator[str]:
-    """The path of a tensor, and those of the dicts around it."""
+    """Yield the path of a tensor, then those of the dicts around it."""
     parts = name.split("/")
     for end in range(len(parts), 0, -1):
         yield "/".join(parts[:end])

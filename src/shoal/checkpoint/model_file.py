@@ -13,7 +13,7 @@ import torch
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to; it takes that name at the end of the block, or is removed."""
+    """Yield a file next to `path` to write to; rename it to `path` after the block, or remove it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:

@@ -39,7 +39,7 @@ _CODES: tuple[tuple[type[Exception], int], ...] = (
 
 
 class RemoteError(OSError):
-    """What such a file system did not do. It says nothing about the files there: they may be whole."""
+    """A failed operation of a remote file system. The files there may still be complete."""
 
 
 def is_url(given: object) -> bool:
@@ -78,8 +78,8 @@ class _System:
 class RemotePath:
     """A path on a file system of fsspec's, with what checkpoints need of pathlib's methods.
 
-    Its text is its URL, which shows no password. What is not there is a FileNotFoundError that names
-    it, and what else can't be done a RemoteError.
+    Its text is its URL, which shows no password. A missing file raises FileNotFoundError with
+    its URL, and any other failure RemoteError.
     """
 
     def __init__(self, system: _System, key: str, url: str) -> None:
@@ -126,7 +126,7 @@ class RemotePath:
         return (self._info() or {}).get("type") == "file"
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What is in it, in no order."""
+        """Return its entries, in no order."""
         with self.asking():
             self._system.fs.invalidate_cache()
             keys = [str(key).strip("/") for key in self._system.fs.ls(self._key, detail=False)]
@@ -154,7 +154,7 @@ class RemotePath:
             return BufferedReader(RemoteFile(self, self._open("rb"), writes=False), 1 << 20)
 
     def create(self) -> RemoteFile:
-        """Open a new file, of nobody else's name; it is there once it has been finished."""
+        """Open a new file with a unique name; it exists once it has been finished."""
         with self.asking(writes=True):
             try:
                 file = self._open("wb")
@@ -186,7 +186,7 @@ class RemotePath:
 
     @contextmanager
     def asking(self, *, writes: bool = False) -> Iterator[None]:
-        """Whatever goes wrong there, as an error that names this path and no secret.
+        """Raise any failure there as an error with this path and no secret.
 
         Who writes is not told that a file is missing: what is, a bucket maybe, must be named.
         """
@@ -288,7 +288,7 @@ class RemoteFile(io.RawIOBase):
         from fsspec.spec import AbstractBufferedFile
 
         if isinstance(self._file, AbstractBufferedFile):
-            self._file.closed = True  # else what there is of it would be completed
+            self._file.closed = True  # otherwise the store would complete the partial file
             self._file.discard()
         else:
             self._file.close()

@@ -68,7 +68,7 @@ def size_of(path: AnyPath) -> int:
 
 
 def how_to_remove(path: AnyPath, below: str = "") -> str:
-    """What to type, to remove a path or what is `below` it."""
+    """Return the command that removes a path, or the files `below` it."""
     if isinstance(path, RemotePath):
         return f"remove {path}{below} with what that store has for it"
     return f"rm -r {shlex.quote(str(path))}{below}"

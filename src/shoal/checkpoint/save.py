@@ -20,8 +20,8 @@ from shoal.checkpoint.tensors import Plan, chunks_of, file_of, form_of, global_p
 
 
 class RankPart(NamedTuple):
-    """What a rank adds to a checkpoint: the record of its file, its own state, and its keys of `state`
-    where those of all ranks are joined."""
+    """The part of a checkpoint from one rank: the record of its file, its own state, and its keys
+    of `state` where those of all ranks are joined."""
 
     record: FileRecord
     rank_state: Any
@@ -30,7 +30,7 @@ class RankPart(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Contents:
-    """What `begin` took: the encoded values, the plan's table and the copy of this rank's tensors.
+    """The result of `begin`: the encoded values, the plan's table and the copy of this rank's tensors.
 
     `size` is that of the tensors of all ranks, in bytes.
     """
@@ -95,12 +95,12 @@ class SaveAttempt:
             size=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
             copied=outcome_of(lambda: background.staging.fill(chunks_of(plan, tensors))),
         )
-        # In the background the world may lose ranks and number the others anew.
+        # In the background the world may lose ranks and renumber the others.
         self._rank, self._size = self._world.rank, self._world.size
         self._ranks = RankZeroAgreement(background, self._rank, self._given)
 
     def _plan(self, tensors: dict[str, torch.Tensor]) -> Plan:
-        """Return the plan of the save before where it fits the tensors of all ranks, else a new one."""
+        """Return the plan of the previous save if it fits the tensors of all ranks, or a new plan."""
         form = form_of(tensors)
         plan = self._background.plan
         same = plan is not None and plan.form == form

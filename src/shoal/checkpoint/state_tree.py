@@ -2,8 +2,8 @@
 
 A tree is made of `dict` (also `OrderedDict` and `Counter`; keys are `str` or `int`), `list` and
 `tuple`; of tensors, NumPy arrays and NumPy scalars; and of plain values: `None`, `bool`, `int`,
-`float`, `str`, `bytes`. What comes back has the same types and exactly the same values. Anything
-else is refused by its path, subclasses too: they would come back as something they were not.
+`float`, `str`, `bytes`. A restore returns the same types and exactly the same values. Any other
+type, subclasses included, raises an error with its path, because a restore would change its type.
 """
 
 from __future__ import annotations

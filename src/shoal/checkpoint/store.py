@@ -1,8 +1,8 @@
 """Checkpoints as directories: what commits one, and what proves one whole.
 
 A save fills a directory of its own. The manifest, written and synced last, is the commit, and is what
-a removal removes first. So whatever moment a process dies at, each directory is a whole checkpoint,
-or visibly none.
+a removal removes first. So at whatever moment a process dies, each directory either is a complete
+checkpoint or visibly is not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LARGEST_MANIFEST = 1 << 28
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its size in bytes and the SHA-256 of its content."""
+    """The expected content of a file: its size in bytes and the SHA-256 of its content."""
 
     bytes: int
     sha256: str
@@ -65,7 +65,7 @@ class FileRecord:
 
 
 class DamageError(Exception):
-    """A directory that is no whole checkpoint; its text is the reason."""
+    """An error for a directory that is not a complete checkpoint; its text is the reason."""
 
 
 class NewerError(DamageError):
@@ -74,7 +74,7 @@ class NewerError(DamageError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of; `info` is JSON of the caller's."""
+    """The contents of a checkpoint; `info` is JSON from the caller."""
 
     step: int
     world_size: int
@@ -160,7 +160,7 @@ class Store(ABC, Generic[P]):
 
     @abstractmethod
     def expect(self, step: int) -> None:
-        """The next save is one of `step`: on all ranks alike, before anything else of it."""
+        """Announce a save of `step`, on all ranks, before any other call for it."""
 
     @abstractmethod
     def where(self, step: int) -> P:
@@ -191,7 +191,7 @@ class Store(ABC, Generic[P]):
         """Remove a directory with all that is in it, the manifest first."""
 
     def candidates(self) -> list[P]:
-        """What may be a checkpoint, newest first.
+        """Return the directories that may be checkpoints, newest first.
 
         At the same step the partial one comes first: its manifest was written later. A partial one
         without a valid manifest was never committed and is not listed.
@@ -199,7 +199,7 @@ class Store(ABC, Generic[P]):
         return [path for name, path in reversed(self.directories()) if self.may_be_whole(name, path)]
 
     def leftovers(self) -> list[P]:
-        """What is named like a checkpoint under way or being removed and is none, in order of steps."""
+        """Return the directories of unfinished saves and removals, in order of steps."""
         return [
             path
             for name, path in self.directories()
@@ -216,11 +216,11 @@ class Store(ABC, Generic[P]):
         target = self.under_way(step)
         if target.exists():
             raise FileExistsError(
-                errno.EEXIST, "a whole checkpoint that can't be replaced is there", str(target)
+                errno.EEXIST, "a complete checkpoint that can't be replaced is there", str(target)
             )
 
     def write(self, step: int, name: str, blocks: Sequence[bytes | memoryview]) -> FileRecord:
-        """Write and sync one file of a checkpoint under way; hashed meanwhile, read by nobody.
+        """Write and sync one file of an unfinished checkpoint, and hash it without reading it back.
 
         Its bytes are reserved first, where that tells at once that they do not fit.
         """
@@ -250,11 +250,11 @@ class Store(ABC, Generic[P]):
         self.files.unlink(path)
 
     def directories(self) -> list[tuple[Name, P]]:
-        """What is named like a checkpoint, in the order in which it was saved as far as names tell."""
+        """Return the directories named like checkpoints, in the order of saves as far as names show."""
         if not self.directory.is_dir():
             return []
         found = [(Name.read(path.name), path) for path in self.directory.iterdir()]
-        # A plain file of such a name is the user's own, and none of ours.
+        # A plain file of such a name belongs to the user, not to Shoal.
         named = [(name, path) for name, path in found if name is not None and _is_ours(path)]
         return sorted(named, key=lambda each: each[0])
 
@@ -262,7 +262,7 @@ class Store(ABC, Generic[P]):
         """Whether a directory is to be listed; damaged ones are, for somebody may miss them."""
         if name.suffix == PARTIAL:
             return self.is_committed(path)
-        # A name from the first file on tells nothing: the save may be under way.
+        # The name is final from the first file on and proves nothing: the save may be running.
         return (path / MANIFEST).exists() if name.numbered else not name.suffix
 
     def is_committed(self, path: P) -> bool:

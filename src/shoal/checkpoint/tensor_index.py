@@ -1,7 +1,7 @@
 """The table of a checkpoint's tensors, as `state.json` has it, and whether it can be one.
 
-A SHA-256 tells damage, not malice: whoever can write files can write their sums. So before a tensor
-is made or a file opened by what a table says, all of it is checked.
+A SHA-256 shows damage, not malice: an attacker who can write files can write their sums. So all of
+a table is checked before a tensor is made or a file opened from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorEntry:
 
 
 def read_tensor_index(raw: bytes, manifest: Manifest) -> dict[str, Any]:
-    """What `state.json` holds, its table checked against the manifest.
+    """Return the contents of `state.json`, with its table checked against the manifest.
 
     Raises DamageError where it can't be what a checkpoint says.
     """
@@ -113,7 +113,7 @@ def _row(name: str, row: Any) -> TensorEntry:
 def _sizes(name: str, given: Any) -> tuple[int, ...]:
     good = isinstance(given, list) and len(given) <= _MOST_AXES
     if not good or not all(type(size) is int and 0 <= size < 2**63 for size in given):
-        raise _impossible(name, "its sizes are not whole numbers")
+        raise _impossible(name, "its sizes are not integers")
     return tuple(given)
 
 

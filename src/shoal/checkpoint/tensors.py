@@ -63,7 +63,7 @@ class Plan:
 
 
 def form_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """What a plan depends on: names, shapes and dtypes, and how tensors are divided over ranks."""
+    """Return the inputs of a plan: names, shapes and dtypes, and how tensors are sharded."""
     text = "\n".join(
         f"{name} {tuple(tensor.shape)} {tensor.dtype} {_division(tensor)}"
         for name, tensor in tensors.items()
@@ -78,7 +78,7 @@ def _division(tensor: torch.Tensor) -> str:
 
 
 def local_plan(tensors: Mapping[str, torch.Tensor], *, first: bool) -> SavePlan:
-    """What this rank could write: DTensors by their shards."""
+    """Return the plan of the tensors that this rank could write, DTensors by their shards."""
     return _planner(tensors, first=first).create_local_plan()
 
 
@@ -238,7 +238,7 @@ def _key(item: WriteItem) -> str:
     chunk = data.chunk
     if chunk.sizes == data.size:
         return item.index.fqn
-    # `#` is escaped in names, so this is nobody else's.
+    # `#` is escaped in names, so no other tensor has this name.
     return f"{item.index.fqn}#{','.join(map(str, chunk.offsets))}"
 
 

@@ -22,16 +22,29 @@ IN_A_LOOP = "for micro in batch: batch.backward(total=loss_sum, count=n)"
 
 
 class StepResult(NamedTuple):
-    """The result of one global batch, the same on all ranks; times in seconds on this rank.
+    """The result of one optimizer step, the same on all ranks; times are those of this rank.
 
-    `step(batch)` and `batch.finish(model)` return it. `loss` is the mean over the global batch,
-    `counted` the divisor of the sum, `norm` the gradient norm before clipping. Under an asynchronous
-    strategy these describe this rank's local batch only. A step whose fp16 gradients overflowed is
-    `skipped`: the parameters did not change. `communication` is the time that the rank waited for
-    other ranks; `forward`, `backward` and `update` do not include it. The host's clock measures all
-    of them, so on CUDA they are the time to queue the kernels and to wait for the loss.
-    `batch.finish` leaves the times at 0, because it does not see the forward and the optimizer step
-    of your loop.
+    `step(batch)` and `batch.finish(model)` return it. Under an asynchronous strategy (Hogwild,
+    LocalSGD, DiLoCo), `loss`, `norm` and `counted` describe this rank's local batch only. The host's
+    clock measures the times: on CUDA they are the time to queue the kernels and to wait for the loss.
+    `batch.finish` leaves them at 0, because it does not see the forward and the optimizer step of your
+    loop.
+
+    Attributes:
+        loss: Mean loss over the global batch, `Σ loss / Σ count`.
+        norm: Gradient norm before clipping.
+        counted: Divisor of the loss sum: samples or tokens of the global batch.
+        skipped: True if fp16 gradients overflowed: the parameters did not change. Default: False.
+        forward: Seconds in the forward. Default: 0.0.
+        backward: Seconds in the backward. Default: 0.0.
+        update: Seconds in the optimizer step. Default: 0.0.
+        communication: Seconds that this rank waited for other ranks; not part of `forward`, `backward`
+            and `update`. Default: 0.0.
+
+    Examples:
+        >>> result = shoal.StepResult(loss=0.25, norm=1.5, counted=64.0)
+        >>> result.loss, result.skipped
+        (0.25, False)
     """
 
     loss: float
@@ -83,16 +96,37 @@ class ManualLoop:
 class Batch:
     """One global batch on this rank: its micro-batches, for `Step` or a custom training loop.
 
-    `first` is the position of the global batch's first sample since the start of training, `size` the
-    number of its samples over all ranks. `taken` is set once a step has processed the batch.
-    `ends_epoch` marks the last batch of an epoch. A custom training loop is as exact as `Step`:
+    A Loader makes it. Iteration yields the micro-batches as the collate function returned them, on the
+    device of the World; `len(batch)` is their number. A custom training loop is as exact as `Step`.
 
-        for x, y in batch:
-            total = F.cross_entropy(model(x), y, reduction="sum")
-            batch.backward(total=total, count=len(y))
-        batch.finish(model, clip=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    Attributes:
+        first: Position of the first sample of the global batch, in samples since the start of training.
+        size: Number of samples in the global batch, over all ranks.
+        share: Positions `(start, stop)` of this rank's samples, without `stop`; an empty range if it
+            has only padding samples.
+        ends_epoch: True for the last batch of an epoch.
+        taken: True once a step has processed the batch.
+        wait: Seconds that the rank waited for this batch.
+        seed: Seed of the random numbers of its samples.
+        micros: Micro-batches with their positions and weights; `micro` is the current one in a loop
+            over the batch.
+        noise: Random numbers of the current micro-batch's samples, a `Noise`.
+
+    Examples:
+        >>> import torch
+        >>> with shoal.init() as world:
+        ...     model = shoal.parallelize(torch.nn.Linear(4, 1), world)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     loader = shoal.Loader((torch.ones(8, 4), torch.ones(8, 1)), world, batch_size=8)
+        ...     for batch in loader.epochs(1):
+        ...         for x, y in batch:
+        ...             total = torch.nn.functional.mse_loss(model(x), y, reduction="sum")
+        ...             batch.backward(total=total, count=len(y))
+        ...         result = batch.finish(model, clip=1.0)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> result.counted
+        8.0
     """
 
     __slots__ = (
@@ -178,7 +212,17 @@ class Batch:
         return self._noise
 
     def gather(self, tensor: Tensor) -> GatheredRows:
-        """Return the rows of `tensor` from all data ranks; see `shoal.gather`. Collective."""
+        """Return the rows of `tensor` from all data-parallel ranks; see `shoal.gather`. Collective.
+
+        Args:
+            tensor: Tensor of shape (rows, …); the number of rows may differ between ranks.
+
+        Returns:
+            The rows of all data-parallel ranks, and the index of this rank's first row.
+
+        Raises:
+            StepError: If no loop over the batch is running.
+        """
         return gather_rows(tensor, self.micro)
 
     @overload
@@ -197,10 +241,16 @@ class Batch:
     ) -> None:
         """Run backward for the current micro-batch; the last one reduces the gradients over ranks.
 
-        Pass either `total`, the sum of the losses of the micro-batch (`reduction="sum"`), or `mean`,
-        their mean; `count` is the number of samples or tokens in the sum or the mean. Pass `total` if
-        the count may be 0, since there is no mean then. `model` is the model to train; it is required
-        if several have been parallelized.
+        Pass either `total` or `mean`, by keyword; pass `total` if the count may be 0, since there is no
+        mean then.
+
+        Args:
+            positional: Not allowed: a positional argument raises StepError.
+            total: Sum of the losses of the micro-batch (`reduction="sum"`), a tensor without
+                dimensions. Default: None.
+            mean: Mean of the losses of the micro-batch, a tensor without dimensions. Default: None.
+            count: Number of samples or tokens in the sum or the mean. Required.
+            model: Model to train; required if several have been parallelized. Default: None.
 
         Raises:
             StepError: If neither `total` nor `mean` is given, or the last operation of the loss is the
@@ -215,9 +265,17 @@ class Batch:
     def finish(self, model: nn.Module, *, clip: float | None = None) -> StepResult:
         """Turn the gradients into those of `Σ loss / Σ count` over the global batch, and clip them.
 
-        Returns the global mean loss and the gradient norm before clipping. Raises StepError if
-        they are not finite: the gradients are dropped and the parameters do not change. At the first
-        batch, raises StepError if the loss function of a Step over this model returns a mean.
+        Args:
+            model: Model whose gradients `backward` computed.
+            clip: Largest norm of the gradients, above 0. `None` does not clip. Default: None.
+
+        Returns:
+            The global mean loss, the gradient norm before clipping and the count.
+
+        Raises:
+            StepError: If `backward` was not called once for each micro-batch; if the loss or the
+                gradients are not finite: the gradients are dropped and the parameters do not change; at
+                the first batch, if the loss function of a Step over this model returns a mean.
         """
         return self._manual_loop.finish(self, model, clip=clip)
 

@@ -17,27 +17,47 @@ if TYPE_CHECKING:
 
 
 class GatheredRows(NamedTuple):
-    """`all` rows of the data ranks, ordered by position; this rank's rows begin at `start`."""
+    """The rows of all data-parallel ranks, as `shoal.gather` and `batch.gather` return them.
+
+    Attributes:
+        all: Tensor of shape (rows of all ranks, …), ordered by position.
+        start: Index in `all` of this rank's first row.
+
+    Examples:
+        >>> rows = shoal.GatheredRows(torch.zeros(8, 2), start=4)
+        >>> rows.all.shape[0], rows.start
+        (8, 4)
+    """
 
     all: Tensor
     start: int
 
 
 def gather(tensor: Tensor) -> GatheredRows:
-    """Return the rows of `tensor` from all data ranks, within the functions of a Task. Collective.
+    """Return the rows of `tensor` from all data-parallel ranks, in the functions of a Task. Collective.
 
-    `tensor` has shape (rows, ...); ranks may have different numbers of rows. The rows of padding
-    samples are left out. Gradients flow back to the rows of every rank. If each rank adds up the
-    losses of its own rows,
+    For losses that couple the samples of a batch, such as contrastive losses. The rows of padding
+    samples are left out. Gradients flow back to the rows of every rank: if each rank adds up the losses
+    of its own rows, loss and gradient are those of one process. Only samples of the same micro-batch
+    are coupled, so loss and gradient depend on the number of micro-batches. In a custom training loop,
+    call `batch.gather`.
 
-        def loss(output, batch):
-            everyone, start = shoal.gather(output)
-            own = torch.arange(start, start + len(output))
-            return F.cross_entropy(output @ everyone.T, own, reduction="sum"), len(output)
+    Args:
+        tensor: Tensor of shape (rows, …); the number of rows may differ between ranks.
 
-    loss and gradient are those of one process. Only samples of the same micro-batch are coupled, so
-    loss and gradient depend on the number of micro-batches. In a custom training loop, call
-    `batch.gather`. Raises StepError outside a micro-batch.
+    Returns:
+        The rows of all data-parallel ranks, and the index of this rank's first row.
+
+    Raises:
+        StepError: If no function of a Task is running.
+
+    Examples:
+        >>> def loss(output, batch):
+        ...     everyone, start = shoal.gather(output)
+        ...     own = torch.arange(start, start + len(output))
+        ...     scores = output @ everyone.T
+        ...     return torch.nn.functional.cross_entropy(scores, own, reduction="sum"), len(output)
+        >>> task = shoal.Task(loss)
     """
     micro = CURRENT_MICRO.get()
     if micro is None:

@@ -35,27 +35,50 @@ from shoal.util.errors import DataError
 
 
 class Loader:
-    """Splits a dataset into global batches and gives each rank its local batches.
+    """Data loader that splits a dataset into global batches and gives each rank its local batches.
 
-    `dataset` is a tensor, an array, a tuple or dict of them, any map-style dataset (of torch or
-    Hugging Face), a ShardedDataset, or an IterableDataset. Every rank reads all of an IterableDataset,
-    in the dataset's order. `batch_size` is the number of samples in a *global* batch, over all ranks
-    and micro-batches; a TokenBudget chooses it batch by batch. The order of an epoch depends on (seed,
-    epoch) only. `seed` defaults to the seed of the World. `order` replaces shuffling: a
-    WeightedSampling, a torch Sampler that yields the same indices for the same epoch, or any object
-    that implements Ordering.
+    The order of an epoch depends on (seed, epoch) only, and the random numbers of a sample on (seed,
+    epoch, position) only, not on the process that loads it: a dataset whose `__getitem__` has a
+    parameter `rng` gets a numpy.random.Generator. The state of a Loader is one number: the position, in
+    samples since the start of training. Creating a Loader for a ShardedDataset without lengths is
+    collective.
 
-    The random numbers of a sample depend only on (seed, epoch, position), and not on the process that
-    loads it: a dataset with `__getitem__(index, rng=None)` gets a numpy.random.Generator, and
-    `seed_transforms=True` seeds the generators of `random`, NumPy and torch before each sample.
+    Args:
+        dataset: A tensor, an array, a tuple or dict of them, any map-style dataset (of torch or Hugging
+            Face), a ShardedDataset, or an IterableDataset. Every rank reads all of an IterableDataset,
+            in the dataset's order.
+        world: World that `shoal.init` returned.
+        batch_size: Number of samples in a *global* batch, over all ranks and micro-batches, at least
+            one for each micro-batch of each rank; or a TokenBudget, which chooses it batch by batch.
+        micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
+        shuffle: Shuffle the samples, or the shards of a ShardedDataset; no effect with `order` or on an
+            IterableDataset. Default: True.
+        order: Replaces shuffling: a WeightedSampling, a torch Sampler that yields the same indices for
+            the same epoch, or any object that implements Ordering. Default: None.
+        drop_last: Drop the last batch of an epoch if it is short. Default: False.
+        seed: Seed of the order and of the samples' random numbers. `None` takes the World's. Default:
+            None.
+        seed_transforms: Seed the generators of `random`, NumPy and torch before each sample. Default:
+            False.
+        collate_fn: Function that makes a micro-batch from a list of samples. `None` takes torch's
+            `default_collate`. Default: None.
+        num_workers: Worker processes of this rank, kept for all epochs; 0 loads in the rank itself.
+            Default: 0.
+        prefetch_factor: Batches that each worker loads ahead. `None` takes torch's, 2. Default: None.
+        pin_memory: Copy batches into pinned memory. `None` does so if the device of the World is CUDA
+            and the samples are in host memory. Default: None.
 
-    The other options are those of torch's DataLoader, which loads the samples: `collate_fn`,
-    `num_workers` (kept for all epochs), `prefetch_factor`, `pin_memory`. Default of `pin_memory`: True
-    if the device of the World is CUDA and the samples are in host memory.
+    Attributes:
+        position: Position of the next batch, in samples since the start of training.
+        epoch: Epoch of the next batch, from 0.
+        epoch_size: Samples in an epoch; None for an IterableDataset before its first epoch has ended.
+        last: The last Batch yielded, or None.
 
-    The state of a Loader is one number: the position, in samples since the start of training. Creating
-    a Loader for a ShardedDataset without lengths is collective.
+    Raises:
+        DataError: If the dataset has no samples, no length or tensors of different lengths, or if
+            `batch_size`, `micro_batches`, `num_workers`, `order` or `drop_last` does not fit it.
 
+    Examples:
         >>> with shoal.init() as world:
         ...     loader = Loader(torch.arange(10), world, batch_size=4, shuffle=False)
         ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
@@ -216,8 +239,17 @@ class Loader:
     def epochs(self, count: int) -> Iterator[Batch]:
         """Yield the batches up to the end of epoch `count`, counted from the start of training.
 
-        After a restore, iteration continues in mid-epoch with the next sample that was not consumed.
-        An epoch ends on all ranks in the same step.
+        After a restore, iteration continues in mid-epoch with the next sample that was not consumed. An
+        epoch ends on all ranks in the same step.
+
+        Args:
+            count: Number of epochs since the start of training, an integer, 0 or more.
+
+        Returns:
+            An iterator over the batches of this rank.
+
+        Raises:
+            DataError: If `count` is not an integer, 0 or more.
         """
         if not is_integer(count):
             raise DataError(
@@ -290,11 +322,22 @@ class Loader:
         return self.last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the facts about the data and its order that it depends on."""
+        """Return the position, and the facts about the data and its order that it depends on.
+
+        Returns:
+            Plain values by name: the position, the seed, the number of samples, checksums.
+        """
         return self._feed.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved position; raises DataError if the data or its order differ."""
+        """Continue from a saved position.
+
+        Args:
+            state: State that `state_dict` returned, on any number of ranks.
+
+        Raises:
+            DataError: If the data or their order differ; nothing changes.
+        """
         self.check_state(state)
         self._feed.load(state)
         self._loads += 1

@@ -56,10 +56,21 @@ class Shuffled:
 class WeightedSampling:
     """Samples drawn with replacement, each with a probability proportional to its weight.
 
-    `weights` has one finite number >= 0 per sample of the dataset. An epoch has `size` draws. Default:
-    the number of weights. The draw at a position depends only on (seed, epoch, position): SplitMix64
-    (Steele et al. 2014) at that counter, through the inverse of the distribution function. Raises
-    DataError for weights from which nothing can be drawn.
+    Pass one as the `order` of a Loader. The draw at a position depends only on (seed, epoch, position):
+    SplitMix64 (Steele et al. 2014) at that counter, through the inverse of the distribution function.
+
+    Args:
+        weights: One finite number, 0 or more, per sample of the dataset; not all of them 0.
+        size: Number of draws in an epoch, 1 or more. `None` takes the number of weights. Default: None.
+
+    Raises:
+        DataError: If the weights or the size are out of range.
+
+    Examples:
+        >>> order = shoal.WeightedSampling([1.0, 0.0, 3.0], size=1000)
+        >>> drawn = order.take(np.arange(1000), seed=0, epoch=0)
+        >>> sorted(set(drawn.tolist()))
+        [0, 2]
     """
 
     def __init__(self, weights: npt.ArrayLike, *, size: int | None = None) -> None:
@@ -86,7 +97,16 @@ class WeightedSampling:
         return self._size
 
     def take(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
-        """Return the sample indices at `positions`."""
+        """Return the sample indices at `positions`.
+
+        Args:
+            positions: int64 array of shape (n,), from 0 to the number of draws.
+            seed: Seed of the order, any integer.
+            epoch: Number of the epoch, from 0.
+
+        Returns:
+            An int64 array of shape (n,).
+        """
         wanted = uniform(positions, seed=seed, epoch=epoch) * self._sums[-1]
         found = np.searchsorted(self._sums, wanted, side="right")
         indices: Indices = np.minimum(found, self._last).astype(np.int64)

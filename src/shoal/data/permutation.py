@@ -25,22 +25,30 @@ _Word = npt.NDArray[np.uint32]
 class Permutation:
     """A permutation of `range(size)` that is a function of (size, seed, epoch) and nothing else.
 
-    `order[position]` is a sample index; `indices` gives many at once as int64. With
-    `shuffle=False` it is the identity. No table is kept: any range costs the same wherever it
-    starts, and memory does not grow with `size` (1 to 2**63 - 1). The numbers are the same on every
-    platform and with every version of NumPy, and do not depend on how a range is cut into calls.
-    `seed` is any integer; every (size, seed, epoch) gives an independent order.
-    Raises DataError for a size or an epoch out of range, and for positions outside the order.
+    `order[position]` is a sample index; `indices` returns many at once. There is no table: any range
+    costs the same wherever it starts, and memory does not grow with `size`. The numbers are the same on
+    every platform and with every version of NumPy, and do not depend on how a range is cut into calls.
 
+    Method: a Feistel network over the smallest power of two >= size, with cycle walking (Luby and
+    Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). It shuffles; it is
+    not a cipher: keys come from SHAKE-256 (FIPS 202), but the rounds are fast, not secure.
+
+    Args:
+        size: Number of samples, 1 to 2**63 - 1.
+        seed: Any integer; every (size, seed, epoch) gives an independent order.
+        epoch: Number of the epoch, from 0. Default: 0.
+        shuffle: False gives the identity. Default: True.
+
+    Raises:
+        DataError: If the size or the epoch is out of range, or, in the methods, a position is not in
+            the order.
+
+    Examples:
         >>> order = Permutation(10**12, seed=0, epoch=3)
         >>> order[5 * 10**11] == int(order.indices(5 * 10**11, 5 * 10**11 + 4)[0])
         True
         >>> sorted(Permutation(5, seed=1)), list(Permutation(5, seed=1, shuffle=False))
         ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
-
-    Method: a Feistel network over the smallest power of two >= size, with cycle walking (Luby and
-    Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). It shuffles; it
-    is not a cipher: keys come from SHAKE-256 (FIPS 202), but the rounds are fast, not secure.
     """
 
     size: int
@@ -78,9 +86,16 @@ class Permutation:
             yield from block.tolist()
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the sample indices at positions [start, stop): int64, one per position.
+        """Return the sample indices at the positions from `start` to `stop`.
 
         Memory beyond the result is constant (about 1.3 MiB).
+
+        Args:
+            start: First position, 0 or more.
+            stop: Position after the last one, at most `size`.
+
+        Returns:
+            An int64 array of shape (stop - start,).
         """
         start, stop = self._checked(start, stop)
         if not self.shuffle:
@@ -88,7 +103,14 @@ class Permutation:
         return self._network.walk(range(start, stop), self.size)
 
     def take(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the sample indices at `positions` (int64, any order), one per position."""
+        """Return the sample indices at `positions`.
+
+        Args:
+            positions: int64 array of shape (n,), in any order.
+
+        Returns:
+            An int64 array of shape (n,).
+        """
         if len(positions):
             self._checked(int(positions.min()), int(positions.max()) + 1)
         return self._network.walk(positions, self.size) if self.shuffle else positions
@@ -96,7 +118,16 @@ class Permutation:
     def blocks(
         self, start: int, stop: int, *, block: int = 8 * _PASS
     ) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield `indices(start, stop)` in consecutive arrays of at most `block`, in constant memory."""
+        """Yield `indices(start, stop)` in consecutive arrays, in constant memory.
+
+        Args:
+            start: First position, 0 or more.
+            stop: Position after the last one, at most `size`.
+            block: Largest number of positions in an array, 1 or more. Default: 262,144.
+
+        Returns:
+            An iterator over int64 arrays.
+        """
         start, stop = self._checked(start, stop)
         block = _integer(block, "block")
         if block < 1:

@@ -29,21 +29,38 @@ SKIPPED = 1024
 
 
 class ShardedDataset(Generic[Shard]):
-    """A dataset in shards, each read in sequence: `Loader(ShardedDataset(paths, read), …)`.
-
-    `read(shard, start)` yields the samples of a shard from number `start` on: by a seek where the
-    format allows it, else by dropping those before, `itertools.islice(samples, start, None)`.
-    `lengths` says how many samples each shard has; without it the ranks count them, each a part,
-    when the Loader is made. A shard that then gives another number is an error.
+    """A dataset in shards (files, archives, tables), each read in sequence.
 
     An epoch reads the shards, in an order shuffled by (seed, epoch), in `interleave` lanes at once, and
-    takes a few samples of each in turn. Lanes are fixed: neither ranks nor workers change which
-    sample stands at a position. Where the number of ranks divides a quarter of the lanes, and that
-    of workers is 1, 2 or 4, each process reads lanes of its own; elsewhere several read the same
-    shards. Samples of a shard stay in its order; `interleave=1` with `shuffle=False` keeps them all.
+    takes a few samples of each in turn. The lanes do not depend on the number of ranks or workers, so
+    neither changes which sample is at a position. If the number of ranks divides a quarter of the
+    lanes, and the number of workers is 1, 2 or 4, each process reads only its own lanes; otherwise
+    several processes read the same shards. The samples of a shard stay in order; `interleave=1` with
+    `shuffle=False` keeps the order of all samples.
 
-    Of a Hugging Face IterableDataset: `ShardedDataset(range(d.num_shards), lambda i, start:
+    For a Hugging Face IterableDataset: `ShardedDataset(range(d.num_shards), lambda i, start:
     d.shard(d.num_shards, i).skip(start))`.
+
+    Args:
+        shards: Shards, such as paths, in any fixed order; at least one.
+        read: Function `read(shard, start)` that yields the samples of a shard from number `start` on:
+            by a seek if the format allows it, otherwise by `itertools.islice(samples, start, None)`.
+        lengths: Number of samples of each shard. A shard with another number raises DataError while it
+            is read. `None`: the ranks count the samples together when the Loader is made. Default:
+            None.
+        interleave: Number of shards that are read in turn, 1 or more. Default: 32.
+
+    Raises:
+        DataError: If there is no shard, `interleave` is below 1, or `lengths` does not have one number
+            for each shard.
+
+    Examples:
+        >>> shards = [range(0, 3), range(3, 8)]
+        >>> dataset = shoal.ShardedDataset(shards, lambda shard, start: shard[start:], lengths=[3, 5])
+        >>> with shoal.init() as world:
+        ...     loader = shoal.Loader(dataset, world, batch_size=8, shuffle=False)
+        ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
+        [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
 
     def __init__(
@@ -74,7 +91,14 @@ class ShardedDataset(Generic[Shard]):
             )
 
     def count(self, shard: int) -> int:
-        """Count the samples of shard number `shard` by reading it."""
+        """Count the samples of a shard by reading it.
+
+        Args:
+            shard: Number of the shard, from 0.
+
+        Returns:
+            The number of its samples.
+        """
         return sum(1 for _ in self.read(self.shards[shard], 0))
 
 

@@ -28,15 +28,27 @@ class BatchSize(Protocol):
 
 
 class TokenBudget:
-    """Batches whose samples together have at most `max_tokens` tokens.
+    """A batch size in tokens: each global batch has as many samples as fit into `max_tokens`.
 
-    Pass one as the batch size of a Loader: `Loader(dataset, world, batch_size=TokenBudget(…))`.
+    Pass one as the batch size of a Loader. A sample longer than `max_tokens` is a batch by itself. The
+    samples of a batch are consecutive in the order, so batches are the same on any number of ranks and
+    resume from a position like all others.
 
+    Args:
+        lengths: Number of tokens of each sample of the dataset, integers of shape (samples,).
+        max_tokens: Largest number of tokens in a global batch, 1 or more.
+        max_samples: Largest number of samples in a global batch, 1 or more. Default: 1024.
+        padded: Count each sample as long as the longest of its global batch. Default: False.
 
-    `lengths` has the length of each sample of the dataset. With `padded`, samples count as long as
-    the longest of their global batch. A sample longer than `max_tokens` is a batch of its own. The
-    samples of a batch are consecutive in the order, so batches are the same on any number of ranks
-    and resume from a position like all others.
+    Raises:
+        DataError: If `lengths` does not have one integer, 0 or more, per sample, or a limit is below 1.
+
+    Examples:
+        >>> budget = shoal.TokenBudget([3, 5, 2, 9, 1], max_tokens=10)
+        >>> with shoal.init() as world:
+        ...     loader = shoal.Loader(list(range(5)), world, batch_size=budget, shuffle=False)
+        ...     [micro.tolist() for batch in loader.epochs(1) for micro in batch]
+        [[0, 1, 2], [3, 4]]
     """
 
     def __init__(

@@ -14,13 +14,39 @@ from shoal.util.errors import StepError
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """On what a training run is evaluated, when, and what follows from it.
+    """Evaluation during `shoal.train`, with best checkpoint and early stopping.
 
-    `every` counts optimizer steps; without it, evaluation comes at the end of each epoch. `monitor`
-    names the metric by which checkpoints are compared, `mode` is "max" where more of it is better;
-    the best one is kept in `best/` of the run directory. After `patience` evaluations without a
-    better one training stops. `collate_fn` defaults to that of `shoal.train`; pass
-    `torch.utils.data.default_collate` for torch's. The other fields are those of `shoal.evaluate`.
+    The best checkpoint by `monitor` is kept in `best/` of the run directory.
+
+    Args:
+        dataset: Dataset to evaluate; all kinds that a Loader takes.
+        every: Number of optimizer steps between evaluations, 1 or more. `None` evaluates at the end of
+            each epoch. Default: None.
+        metrics: Metrics by name, as in `shoal.evaluate`. Default: {}.
+        targets: Function of a batch that returns the target of the metrics. `None` takes the second
+            element of a tuple or "labels" of a mapping. Default: None.
+        outputs: Function of the model's output that returns the tensor for the metrics. `None` passes
+            the complete output. Default: None.
+        batch_size: Number of samples in a global batch. `None` takes 256 per data-parallel rank.
+            Default: None.
+        collate_fn: Function that makes a micro-batch from a list of samples. `None` takes that of
+            `shoal.train`; pass `torch.utils.data.default_collate` for torch's. Default: None.
+        num_workers: Worker processes of each rank that load samples. Default: 0.
+        monitor: Metric by which evaluations are compared: "loss" or a name in `metrics`. Default:
+            "loss".
+        mode: "min" if lower is better, "max" if higher is better. Default: "min".
+        patience: End training after this number of evaluations without a better one, 1 or more. `None`
+            does not stop early. Default: None.
+
+    Raises:
+        StepError: If `monitor`, `mode`, `every` or `patience` has no valid value.
+
+    Examples:
+        >>> data = [(1.0, 0), (2.0, 1)]
+        >>> validation = shoal.Validation(
+        ...     dataset=data, metrics={"accuracy": shoal.Accuracy()}, monitor="accuracy", mode="max",
+        ...     patience=3,
+        ... )
     """
 
     dataset: Any

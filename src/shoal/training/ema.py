@@ -16,12 +16,33 @@ from shoal.util.errors import CheckpointError, StepError
 
 
 class EMA:
-    """Exponential moving average of the parameters of `model` (Polyak and Juditsky 1992).
+    """Exponential moving average of a model's parameters (Polyak and Juditsky 1992).
 
-    `update()` after each optimizer step: average = decay * average + (1 - decay) * parameter. Inside
-    `with ema.applied():` the model has the averaged parameters; buffers are always the model's own.
-    Given to a Run as state, `Run(…, state={"ema": ema})`, it resumes with it. The same on all ranks,
-    since parameters are.
+    `update()` after each optimizer step: average = decay * average + (1 - decay) * parameter. Buffers
+    are always the model's own. Passed to a Run as state, `Run(…, state={"ema": ema})`, it is saved and
+    restored with the run. It is the same on all ranks, since the parameters are; of sharded parameters
+    each rank keeps the averages of its shards.
+
+    Args:
+        model: Parallelized model whose parameters are averaged.
+        decay: Weight of the previous average, at least 0 and below 1. Default: 0.999.
+
+    Attributes:
+        updates: Number of updates.
+
+    Raises:
+        StepError: If `decay` is out of range.
+
+    Examples:
+        >>> with shoal.init() as world:
+        ...     model = shoal.parallelize(torch.nn.Linear(1, 1), world)
+        ...     ema = shoal.EMA(model, decay=0.9)
+        ...     _ = torch.nn.init.ones_(model.weight)
+        ...     ema.update()
+        ...     with ema.applied():
+        ...         averaged = model.weight.item()
+        ...     averaged < model.weight.item()
+        True
     """
 
     def __init__(self, model: nn.Module, *, decay: float = 0.999) -> None:
@@ -48,7 +69,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the parameters as they are now."""
+        """Move the average towards the current parameters. Call it after each optimizer step."""
         averages = [share(average) for average in self._averages.values()]
         current = [share(parameter.detach()) for parameter in self._parameters.values()]
         foreach.lerp_(averages, current, 1.0 - self.decay)
@@ -56,7 +77,11 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the averaged parameters inside the block; restore the model's own at its end."""
+        """Use the averaged parameters inside the block; restore the model's own at its end.
+
+        Returns:
+            A context manager: `with ema.applied(): shoal.evaluate(step, data)`.
+        """
         self._swap()
         try:
             yield
@@ -66,14 +91,23 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by parameter name, and the number of updates.
 
-        As in the model's state_dict, a tied parameter is present under each of its names.
+        Returns:
+            "updates" and "averages". As in the model's state_dict, a tied parameter is present under
+            each of its names.
         """
         averages = {name: self._averages[first] for name, first in self._names.items()}
         return {"updates": self.updates, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned; raises CheckpointError if it is of another model."""
+        """Load a state that `state_dict` returned.
+
+        Args:
+            state: State of an EMA over the same model.
+
+        Raises:
+            CheckpointError: If it is of another model.
+        """
         averages: Mapping[str, Tensor] = state["averages"]
         here = {name: tuple(self._averages[first].shape) for name, first in self._names.items()}
         there = {name: tuple(tensor.shape) for name, tensor in averages.items()}

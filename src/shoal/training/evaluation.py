@@ -38,11 +38,17 @@ class Metric(Protocol):
 
 
 class Accuracy:
-    """The fraction of correct classes: scores of shape (…, classes), targets of shape (…).
+    """The fraction of correct classes, as a metric of `shoal.evaluate` and `Validation`.
 
-    Targets equal to `ignore_index` (torch's default, -100) are not counted. Raises DataError for an
-    output that is not a tensor, and for targets of another shape.
+    Called with scores of shape (…, classes) and targets of shape (…), it returns (correct, counted).
 
+    Args:
+        ignore_index: Targets with this value are not counted, as in torch. Default: -100.
+
+    Raises:
+        DataError: When called, if the output is not a tensor or the targets have another shape.
+
+    Examples:
         >>> Accuracy()(torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]]), torch.tensor([1, 0, -100]))
         (tensor(2), tensor(2))
     """
@@ -82,18 +88,50 @@ def evaluate(
     num_workers: int = 0,
     batches: int | None = None,
 ) -> dict[str, Any]:
-    """Return the loss and the `metrics` of a model over `dataset`. Collective.
+    """Return the loss and the metrics of a model over a dataset. Collective.
 
-    `model` is a Step or, in a custom training loop, a parallelized model together with a `task` that
-    has the loss function. Every sample is visited once, in eval mode, without gradients, in the Step's
-    precision (for a model, that of a `torch.autocast` around the call); the modes of all modules are
-    restored. A metric is a function (output, target) -> (sum, count), or any torchmetrics Metric.
-    `targets(batch)` returns the target (default: the second element of a tuple, "labels" of a
-    mapping). If the model returns more than one tensor, `outputs(output)` returns the one that metrics
-    get: `outputs=lambda output: output.logits`. The loss gets the whole output. `batch_size` is global
-    (default: 256 per data rank). `batches` is the number of global batches to visit (default: all).
+    Every sample is visited once, in eval mode and without gradients; the modes of all modules are
+    restored afterwards. Means are sums over all samples divided by counts, at any number of ranks.
 
-    Returns "loss", "samples" (how many were visited) and each metric by name, the same on all ranks.
+    Args:
+        model: A Step, which is evaluated in its precision, or, in a custom training loop, a
+            parallelized model, in the precision of a `torch.autocast` around the call.
+        dataset: Dataset to visit; all kinds that a Loader takes.
+        task: Task with the loss function, required for a model; None for a Step. Default: None.
+        metrics: Metrics by name: functions `(output, target) -> (sum, count)`, such as
+            `shoal.Accuracy()`, or torchmetrics Metrics. Default: None.
+        targets: Function of a batch that returns the target of the metrics. `None` takes the second
+            element of a tuple or "labels" of a mapping. Default: None.
+        outputs: Function of the model's output that returns the tensor for the metrics, such as `lambda
+            output: output.logits`; the loss gets the complete output. Default: None.
+        batch_size: Number of samples in a global batch. `None` takes 256 per data-parallel rank.
+            Default: None.
+        collate_fn: Function that makes a micro-batch from a list of samples. `None` takes torch's
+            `default_collate`. Default: None.
+        num_workers: Worker processes of this rank that load samples. Default: 0.
+        batches: Number of global batches to visit. `None` visits all. Default: None.
+
+    Returns:
+        The mean "loss", the number of "samples" visited, and each metric by name; the same on all
+        ranks.
+
+    Raises:
+        StepError: If `model` and `task` do not fit, or a metric is not one or does not return (sum,
+            count).
+        DataError: If the dataset has no samples, or `targets` is required.
+
+    Examples:
+        >>> def loss(output, batch):
+        ...     return torch.nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(output)
+        >>> data = torch.eye(4), torch.arange(4)
+        >>> model = torch.nn.Linear(4, 4, bias=False)
+        >>> _ = torch.nn.init.eye_(model.weight)
+        >>> with shoal.init() as world:
+        ...     model = shoal.parallelize(model, world)
+        ...     metrics = {"accuracy": shoal.Accuracy()}
+        ...     result = shoal.evaluate(model, data, task=shoal.Task(loss), metrics=metrics)
+        >>> result["samples"], result["accuracy"]
+        (4, 1.0)
     """
     subject = _subject(model, task)
     engine, task = subject.engine, subject.task

@@ -37,7 +37,18 @@ from shoal.util.errors import StepError
 class TrainingStatus(NamedTuple):
     """The argument of a callback: after each step, after each evaluation, and at the end.
 
-    `kind` is "step", "evaluation" or "end". `result` is the step's, `metrics` the last evaluation's.
+    Attributes:
+        kind: "step", "evaluation" or "end".
+        run: Run of the training.
+        model: Parallelized model.
+        result: StepResult of the last step; None before the first.
+        metrics: Metrics of the last evaluation by name; empty before the first.
+
+    Examples:
+        A callback for `shoal.train(…, callbacks=[stop])`:
+
+        >>> def stop(status):
+        ...     return status.kind == "evaluation" and status.metrics["loss"] < 0.1
     """
 
     kind: str
@@ -50,9 +61,17 @@ class TrainingStatus(NamedTuple):
 class TrainResult(NamedTuple):
     """The result of `shoal.train`.
 
-    `reason` is the cause of its end: "epochs", "steps", "patience", "max_time" or "callback".
-    `metrics` are those of the last evaluation, `best` is the best value of the monitored metric, and
-    `ema` has the averaged parameters, or is None without `ema=`.
+    Attributes:
+        model: Trained model, parallelized.
+        step: Its Step; `step.number` is the number of optimizer steps.
+        metrics: Metrics of the last evaluation by name; empty without validation.
+        best: Best value of the monitored metric; None without validation.
+        ema: The averaged parameters; None without `ema=`.
+        reason: Cause of the end: "epochs", "steps", "patience", "max_time" or "callback".
+
+    Examples:
+        >>> shoal.TrainResult._fields
+        ('model', 'step', 'metrics', 'best', 'ema', 'reason')
     """
 
     model: nn.Module
@@ -94,19 +113,81 @@ def train(
     callbacks: Sequence[Callable[[TrainingStatus], object]] = (),
     max_time: float | None = None,
 ) -> TrainResult:
-    """Train `model` on `dataset` for `epochs` or `steps`, resuming from `directory`. Collective.
+    """Train a model on a dataset for `epochs` or `steps`, resuming from `directory`. Collective.
 
-    `model` is a module, or a function that returns one: Shoal calls it with the random streams of
-    `seed`, the same on all ranks. `optimizer` is a function of the parallelized model that returns the
-    optimizer. `batch_size` is global. `schedule(optimizer, total)` returns a torch scheduler over all
-    optimizer steps: a `shoal.LRSchedule`. `save` is the interval of `Run.tick(every=…)`. Default: each
-    epoch. A last checkpoint is saved at the end. `checkpoints` and `keep` are as for `Run`. `ema` is
-    the decay of averaged parameters, which are then evaluated. `max_time` is in seconds and ends
-    training with a checkpoint. With both `epochs` and `steps`, the schedule spans the epochs
-    and the steps end the run: `steps=2` is a dry run.
+    With validation, Shoal evaluates one batch before the first step, so that errors in the validation
+    appear early. A last checkpoint is saved at the end.
 
-    Callbacks run on all ranks; one that returns True at an evaluation, on any rank, ends training.
-    Before the first step, Shoal evaluates one batch, so that errors appear early.
+    Args:
+        model: Module to train, or a function that returns one: Shoal calls it with the random streams
+            of `seed`, the same on all ranks.
+        task: Inputs and loss of the model.
+        dataset: Training data; all kinds that a Loader takes.
+        directory: Run directory. If it has checkpoints, training resumes from the newest.
+        optimizer: Function of the parallelized model that returns a torch optimizer.
+        batch_size: Number of samples in a global batch, over all ranks and micro-batches.
+        epochs: Number of epochs since the start of training. Required without `steps`. Default: None.
+        steps: Number of optimizer steps since the start of training. With both, the schedule spans the
+            epochs and the steps end the run: `steps=2` is a dry run. Default: None.
+        schedule: Function `(optimizer, total)` that returns a torch scheduler over all optimizer steps,
+            such as a `shoal.LRSchedule`. Default: None.
+        micro_batches: Number of micro-batches in a local batch, for gradient accumulation. Default: 1.
+        order: Replaces shuffling, as in Loader: a WeightedSampling, a torch Sampler or an Ordering.
+            Default: None.
+        seed_transforms: Seed the generators of `random`, NumPy and torch before each sample. Default:
+            False.
+        collate_fn: Function that makes a micro-batch from a list of samples. `None` takes torch's
+            `default_collate`. Default: None.
+        num_workers: Worker processes of each rank that load samples. Default: 0.
+        precision: "fp32", "bf16" or "fp16", as in Step. Default: "fp32".
+        clip: Largest norm of the gradients, above 0. `None` does not clip. Default: None.
+        compile: "inductor" (torch.compile) or "script" (TorchScript). `None` does not compile. Default:
+            None.
+        strategy: One or several strategies for `shoal.parallelize`. `None` is DDP, or SingleProcess in
+            a World of size 1. Default: None.
+        layout: Degree of each axis of the device mesh, as in `shoal.init`; no effect with `world`.
+            Default: "replicate=-1".
+        seed: Seed of every random stream; no effect with `world`. Default: 0.
+        world: World to train in. `None` calls `shoal.init` and closes it at the end. Default: None.
+        validation: Dataset and metrics to evaluate during training, with best checkpoint and early
+            stopping. Default: None.
+        save: Interval between saves, as in `Run.tick(every=…)`: optimizer steps, a timedelta or a
+            YoungDaly. `None` saves after each epoch. Default: None.
+        checkpoints: Another directory or a URL for the checkpoints, as in Run. Default: None.
+        keep: Number of newest checkpoints to keep, 1 or more. Default: 3.
+        ema: Decay of an EMA of the parameters, at least 0 and below 1; evaluations use the averaged
+            parameters. `None` has no EMA. Default: None.
+        callbacks: Functions of a TrainingStatus, called on all ranks. One that returns True at an
+            evaluation, on any rank, ends training. Default: ().
+        max_time: Seconds after which training ends with a checkpoint, above 0. Default: None.
+
+    Returns:
+        The trained model, its Step, the metrics, the EMA and the reason of the end.
+
+    Raises:
+        StepError: If an argument has no valid value, or a loss or gradient is not finite.
+        DataError: If the dataset and the options of the Loader do not fit.
+        CheckpointError: If the run directory can't be written, or its checkpoints are of another model.
+        SystemExit: After a save, if a signal on any rank requested a stop.
+
+    Examples:
+        >>> import tempfile
+        >>> def loss(output, batch):
+        ...     return torch.nn.functional.mse_loss(output, batch[1], reduction="sum"), len(output)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     result = shoal.train(
+        ...         torch.nn.Linear(4, 1),
+        ...         shoal.Task(loss),
+        ...         (torch.ones(8, 4), torch.ones(8, 1)),
+        ...         directory=directory,
+        ...         optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        ...         batch_size=4,
+        ...         epochs=1,
+        ...     )  # doctest: +ELLIPSIS
+        50.0 % · step 1 · epoch 0.50/1 · loss ...
+        100 % · step 2 · epoch 1.00/1 · loss ...
+        >>> result.step.number, result.reason
+        (2, 'epochs')
     """
     _check(epochs, steps, save, max_time, optimizer)
     _check_kinds(schedule, validation)

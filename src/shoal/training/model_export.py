@@ -44,22 +44,37 @@ def export(
     *,
     example: tuple[Any, ...] | None = None,
 ) -> Path:
-    """Write the model for use without Shoal, under the user's names; rank 0 writes.
+    """Write the model for use without Shoal, under the user's names for its entries. Rank 0 writes.
 
-    The extension of `path` sets the format: `.safetensors` and `.pt` (by torch.save) hold the
-    state_dict, `.ts` is TorchScript and `.pt2` a torch.export program, both in eval mode. These two
-    are traced if you pass `example`, the model's positional arguments; without it, TorchScript
-    compiles the code. A `.pt2` program takes any batch size, the first dimension of each tensor in
-    `example`, unless the model's code fixes it. For a Run, its first model is written. The write is
-    atomic. Returns the path, on all ranks once the file is there.
+    Call it on all ranks. If each rank has the complete model (as under DDP), rank 0 may call it alone;
+    if the model is sharded or split (FSDP, TensorParallel, Pipeline, RPCPipeline), it is collective.
+    The write is atomic.
 
-    Entries of the state_dict that are not tensors are kept in `.pt` if
-    `torch.load(…, weights_only=True)` can read them; rank 0 prints the names of those left out.
+    Args:
+        source: Parallelized model, a Step, or a Run, whose first model is written.
+        path: File to write. The extension sets the format: `.safetensors` and `.pt` (by torch.save)
+            hold the state_dict, `.ts` is TorchScript and `.pt2` a torch.export program, both in eval
+            mode. Entries of the state_dict that are not tensors are kept in `.pt` if `torch.load(…,
+            weights_only=True)` can read them; rank 0 prints the names of the others.
+        example: Positional arguments of the model, for tracing. Required for `.pt2`; without it,
+            TorchScript compiles the code. A `.pt2` program takes any batch size, the first dimension of
+            each tensor, unless the model's code fixes it. Default: None.
 
-    Call it on all ranks. If each rank has the whole model (as under `DDP`), rank 0 may call it alone;
-    if the model is sharded or split (FSDP, Tensor, Pipeline, RPCPipeline), it is collective.
+    Returns:
+        The path, on all ranks once the file is there.
 
-    Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
+    Raises:
+        CheckpointError: On all ranks, for another extension, a file that can't be written, or a program
+            of a sharded or split model.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory, shoal.init() as world:
+        ...     model = shoal.parallelize(torch.nn.Linear(4, 1), world)
+        ...     path = shoal.export(model, f"{directory}/model.safetensors")
+        ...     shoal.load(model, path)
+        >>> path.name
+        'model.safetensors'
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
@@ -162,12 +177,25 @@ def _readable(value: object) -> bool:
 
 
 def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
-    """Load a state_dict into `model`, from a safetensors file or a mapping, in place.
+    """Load a state_dict into a model, in place.
 
-    Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped where the model has no
-    such names. Entries of the model's state_dict that are not tensors, and that `source` lacks, stay as
-    they are, with a warning: safetensors files hold tensors only. Raises CheckpointError, before
-    anything changes, if names or shapes differ or two names become one.
+    Prefixes that wrappers leave in names (`module.`, `_orig_mod.`) are dropped if the model has no such
+    names. Entries of the model's state_dict that are not tensors, and that `source` lacks, do not
+    change; Shoal warns of them, because safetensors files hold tensors only.
+
+    Args:
+        model: Module to change, parallelized or not.
+        source: Path of a safetensors file, or a mapping from names to tensors.
+
+    Raises:
+        CheckpointError: Before anything changes, if names or shapes differ or two names become one, or
+            the file is not a complete safetensors file.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> shoal.load(model, {"module.weight": torch.zeros(1, 4), "module.bias": torch.ones(1)})
+        >>> model.bias.item()
+        1.0
     """
     if not isinstance(model, nn.Module) or not isinstance(source, str | os.PathLike | Mapping):
         raise CheckpointError(

@@ -33,29 +33,70 @@ from shoal.util.text import shown
 
 
 class Run:
-    """One training run in one directory: `checkpoints/step-N/`, `events/rank-R.jsonl`.
+    """One training run in one directory: its checkpoints, events and progress.
 
-    `model` is a Step or, for a custom training loop, a parallelized model with its `optimizer` and, if
-    it has one, its `schedule`. For several models (two for a GAN) pass dicts with the same names. The
-    step number of the Run is that of the first one: a Step counts its own steps, and for a model each
-    `batch.finish` counts. A custom training loop steps the schedule, once after each optimizer step or
-    once after each epoch; the Run saves and restores it.
-
-    `state` holds other objects with `state_dict` and `load_state_dict`, by name. Their state must be
-    the same on all ranks: if it differs, a save raises CheckpointError with the entry and the ranks.
-    `config` holds plain values that checkpoints record for users: learning rates, paths. The Run keeps
-    the newest `keep` checkpoints and those of every `keep_every`-th step. `checkpoints` is where to
-    keep them: another directory, or a URL of a file system that fsspec supports (`s3://bucket/run`).
-    Default: `checkpoints/` in the run directory. If a background save fails, the next `tick` reports
-    it; with `must_save` it ends the run. `trackers` receive the values passed to `world.log`. Default:
-    TensorBoard if it is installed; () for none. torch's profiler records the steps from the first to
-    the last of `profile`, for a timeline of all ranks (`shoal report runs/a --trace 100:105`).
+    Use it as a context manager, on all ranks. The directory gets `checkpoints/step-N/` and
+    `events/rank-R.jsonl`. The step number of the Run is that of the first Step or model: a Step counts
+    its own steps, and for a model each `batch.finish` counts.
 
     While the Run is open, SIGTERM, SIGUSR1, SIGUSR2 or Ctrl-C on any rank makes all ranks save in the
     same tick and exit: with code 75, which requests a restart, or 130 after Ctrl-C.
 
-    Raises CheckpointError, on all ranks, if the directory or `checkpoints` can't be written, and for
-    an entry of a model's state_dict that a checkpoint can't hold.
+    Args:
+        directory: Run directory, local or on a network file system; created if necessary.
+        model: A Step, or a parallelized model for a custom training loop. For several models (two for a
+            GAN), a dict by name.
+        loader: Loader whose position the checkpoints hold.
+        optimizer: Optimizer of a model that is not in a Step; for several, a dict with the same names.
+            Default: None.
+        schedule: Scheduler of such a model; a dict for several. The loop steps it, once after each
+            optimizer step or once after each epoch; the Run saves and restores it. Default: None.
+        state: Other objects with `state_dict` and `load_state_dict`, by name. Their state must be the
+            same on all ranks: if it differs, a save raises CheckpointError. Default: None.
+        config: Plain values that checkpoints record for users: learning rates, paths. Default: None.
+        checkpoints: Another directory for the checkpoints, or a URL of a file system that fsspec
+            supports (`s3://bucket/run`). `None` is `checkpoints/` in the run directory. Default: None.
+        keep: Number of newest checkpoints to keep, 1 or more. Default: 3.
+        keep_every: Also keep the checkpoints of every `keep_every`-th step. `None` keeps no others.
+            Default: None.
+        must_save: End the run if a background save fails. Otherwise the next `tick` reports it and
+            training continues. Default: False.
+        trackers: Trackers that receive the values of `log` and `World.log`; () for none. `None` is
+            TensorBoard if it is installed. Default: None.
+        profile: First and last step that torch's profiler records, for a timeline of all ranks (`shoal
+            report runs/a --trace 100:105`). Default: None.
+
+    Attributes:
+        step: Number of optimizer steps since the start of training.
+        steps: Steps by name; a single one is "step".
+        directory: Run directory, a path.
+        world: World of the loader.
+
+    Raises:
+        StepError: If `model`, `optimizer` or `schedule` do not fit each other, or `profile` is out of
+            range.
+        DataError: If `loader` is not a Loader.
+        CheckpointError: On all ranks, if a directory can't be written, another run is open in it,
+            `state` or `config` can't be saved, or a model's state_dict has an entry that a checkpoint
+            can't hold.
+        AgreementError: On all ranks, if the ranks have different data.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> def loss(output, batch):
+        ...     return torch.nn.functional.mse_loss(output, batch[1], reduction="sum"), len(output)
+        >>> with tempfile.TemporaryDirectory() as directory, shoal.init() as world:
+        ...     model = shoal.parallelize(torch.nn.Linear(4, 1), world)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     step = shoal.Step(model, optimizer, shoal.Task(loss))
+        ...     loader = shoal.Loader((torch.ones(8, 4), torch.ones(8, 1)), world, batch_size=4)
+        ...     with shoal.Run(directory, step, loader, trackers=()) as run:
+        ...         run.restore()
+        ...         for batch in loader.epochs(1):
+        ...             result = step(batch)
+        ...             run.tick(every=1)  # doctest: +ELLIPSIS
+        50.0 % · step 1 · epoch 0.50/1 · loss ...
+        100 % · step 2 · epoch 1.00/1 · loss ...
     """
 
     def __init__(
@@ -124,14 +165,20 @@ class Run:
         return next(iter(self.train_states.values())).number
 
     def restore(self) -> Restored | None:
-        """Resume from the newest complete checkpoint; return None if there is none yet. Collective.
+        """Resume from the newest complete checkpoint, if there is one. Collective.
 
         Rank 0 prints which damaged checkpoints were skipped, and why. On the same number of ranks,
         random states are restored too, and the run ends bit-equal to an uninterrupted one. On a
-        different number, the data continues from the exact sample.
+        different number, the data continue from the exact sample.
 
-        Raises CheckpointError if there are checkpoints but none is valid, or if they are of another
-        model.
+        Returns:
+            The step, the position in the data, the epoch and the path of the checkpoint; None if there
+            is no checkpoint yet.
+
+        Raises:
+            CheckpointError: If there are checkpoints but none is valid, or if they are of another
+                model.
+            DataError: If the data or their order are not those of the checkpoint.
         """
         self._check_open()
         restored = self._restore()
@@ -160,14 +207,20 @@ class Run:
         return restored
 
     def tick(self, *, every: Every | None = None) -> None:
-        """Record the steps on a batch, show progress, and save if due. Collective. Call it per batch.
+        """Record the steps on a batch, show progress, and save if due. Collective.
 
-        `every` is a number of optimizer steps of the first Step, a timedelta by rank 0's clock, or a
-        `shoal.YoungDaly`, which chooses the interval. The step waits only while the state is copied.
-        The checkpoint is written in the background, and a later `tick` reports the result.
+        Call it after each batch. The step waits only while the state is copied. The checkpoint is
+        written in the background, and a later `tick` reports the result.
 
-        Raises SystemExit, after a save, if a signal on any rank requested a stop. With `must_save`,
-        raises CheckpointError if a save failed.
+        Args:
+            every: Interval between saves: a number of optimizer steps of the first Step, a timedelta by
+                rank 0's clock, or a `shoal.YoungDaly`, which chooses the interval. `None` does not
+                save. Default: None.
+
+        Raises:
+            SystemExit: After a save, if a signal on any rank requested a stop.
+            StepError: If no Step or `batch.finish` has processed a batch, or the Run is closed.
+            CheckpointError: With `must_save`, if a save failed; if `every` is not an interval.
         """
         timeline = self.world.timeline
         before = timeline.enter(UPDATE)
@@ -208,13 +261,26 @@ class Run:
             self.save(wait=False)
 
     def save(self, *, to: str | None = None, wait: bool = True) -> AnyPath:
-        """Commit a complete checkpoint of the run and return its directory. Collective.
+        """Commit a complete checkpoint of the run. Collective.
 
-        With `wait=False` it returns once the state has been copied; the directory appears when the
-        background save has committed. If no step was taken since the last save, it returns that
-        checkpoint; with user state, which may have changed, it replaces the checkpoint. `to="best"`
-        saves into `best/`, next to `checkpoints/`, and replaces the previous checkpoint there;
-        `restore` does not read it. For a checkpoint at a URL, `str` of the result is the URL.
+        If no step was taken since the last save, it returns that checkpoint; with user state, which may
+        have changed, it replaces the checkpoint.
+
+        Args:
+            to: Name of a directory next to `checkpoints/`, such as "best": the checkpoint replaces the
+                previous one there, and `restore` does not read it. `None` saves into `checkpoints/`.
+                Default: None.
+            wait: False returns once the state has been copied; the directory appears when the
+                background save has committed. Default: True.
+
+        Returns:
+            The directory of the checkpoint; for a checkpoint at a URL, `str` of it is the URL.
+
+        Raises:
+            CheckpointError: On all ranks, if the checkpoint can't be written, user state differs
+                between ranks, the directory has checkpoints of an earlier run, or a newer attempt has
+                taken over.
+            StepError: If the Run is closed.
         """
         with self.world.timeline.during(CHECKPOINT):
             return self._save(to, wait=wait)
@@ -252,7 +318,15 @@ class Run:
                 self._saves.forget(job)
 
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Record a custom event: its kind, the step, and numbers or texts by name."""
+        """Record a custom event, with the step and the position.
+
+        Args:
+            kind: Kind of the event, such as "evaluation".
+            values: Numbers or texts by name; other values are recorded as text.
+
+        Raises:
+            StepError: If `values` is not a mapping with texts as names.
+        """
         call = f"run.note({kind!r}, {shown(values)})"
         check_names(values, call=call, fix='run.note("data", {"rows": 100})')
         plain = {
@@ -264,9 +338,11 @@ class Run:
     def log(self, values: Mapping[str, Any]) -> None:
         """Record numbers of the current step: as an event, and on rank 0 in the trackers.
 
-        Numbers are floats or tensors of one element. Trackers get those of rank 0; see `World.log`.
+        Args:
+            values: Floats, or tensors of one element, by name.
 
-        Raises StepError for values that are not numbers by name.
+        Raises:
+            StepError: If the Run is closed, or for values that are not numbers by name.
         """
         self._check_open()
         numbers = numbers_of(values)
@@ -288,7 +364,8 @@ class Run:
     def close(self) -> None:
         """Wait for a running save, write the remaining events, restore the signal handlers.
 
-        With `must_save`, raises CheckpointError if a save failed.
+        Raises:
+            CheckpointError: With `must_save`, if a save failed.
         """
         self._end(None, sys.exception())
 

@@ -25,11 +25,21 @@ LAST_WAIT = 300.0
 class YoungDaly:
     """The save interval that minimizes the time lost to saves and to steps repeated after failures.
 
-    `mtbf` is the mean time between failures of the job: that of one node divided by the number of
-    nodes. The cost of a save is the measured time for which it blocks training. (Young 1974; Daly
-    2006, equation 37.)
+    The cost of a save is the measured time for which it blocks training (Young 1974; Daly 2006,
+    equation 37).
 
-        run.tick(every=shoal.YoungDaly(mtbf=timedelta(hours=8)))
+    Args:
+        mtbf: Mean time between failures of the job, a positive timedelta: that of one node divided by
+            the number of nodes.
+
+    Raises:
+        CheckpointError: If `mtbf` is not a positive timedelta.
+
+    Examples:
+        >>> from datetime import timedelta
+        >>> policy = shoal.YoungDaly(mtbf=timedelta(hours=8))  # run.tick(every=policy)
+        >>> round(policy.seconds(cost=2.0))
+        338
     """
 
     mtbf: timedelta
@@ -43,7 +53,14 @@ class YoungDaly:
             )
 
     def seconds(self, cost: float) -> float:
-        """Return the seconds of training between saves that cost `cost` seconds each."""
+        """Return the seconds of training between two saves.
+
+        Args:
+            cost: Seconds for which a save blocks training.
+
+        Returns:
+            The interval in seconds, at most `mtbf`.
+        """
         mean = self.mtbf.total_seconds()
         if cost >= 2 * mean:
             return mean

@@ -24,16 +24,23 @@ DECAYS: dict[str, Callable[[float], float]] = {
 class LRSchedule:
     """A warm-up followed by a decay: the learning rate as a function of the optimizer step.
 
-    `warmup_steps` counts the optimizer steps of the warm-up; `warmup_ratio` gives it as a fraction of
-    all steps instead, rounded up. The rate of step s, counted from 0, is the optimizer's own times (s
-    + 1) / `warmup_steps` during the warm-up; then it falls to `min_ratio` times the optimizer's own
-    along `decay`: "cosine" (Loshchilov and Hutter 2017, without restarts), "linear" or "constant".
-    Steps are optimizer steps, never ranks or micro-batches. `LRSchedule(…)(optimizer, total)` returns
-    a torch scheduler for `Step(schedule=…)`.
+    During a warm-up of w steps, the rate of step s, counted from 0, is the optimizer's own times (s +
+    1) / w. Then it falls to `min_ratio` times the optimizer's own. `LRSchedule(…)(optimizer, total)`
+    returns a torch scheduler for `Step(schedule=…)`; `shoal.train(schedule=…)` takes the LRSchedule
+    itself.
 
-    Raises StepError for an unknown shape, a `warmup_steps` that is not an integer, a
-    fraction outside 0 to 1, and where both `warmup_steps` and `warmup_ratio` are given.
+    Args:
+        decay: Shape of the decay: "cosine" (Loshchilov and Hutter 2017, without restarts), "linear" or
+            "constant". Default: "cosine".
+        warmup_steps: Length of the warm-up in optimizer steps, an integer, 0 or more. Default: 0.
+        warmup_ratio: Length of the warm-up as a fraction of all optimizer steps, from 0 to 1, rounded
+            up; in place of `warmup_steps`. Default: 0.0.
+        min_ratio: Last rate as a fraction of the optimizer's own, from 0 to 1. Default: 0.0.
 
+    Raises:
+        StepError: If an argument is out of range, or `warmup_steps` and `warmup_ratio` are both given.
+
+    Examples:
         >>> rates = LRSchedule(decay="linear", warmup_steps=2, min_ratio=0.1)
         >>> [round(rates.factor(step, 10), 2) for step in (0, 1, 2, 6, 10)]
         [0.5, 1.0, 1.0, 0.55, 0.1]
@@ -82,7 +89,15 @@ class LRSchedule:
             )
 
     def factor(self, step: int, total: int) -> float:
-        """Return the factor on the optimizer's learning rate at `step`, from 0, of `total`."""
+        """Return the factor on the optimizer's learning rate at an optimizer step.
+
+        Args:
+            step: Optimizer step, from 0.
+            total: Number of optimizer steps of the run.
+
+        Returns:
+            A number from 0 to 1.
+        """
         # The product of 0.07 and 100 is above 7, and would be rounded up to 8.
         warmup = self.warmup_steps or math.ceil(round(self.warmup_ratio * total, 6))
         if step < warmup:
@@ -91,7 +106,19 @@ class LRSchedule:
         return self.min_ratio + (1.0 - self.min_ratio) * DECAYS[self.decay](progress)
 
     def __call__(self, optimizer: Optimizer, total: int) -> LambdaLR:
-        """Return the schedule of a run of `total` optimizer steps."""
+        """Return the schedule of a run as a torch scheduler.
+
+        Args:
+            optimizer: Optimizer whose learning rates change.
+            total: Number of optimizer steps of the run, an integer, 0 or more.
+
+        Returns:
+            A scheduler, stepped once per optimizer step.
+
+        Raises:
+            StepError: If `optimizer` is no torch.optim.Optimizer, or `total` is not an integer, 0 or
+                more.
+        """
         fix = "LRSchedule(…)(optimizer, len(loader) * epochs)"
         if not isinstance(optimizer, Optimizer):
             raise StepError(

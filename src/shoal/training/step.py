@@ -60,9 +60,36 @@ class LossScale:
 class Step(TrainState):
     """Forward, backward and one optimizer step on a Batch, exact at any number of ranks.
 
-    `precision` is "fp32" (the parameters' own dtype, no autocast), "bf16" or "fp16" (autocast; fp16
-    with loss scaling). `clip` bounds the global gradient norm. `schedule` is stepped once per
-    optimizer step. `compile` is "inductor" (torch.compile) or "script" (TorchScript).
+    Args:
+        model: Model that `shoal.parallelize` returned.
+        optimizer: torch optimizer over its parameters.
+        task: Inputs and loss of the model.
+        precision: "fp32" (the parameters' own dtype, no autocast), "bf16" or "fp16" (autocast; fp16
+            with dynamic loss scaling). Default: "fp32".
+        clip: Largest norm of the gradients of the global batch, above 0. `None` does not clip. Default:
+            None.
+        schedule: torch scheduler over `optimizer`, stepped once per optimizer step. Default: None.
+        compile: Compiler: "inductor" (torch.compile) or "script" (TorchScript). `None` does not
+            compile. Default: None.
+
+    Attributes:
+        number: Number of optimizer steps since the start of training.
+        last: StepResult of the last step; None before the first.
+
+    Raises:
+        StepError: If an argument has no such value, or the optimizer has parameters of another model.
+
+    Examples:
+        >>> def loss(output, batch):
+        ...     return torch.nn.functional.mse_loss(output, batch[1], reduction="sum"), len(output)
+        >>> with shoal.init() as world:
+        ...     model = shoal.parallelize(torch.nn.Linear(4, 1), world)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
+        ...     loader = shoal.Loader((torch.ones(8, 4), torch.ones(8, 1)), world, batch_size=4)
+        ...     counted = [step(batch).counted for batch in loader.epochs(1)]
+        >>> counted, step.number
+        ([4.0, 4.0], 2)
     """
 
     def __init__(
@@ -111,10 +138,20 @@ class Step(TrainState):
     def __call__(self, batch: Batch) -> StepResult:
         """Take one optimizer step on the global batch. Collective.
 
-        Raises StepError, on all ranks, if loss or gradients are not finite; the parameters do not
-        change. With fp16 the step is skipped and the loss scale is halved instead. Under strategies in
-        which each rank takes independent steps (Hogwild, LocalSGD, DiLoCo), only that rank raises it;
-        if the caller catches it, the step counts as one without samples.
+        Args:
+            batch: Batch of a Loader.
+
+        Returns:
+            The mean loss, the gradient norm, the count and the times of the step.
+
+        Raises:
+            StepError: On all ranks, if loss or gradients are not finite; the parameters do not change.
+                With fp16 the step is skipped and the loss scale is halved instead. Under strategies in
+                which each rank takes independent steps (Hogwild, LocalSGD, DiLoCo), only that rank
+                raises it; if the caller catches it, the step counts as one without samples. On the
+                first batch, also if the loss function returns a mean instead of a sum.
+            AgreementError: On all ranks, at the first batch of a Loader, if the ranks have different
+                data.
         """
         if not isinstance(batch, Batch):
             raise StepError(
@@ -221,20 +258,37 @@ class Step(TrainState):
             self._tried = True
 
     def infer(self, micro: Micro, seed: int) -> Any:
-        """Return the model's output on a micro-batch in this step's precision. Collective."""
+        """Return the model's output on a micro-batch in this step's precision. Collective.
+
+        Args:
+            micro: Micro-batch, one of `batch.micros`.
+            seed: Seed of its random numbers, `batch.seed`.
+
+        Returns:
+            The model's output; None on ranks that do not have it, such as those of other pipeline
+            stages.
+        """
         return self.engine.infer(self.task, micro, seed, autocast=self._autocast)
 
     def form(self) -> dict[str, Any]:
-        """Return a state as `state_dict` does, without synchronizing values over ranks. Collective."""
+        """Return a state as `state_dict` does, without synchronizing values over ranks. Collective.
+
+        Returns:
+            The entries of `state_dict`, with values that may differ between ranks.
+        """
         state = super().form()
         if self._scale is not None:
             state["scale"] = {"value": self._scale.value, "good": self._scale.good}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned.
+        """Load a state that `state_dict` returned. Collective.
 
-        Raises CheckpointError before anything changes, as `check_state` does.
+        Args:
+            state: State of a Step with the same model, optimizer, schedule and precision.
+
+        Raises:
+            CheckpointError: Before anything changes, if it is of another one.
         """
         super().load_state_dict(state)
         if self._scale is not None:

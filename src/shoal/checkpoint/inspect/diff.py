@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether the same run would go on from both."""
+        """Return whether a run would continue in the same way from both."""
         parts = (self.only_first, self.only_second, self.reformed, self.changed, self.plain)
         return not any(parts)
 
@@ -123,7 +123,7 @@ def _changed(name: str, row: TensorEntry, left: Values, right: Values) -> Change
 def _difference(one: Tensor, other: Tensor) -> tuple[int, float]:
     """How many elements differ, if only in the sign of a zero, and by how much at most.
 
-    NaNs are alike, whatever their bits.
+    NaNs are equal, whatever their bits.
     """
     if torch.equal(_bits(one), _bits(other)):
         return 0, 0.0

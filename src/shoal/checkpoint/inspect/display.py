@@ -1,4 +1,4 @@
-"""What `shoal checkpoint` prints: readable at any width, and nobody's markup."""
+"""The output of `shoal checkpoint`, readable at any width and without markup."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _columns(found: Sequence[CheckpointEntry], *, width: int, verified: bool) ->
     """Of each column its text for an entry. On a narrow screen only what most people look for."""
     now, wide = time.time(), width >= _WIDE
     said = {name for entry in found for name in entry.info} if width >= _USUAL else set()
-    good = "verified" if verified else "whole"
+    good = "verified" if verified else "complete"
     columns: dict[str, tuple[bool, Any]] = {
         "checkpoint": (True, lambda entry: entry.path.name),
         "position": (True, lambda entry: _number(entry.info.get("position"))),
@@ -173,12 +173,12 @@ def _ranks(console: Console, found: CheckpointManifest) -> None:
 
 
 def verdict(console: Console, path: AnyPath, problems: Sequence[str], *, step: int | None) -> None:
-    """Whether a checkpoint is whole, and if not, each file that is not."""
+    """Print whether a checkpoint is complete, and if not, each damaged file."""
     if problems:
         for each in problems:
             print_path(console, f"{path}: damaged: {each}")
     else:
-        print_path(console, f"{path}: whole (step {step:,})")
+        print_path(console, f"{path}: complete (step {step:,})")
 
 
 def differences(console: Console, first: AnyPath, second: AnyPath, found: Comparison) -> None:
@@ -215,7 +215,7 @@ def differences(console: Console, first: AnyPath, second: AnyPath, found: Compar
 
 
 def extracted(console: Console, source: AnyPath, found: Extracted) -> None:
-    """What was written, from which checkpoint."""
+    """Print the file that was written, and its checkpoint."""
     averaged = "" if found.ema is None else f", averaged by {found.ema}"
     what = (
         f"{found.path}: {_many(found.tensors, 'tensor')}, {size(found.bytes)}, of the Step {found.step}"

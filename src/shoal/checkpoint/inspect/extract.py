@@ -25,7 +25,7 @@ _NAMES = {**DTYPES, torch.complex64: "C64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Extracted:
-    """What was written: the model of a Step, with averaged parameters if `ema` names them.
+    """The file that was written: the model of a Step, with averaged parameters if `ema` names them.
 
     `left` are the entries of its state_dict that are no tensors, which are not written.
     """
@@ -44,7 +44,7 @@ def extract(
     """Write the tensors of a model under the user's names, as `shoal.export` does.
 
     The ending of `path` says how: `.safetensors` is written block by block, `.pt` needs as much memory
-    as the model. `step` names one of several Steps, the first unless given; `ema` an EMA among the
+    as the model. `step` names one of several Steps, by default the first; `ema` an EMA among the
     user's state, whose averages take the place of the parameters. The file appears whole or not at all.
 
     Raises CheckpointError for another ending, or where the checkpoint has no such model.

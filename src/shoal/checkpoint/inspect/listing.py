@@ -1,4 +1,4 @@
-"""What there is in a directory of checkpoints, in one line each."""
+"""The contents of a directory of checkpoints, one line each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """What is no checkpoint and takes room all the same."""
+    """A directory that takes space and is not a checkpoint."""
 
     path: AnyPath
     bytes: int
@@ -51,9 +51,9 @@ def entries(folder: AnyPath, *, verify: bool) -> Iterator[CheckpointEntry]:
 
 
 def leftovers(folder: AnyPath) -> list[Leftover]:
-    """What saves and removals have left there, or are at this moment working on."""
-    removed = "a removal that was interrupted, or is under way; the next save finishes it"
-    saved = "a save that was interrupted, or is under way; the next one removes it"
+    """Return the directories of interrupted or running saves and removals."""
+    removed = "a removal that was interrupted, or is running; the next save finishes it"
+    saved = "a save that was interrupted, or is running; the next one removes it"
     found = [
         Leftover(path=path, bytes=size_of(path), what=removed if path.name.endswith(TRASH) else saved)
         for path in store_in(folder, Files()).leftovers()
@@ -99,7 +99,7 @@ def _entry(path: AnyPath, found: Sequence[str]) -> CheckpointEntry:
 
 
 def moment(path: AnyPath, info: dict[str, Any]) -> float | None:
-    """When a checkpoint was saved, as it says itself, else as its manifest's file does, if that can."""
+    """Return the time of a save: from its info, or from the file of its manifest if that has one."""
     said = info.get("time")
     if isinstance(said, int | float) and 0 <= said < _LAST:
         return float(said)

@@ -1,4 +1,4 @@
-"""What a path names: a run directory, a directory of checkpoints, or one checkpoint."""
+"""The kinds of path: a run directory, a directory of checkpoints, or one checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL = "checkpoints"
 
 
 def is_checkpoint(path: AnyPath) -> bool:
-    """Whether a path names one checkpoint, whole or not."""
+    """Return whether a path is that of one checkpoint, complete or not."""
     return (path / MANIFEST).is_file() or (is_named(path) and path.is_dir())
 
 
@@ -54,7 +54,7 @@ def folders(given: AnyPath) -> list[AnyPath]:
 
 
 def checkpoints(given: AnyPath) -> list[AnyPath]:
-    """All checkpoints that `given` names, whole or not: itself, or those in its folders."""
+    """Return all checkpoints at `given`, complete or not: itself, or those in its folders."""
     if is_checkpoint(given):
         return [given]
     found = [path for folder in folders(given) for path in store_in(folder, Files()).candidates()]
@@ -80,7 +80,7 @@ def newest(given: AnyPath) -> AnyPath:
         raise _unfinished(given)
     raise CheckpointError(
         given=str(given),
-        found=f"none is whole: {'; '.join(reasons)}",
+        found=f"none is complete: {'; '.join(reasons)}",
         fix=f"shoal checkpoint ls {given}",
     )
 
@@ -100,7 +100,7 @@ def examined(path: AnyPath, *, read: bool) -> tuple[AnyPath | None, list[str]]:
 
 
 def read_newest(given: Sequence[AnyPath], action: Callable[[list[CheckpointManifest]], R]) -> R:
-    """What `action` makes of the contents of the newest checkpoint of each of `given`.
+    """Return the result of `action` for the newest checkpoint of each of `given`.
 
     It is called again where a live run has renamed or removed one of them meanwhile.
     """

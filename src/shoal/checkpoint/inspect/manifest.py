@@ -33,7 +33,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """A checkpoint, but for the values of its tensors."""
+    """A checkpoint, except for the values of its tensors."""
 
     path: AnyPath
     manifest: Manifest

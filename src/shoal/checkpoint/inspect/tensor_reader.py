@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 class Values:
-    """The open files of a checkpoint. What is read is paged in, and let go of when memory is short.
+    """The open files of a checkpoint. Pages are read on demand, and freed when memory is short.
 
     Of one on another file system they are copies, removed in the end.
     """
@@ -49,7 +49,7 @@ class Values:
         return self.part(name, [(0, size) for size in self._contents.tensors[name].shape])
 
     def part(self, name: str, spans: Sequence[Span]) -> Tensor:
-        """A part of a tensor, put together from the chunks that it lies in.
+        """A part of a tensor, put together from the chunks that contain it.
 
         Raises CheckpointError where a file does not hold what the table says.
         """
@@ -72,7 +72,7 @@ class Values:
     def _pieces(
         self, row: TensorEntry, spans: Sequence[Span]
     ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-        """What each chunk has of a part, and where in the part it belongs."""
+        """Yield the overlap of each chunk with a part, and its place in the part."""
         for chunk in row.chunks:
             ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
             common = [

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: by the sizes of its files, or by every byte of them."""
+"""Verification of a checkpoint by the sizes of its files or by their SHA-256."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ THREADS = 8
 
 
 def manifest(path: AnyPath) -> Manifest:
-    """The manifest of a checkpoint; of one that is named for a step, of that step. DamageError."""
+    """Return the manifest of a checkpoint, checked against the step in its name. Raises DamageError."""
     if is_named(path):
         return manifest_of(path)
     try:
@@ -28,7 +28,7 @@ def manifest(path: AnyPath) -> Manifest:
 
 
 def problems(path: AnyPath, *, read: bool) -> list[str]:
-    """What is wrong with a checkpoint; nothing if it is whole. Its files are read if `read`."""
+    """Return the problems of a checkpoint; none if it is complete. With `read`, read its files."""
     try:
         said = manifest(path)
     except DamageError as damage:
