@@ -100,6 +100,61 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[shoal.ShoalError], str]]
         shoal.LaunchError,
         "timeout=600",
     ),
+    "Run, arguments swapped": (
+        lambda g: shoal.Run(g.step, "runs/a", g.loader),  # type: ignore[arg-type]
+        shoal.CheckpointError,
+        "shoal.Run('runs/a', step, loader)",
+    ),
+    "a tracker by its name": (
+        lambda g: shoal.Run("runs/a", g.step, g.loader, trackers="tensorboard"),  # type: ignore[arg-type]
+        shoal.StepError,
+        "trackers=(shoal.TensorBoard(),)",
+    ),
+    "Step, arguments swapped": (
+        lambda g: shoal.Step(g.optimizer, g.model, shoal.Task(loss)),
+        shoal.StepError,
+        "shoal.Step(model, optimizer, task)",
+    ),
+    "export, arguments swapped": (
+        lambda g: shoal.export("model.pt", g.model),  # type: ignore[arg-type]
+        shoal.CheckpointError,
+        "shoal.export(model, 'model.safetensors')",
+    ),
+    "load, arguments swapped": (
+        lambda g: shoal.load("model.pt", g.model),  # type: ignore[arg-type]
+        shoal.CheckpointError,
+        "shoal.load(model, 'model.safetensors')",
+    ),
+    "EMA of an optimizer": (
+        lambda g: shoal.EMA(g.optimizer),
+        shoal.StepError,
+        "shoal.EMA(model)",
+    ),
+    "a schedule of a model": (
+        lambda g: shoal.LRSchedule()(g.model, 100),
+        shoal.StepError,
+        "LRSchedule(…)(optimizer, len(loader) * epochs)",
+    ),
+    "a schedule of no steps": (
+        lambda g: shoal.LRSchedule()(g.optimizer, -1),
+        shoal.StepError,
+        "len(loader) * epochs",
+    ),
+    "a number for a schedule in train": (
+        lambda g: train(g, schedule=100),
+        shoal.StepError,
+        "schedule=shoal.LRSchedule(warmup_steps=100)",
+    ),
+    "a dataset for the validation in train": (
+        lambda g: train(g, validation=DATA),
+        shoal.StepError,
+        "validation=shoal.Validation(dataset=",
+    ),
+    "a number for the EMA in train": (
+        lambda g: train(g, ema=2.0),
+        shoal.StepError,
+        "decay=0.999",
+    ),
     "a time as text": (lambda g: train(g, max_time="60"), shoal.StepError, "max_time=3600.0"),
 }
 

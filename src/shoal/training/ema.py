@@ -31,6 +31,12 @@ class EMA:
                 found="decay is a number, at least 0 and below 1",
                 fix="decay=0.999, which averages over about 1,000 steps",
             )
+        if not isinstance(model, nn.Module):
+            raise StepError(
+                given=f"shoal.EMA({type(model).__name__})",
+                found="it is not a torch.nn.Module",
+                fix="shoal.EMA(model)",
+            )
         self.decay = decay
         self.updates = 0
         model = bare(model)

@@ -108,7 +108,7 @@ def train(
     Callbacks run on all ranks; one that returns True at an evaluation, on any rank, ends training.
     Before the first step, Shoal evaluates one batch, so that errors appear early.
     """
-    _check(epochs, steps, save, max_time, optimizer)
+    _check(epochs, steps, save, max_time, (optimizer, schedule, validation))
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -140,9 +140,9 @@ def _check(
     steps: int | None,
     save: Every | None,
     max_time: float | None,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    kinds: tuple[object, object, object],
 ) -> None:
-    _check_optimizer(optimizer)
+    _check_kinds(*kinds)
     if epochs is None and steps is None:
         raise StepError(
             given="shoal.train(…) without an end",
@@ -176,6 +176,23 @@ def _check_optimizer(optimizer: object) -> None:
         found="optimizer is a function of the parallelized model that returns an optimizer",
         fix=f"optimizer=lambda model: torch.optim.{name}(model.parameters(), lr=0.1)",
     )
+
+
+def _check_kinds(optimizer: object, schedule: object, validation: object) -> None:
+    """Raise StepError for an optimizer, a schedule or a validation of another kind."""
+    _check_optimizer(optimizer)
+    if schedule is not None and not callable(schedule):
+        raise StepError(
+            given=f"shoal.train(…, schedule={type(schedule).__name__})",
+            found="schedule is a function of an optimizer and a number of steps",
+            fix="schedule=shoal.LRSchedule(warmup_steps=100)",
+        )
+    if validation is not None and not isinstance(validation, Validation):
+        raise StepError(
+            given=f"shoal.train(…, validation={type(validation).__name__})",
+            found="it is not a shoal.Validation",
+            fix="validation=shoal.Validation(dataset=data)",
+        )
 
 
 class _Loop:

@@ -61,6 +61,12 @@ def export(
 
     Raises CheckpointError, on all ranks, for another ending or a file that can't be written.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            given=f"shoal.export({type(source).__name__}, {type(path).__name__})",
+            found="the model is the first argument, and the path of the file the second",
+            fix="shoal.export(model, 'model.safetensors')",
+        )
     path = Path(path)
     model = _model(source)
     world = engine_of(model).world
@@ -163,6 +169,12 @@ def load(model: nn.Module, source: str | Path | Mapping[str, Any]) -> None:
     they are, with a warning: safetensors files hold tensors only. Raises CheckpointError, before
     anything changes, if names or shapes differ or two names become one.
     """
+    if not isinstance(model, nn.Module) or not isinstance(source, str | os.PathLike | Mapping):
+        raise CheckpointError(
+            given=f"shoal.load({type(model).__name__}, {type(source).__name__})",
+            found="the model is the first argument, and a file or a state_dict the second",
+            fix="shoal.load(model, 'model.safetensors')",
+        )
     model = bare(model)
     found = source if isinstance(source, Mapping) else _read(Path(source))
     of = f"of {len(found)} entries" if isinstance(source, Mapping) else repr(str(source))

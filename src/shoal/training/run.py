@@ -19,6 +19,7 @@ from shoal.distributed.world import World
 from shoal.telemetry.profiler.window import check_length, check_window
 from shoal.telemetry.step_timer import CHECKPOINT, UPDATE
 from shoal.telemetry.trackers import Curves, Tracker, default_trackers
+from shoal.training.logged_values import check_names, check_trackers, numbers_of
 from shoal.training.preemption import Reason, Stopped, Stopping
 from shoal.training.progress_bar import ProgressBar
 from shoal.training.run_directory import RunDirectory, local_path
@@ -27,7 +28,7 @@ from shoal.training.run_monitor import RunMonitor
 from shoal.training.run_state import Restored, RunState, Stateful, check_options, settings
 from shoal.training.save_policy import LAST_WAIT, Every, SavePolicy, check_every
 from shoal.training.step import Step, train_states
-from shoal.util.errors import DataError, StepError
+from shoal.util.errors import CheckpointError, DataError, StepError
 from shoal.util.text import shown
 
 
@@ -86,6 +87,7 @@ class Run:
             )
         self.loader = loader
         self.world: World = loader.world
+        check_trackers(trackers)
         check_options({} if state is None else state, {} if config is None else config)
         self.state = dict(state or {})
         loader.compare_ranks()
@@ -102,8 +104,9 @@ class Run:
             self.world, self.directory, self.train_states, loader, self.events, window
         )
         self._curves = Curves(self.directory.absolute(), chosen, first=self.world.is_rank_zero)
-        self.world.run_log.attach(self.log, self.directory)
+        self.world.run_log.attach(self.log, self.files.absolute)
         self._begun = self._closed = False
+        self._first = self._numbers()
         self._recording = RunEvents(self.events, self.train_states, loader)
         self._saved: tuple[tuple[dict[str, int], int], AnyPath, BackgroundSave[AnyPath]] | None = None
         self.world.before_closing(self.close)
@@ -144,6 +147,7 @@ class Run:
         for skipped in loaded.skipped:
             self.world.print(f"skipped {skipped.path}: {skipped.reason}")
         restored = self.contents.load(loaded, f"a Run in {self.directory}")
+        self._first = self._numbers()
         self._curves.begins = restored.step
         self.events.write(
             "restore",
@@ -249,6 +253,8 @@ class Run:
 
     def note(self, kind: str, values: Mapping[str, Any]) -> None:
         """Record a custom event: its kind, the step, and numbers or texts by name."""
+        call = f"run.note({kind!r}, {shown(values)})"
+        check_names(values, call=call, fix='run.note("data", {"rows": 100})')
         plain = {
             name: value if isinstance(value, str | int | float) else shown(value)
             for name, value in values.items()
@@ -259,9 +265,11 @@ class Run:
         """Record numbers of the current step: as an event, and on rank 0 in the trackers.
 
         Numbers are floats or tensors of one element. Trackers get those of rank 0; see `World.log`.
+
+        Raises StepError for values that are not numbers by name.
         """
         self._check_open()
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = numbers_of(values)
         self.events.write("log", {"step": self.step, "position": self.loader.position, **numbers})
         self._curves.write(numbers, self.step)
 
@@ -293,15 +301,27 @@ class Run:
         self._observer.end()
         if self._begun:
             self._recording.end(reason)
+        elif error is None and reason is None:
+            self._tell_no_tick()
         self.events.close()
         self._curves.close()
-        self.world.run_log.detach()
+        self.world.run_log.detach(self.log)
         self.files.release()
         if self._progress is not None:
             self._progress.close(self.step, self.loader, self._losses(), time.time())
         if error is None:
             self._saves.check()
             self.files.check_present()
+
+    def _tell_no_tick(self) -> None:
+        """Print that nothing was recorded, if steps were taken without a tick."""
+        steps = max(now - self._first[name] for name, now in self._numbers().items())
+        if steps > 0:
+            saved = "" if self._saved else ", and no checkpoint was saved"
+            self.world.print(
+                f"shoal: {steps:,} step(s) in {self.directory} without run.tick(): nothing was "
+                f"recorded{saved}; call run.tick(every=100) after each step"
+            )
 
     def __enter__(self) -> Run:
         return self
@@ -329,6 +349,13 @@ class Run:
                 given=f"a Run in {self.directory} after its `with` block, or after close()",
                 found="its events are closed",
                 fix="call restore, tick and save inside `with shoal.Run(…) as run:`",
+            )
+        if not self.world.run_log.is_newest(self.log, self.files.absolute):
+            raise CheckpointError(
+                given=f"a Run in {self.directory}",
+                found="a Run that this process opened there later has taken the directory over",
+                fix="close a Run before you open another in its directory, or give each its own: "
+                "shoal.Run('runs/b', …)",
             )
 
     def _begin(self) -> None:

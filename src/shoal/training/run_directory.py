@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -59,7 +60,7 @@ class RunDirectory:
         keep_every: int | None,
     ) -> None:
         self.path = local_path(directory)
-        self._absolute = self.path.absolute()  # the working directory may change
+        self.absolute = self.path.absolute()  # the working directory may change
         self._agreement = Agreement(world)
         self._place: AnyPath = self._agreement.together(
             f"shoal.Run({str(directory)!r}, …)", lambda: path_from(checkpoints or self.path)
@@ -125,10 +126,10 @@ class RunDirectory:
 
         A concurrent save may have created it again, without what lay in it first.
         """
-        if not any((self._absolute / name).exists() for name in ("lock", "events")):
+        if not any((self.absolute / name).exists() for name in ("lock", "events")):
             raise CheckpointError(
                 given=f"a Run in {self.path}",
-                found=f"{self._absolute} was removed while the run was open: its checkpoints and "
+                found=f"{self.absolute} was removed while the run was open: its checkpoints and "
                 "events are lost",
                 fix="start the run again, in a directory that no clean-up removes; to keep the model "
                 "that is in memory, shoal.export(model, 'model.safetensors')",
@@ -141,7 +142,13 @@ class RunDirectory:
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the directory of a run; CheckpointError for a URL."""
+    """Return the directory of a run; CheckpointError for a URL, or for a value that is no path."""
+    if not isinstance(given, str | os.PathLike):
+        raise CheckpointError(
+            given=f"shoal.Run({type(given).__name__}, …)",
+            found="the first argument is a directory",
+            fix="shoal.Run('runs/a', step, loader)",
+        )
     if is_url(given):
         raise CheckpointError(
             given=f"shoal.Run({masked_url(str(given))!r}, …)",

@@ -92,11 +92,18 @@ class LRSchedule:
 
     def __call__(self, optimizer: Optimizer, total: int) -> LambdaLR:
         """Return the schedule of a run of `total` optimizer steps."""
+        fix = "LRSchedule(…)(optimizer, len(loader) * epochs)"
+        if not isinstance(optimizer, Optimizer):
+            raise StepError(
+                given=f"LRSchedule(…)({type(optimizer).__name__}, …)",
+                found="it is not a torch.optim.Optimizer",
+                fix=fix,
+            )
         if not is_integer(total):
             raise StepError(
                 given=f"LRSchedule(…)(optimizer, {total!r})",
                 found="the total is a number of optimizer steps: an integer, 0 or more",
-                fix="LRSchedule(…)(optimizer, len(loader) * epochs)",
+                fix=fix,
             )
         return LambdaLR(optimizer, partial(_factor, schedule=self, total=total))
 

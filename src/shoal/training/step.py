@@ -88,6 +88,7 @@ class Step(TrainState):
                 found=f"the compilers are {', '.join(COMPILERS)}",
                 fix="compile='inductor', or leave it out",
             )
+        _check_order(model, optimizer)
         if not isinstance(task, Task):
             raise StepError(
                 given=f"Step(model, optimizer, {type(task).__name__})",
@@ -329,3 +330,13 @@ def _not_trainable(given: str, found: str) -> StepError:
         "loop shoal.Run(directory, model, loader, optimizer=optimizer), or for several models "
         "shoal.Run(directory, {'a': a, 'b': b}, loader, optimizer={'a': …, 'b': …})",
     )
+
+
+def _check_order(model: object, optimizer: object) -> None:
+    """Raise StepError if a model and its optimizer are swapped."""
+    if isinstance(model, Optimizer) or isinstance(optimizer, nn.Module):
+        raise StepError(
+            given=f"shoal.Step({type(model).__name__}, {type(optimizer).__name__}, …)",
+            found="the model is the first argument, and its optimizer the second",
+            fix="shoal.Step(model, optimizer, task)",
+        )
