@@ -189,8 +189,7 @@ def train(
         >>> result.step.number, result.reason
         (2, 'epochs')
     """
-    _check(epochs, steps, save, max_time, optimizer)
-    _check_kinds(schedule, validation)
+    _check(epochs, steps, save, max_time, (optimizer, schedule, validation))
     with ExitStack() as stack:
         if world is None:
             world = stack.enter_context(init(layout=layout, seed=seed))
@@ -222,9 +221,9 @@ def _check(
     steps: int | None,
     save: Every | None,
     max_time: float | None,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    kinds: tuple[object, object, object],
 ) -> None:
-    _check_optimizer(optimizer)
+    _check_kinds(*kinds)
     if epochs is None and steps is None:
         raise StepError(
             given="shoal.train(…) without an end",
@@ -260,8 +259,9 @@ def _check_optimizer(optimizer: object) -> None:
     )
 
 
-def _check_kinds(schedule: object, validation: object) -> None:
-    """Raise StepError for a schedule or a validation of another kind."""
+def _check_kinds(optimizer: object, schedule: object, validation: object) -> None:
+    """Raise StepError for an optimizer, a schedule or a validation of another kind."""
+    _check_optimizer(optimizer)
     if schedule is not None and not callable(schedule):
         raise StepError(
             given=f"shoal.train(…, schedule={type(schedule).__name__})",
