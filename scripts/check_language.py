@@ -23,8 +23,12 @@ CHECKED = (
     "docs/**/*.md",
     "examples/*.md",
     "scripts/**/*.py",
+    "src/shoal/bench/**/*.py",
     "src/shoal/cli/**/*.py",
     "src/shoal/data/**/*.py",
+    "src/shoal/doctor/**/*.py",
+    "src/shoal/report/**/*.py",
+    "src/shoal/telemetry/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""
