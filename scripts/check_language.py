@@ -21,7 +21,9 @@ TERMS = ROOT / "docs" / "contributing" / "terms.toml"
 CHECKED = (
     "*.md",
     "docs/**/*.md",
+    "benchmarks/*.py",
     "examples/*.md",
+    "examples/*.py",
     "scripts/**/*.py",
     "src/shoal/bench/**/*.py",
     "src/shoal/cli/**/*.py",
