@@ -92,7 +92,7 @@ class Examination:
 
     @property
     def failed(self) -> bool:
-        """Return whether any line is a failure, for which `--strict` stops."""
+        """Whether any line is a failure, for which `--strict` stops."""
         return self.count(Severity.FAILURE) > 0
 
     def verdict(self) -> str:

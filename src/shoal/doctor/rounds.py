@@ -38,7 +38,7 @@ class Rounds:
 
     @property
     def going(self) -> bool:
-        """Return whether all ranks are here, so that joint work can start. The same on every rank."""
+        """Whether all ranks are here, so that joint work can start. The same on every rank."""
         return not self.missing and not self.stuck
 
     def take(

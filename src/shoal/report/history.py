@@ -65,7 +65,7 @@ class GrowingArray:
 
     @property
     def all(self) -> Array:
-        """Return all rows so far."""
+        """All rows so far."""
         return self._held[: self._count]
 
     def __getstate__(self) -> Array:
@@ -108,12 +108,12 @@ class TrafficTotal:
 
     @property
     def algorithm(self) -> float:
-        """Return the bytes of all calls divided by their seconds."""
+        """The bytes of all calls divided by their seconds."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def bus(self) -> float:
-        """Return the bus bandwidth, the number to compare with the rating of the hardware."""
+        """The bus bandwidth, the number to compare with the rating of the hardware."""
         return self.moved / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -136,24 +136,24 @@ class Attempt:
 
     @property
     def size(self) -> int:
-        """Return the number of ranks, whether or not all have left a file."""
+        """The number of ranks, whether or not all have left a file."""
         said = [start["size"] for start in self.starts.values() if type(start.get("size")) is int]
         return max([*said, len(self.ranks)], default=0)
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks with at least one event."""
+        """The ranks with at least one event."""
         return sorted({*self.starts, *(rank for rank, _ in self.steps)})
 
     @property
     def missing(self) -> list[int]:
-        """Return the ranks without any event."""
+        """The ranks without any event."""
         there = set(self.ranks)
         return [rank for rank in range(min(self.size, 1 << 20)) if rank not in there]
 
     @property
     def counting(self) -> str | None:
-        """Return the name of the Step that counts the steps: of several, the one with most steps."""
+        """The name of the Step that counts the steps: of several, the one with most steps."""
         tracks = ((name, rows) for (_, name), rows in self.steps.items() if len(rows))
         newest = {name: int(rows.all["step"][-1]) for name, rows in tracks}
         return max(newest, key=lambda name: newest[name], default=None)
@@ -165,7 +165,7 @@ class Attempt:
 
     @property
     def first(self) -> int:
-        """Return the first step that this attempt took."""
+        """The first step that this attempt took."""
         begin = self.first_of(self.counting)
         if begin is not None:
             return begin
@@ -174,13 +174,13 @@ class Attempt:
 
     @property
     def last(self) -> int:
-        """Return the newest step that any rank has recorded."""
+        """The newest step that any rank has recorded."""
         ends = [int(rows.all["step"][-1]) for rows in self.steps.values() if len(rows)]
         return max(ends, default=self.first)
 
     @property
     def measured(self) -> bool:
-        """Return whether communication was measured apart from computing, as since format 2."""
+        """Whether communication was measured apart from computing, as since format 2."""
         return any(self.format(rank) > 1 for rank in self.starts)
 
     def format(self, rank: int) -> int:
@@ -235,12 +235,12 @@ class History:
 
     @property
     def latest(self) -> Attempt | None:
-        """Return the last attempt, if there is any."""
+        """The last attempt, if there is any."""
         return self.attempts[-1] if self.attempts else None
 
     @property
     def world(self) -> int:
-        """Return the number of ranks of the last attempt."""
+        """The number of ranks of the last attempt."""
         return self.latest.size if self.latest is not None else 0
 
     def join(self, other: History) -> None:

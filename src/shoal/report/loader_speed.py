@@ -1,4 +1,4 @@
-"""Whether the loaders of the ranks keep up, and how many workers would be enough."""
+"""Check whether the loaders of the ranks keep up, and how many workers would be enough."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Straggler:
 
     @property
     def place(self) -> str:
-        """Return the rank and its host: `rank 2 on node7`."""
+        """The rank and its host: `rank 2 on node7`."""
         return f"rank {self.rank}" if self.host is None else f"rank {self.rank} on {self.host}"
 
 

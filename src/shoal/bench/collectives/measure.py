@@ -180,7 +180,7 @@ class _Clock:
 
     @property
     def left(self) -> float:
-        """Return the seconds left on this rank."""
+        """The seconds left on this rank."""
         return self._ends - time.perf_counter()
 
     def left_everywhere(self) -> float:

@@ -25,34 +25,34 @@ class LoaderTrials:
 
     @property
     def rate(self) -> float:
-        """Return the median of samples per second."""
+        """The median of samples per second."""
         return statistics.median(trial.rate for trial in self.trials)
 
     @property
     def spread(self) -> float:
-        """Return the range of the trials as a fraction of the median."""
+        """The range of the trials as a fraction of the median."""
         rates = [trial.rate for trial in self.trials]
         return (max(rates) - min(rates)) / self.rate
 
     @property
     def first(self) -> float:
-        """Return the median of seconds to the first batch."""
+        """The median of seconds to the first batch."""
         return statistics.median(trial.first for trial in self.trials)
 
     @property
     def memory(self) -> int | None:
-        """Return the largest number of bytes that a worker has for itself."""
+        """The largest number of bytes that a worker has for itself."""
         return max((trial.memory for trial in self.trials if trial.memory is not None), default=None)
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Return the cores used by this process, and by its workers."""
+        """The cores used by this process, and by its workers."""
         mine = statistics.median(trial.busy for trial in self.trials)
         return mine, statistics.median(trial.workers_busy for trial in self.trials)
 
     @property
     def machine(self) -> float:
-        """Return the fraction of all cores of this machine that was busy with anything."""
+        """The fraction of all cores of this machine that was busy with anything."""
         return statistics.median(trial.machine for trial in self.trials)
 
 
@@ -66,7 +66,7 @@ class Need:
 
     @property
     def rate(self) -> float:
-        """Return samples per second."""
+        """Samples per second."""
         return self.samples / self.seconds
 
 

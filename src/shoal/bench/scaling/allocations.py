@@ -116,17 +116,17 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """Return a name that is valid for a directory."""
+        """A name that is valid for a directory."""
         return f"nodes-{self.nodes}" + ("-mpi" if self.mpi else "")
 
     @property
     def sizes(self) -> list[int]:
-        """Return the numbers of processes, each once."""
+        """The numbers of processes, each once."""
         return sorted({configuration.processes for _, configuration in self.trainings})
 
     @property
     def per_node(self) -> int:
-        """Return the largest number of processes per node."""
+        """The largest number of processes per node."""
         return self.sizes[-1] // self.nodes
 
 

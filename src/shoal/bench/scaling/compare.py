@@ -38,7 +38,7 @@ class Pair:
 
     @property
     def clear(self) -> bool:
-        """Return whether every repeat of one was faster than every repeat of the other."""
+        """Whether every repeat of one was faster than every repeat of the other."""
         return not self.ratio.low <= 1 <= self.ratio.high
 
 

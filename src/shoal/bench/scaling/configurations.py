@@ -47,7 +47,7 @@ class Configuration:
 
     @property
     def key(self) -> str:
-        """Return a name that is valid for a directory."""
+        """A name that is valid for a directory."""
         parts = (f"n{self.processes}", f"b{self.batch}", self.backend, self.strategy)
         return "-".join((*parts, self.precision, self.way))
 
@@ -83,7 +83,7 @@ class StudyOptions:
 
     @property
     def subject(self) -> Subject:
-        """Return the parsed model."""
+        """The parsed model."""
         return parse_subject(self.model)
 
     def plain(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Cause:
 
     @property
     def clear(self) -> bool:
-        """Return whether it is large enough for a sentence: above the spread, and at least 1 %."""
+        """Whether it is large enough for a sentence: above the spread, and at least 1 %."""
         return abs(self.share) >= max(LEAST, self.spread)
 
 

@@ -49,7 +49,7 @@ class Study:
 
     @property
     def where(self) -> str:
-        """Return the machine that it runs on, or the site."""
+        """The machine that it runs on, or the site."""
         return self.machine.get("host") or self.machine.get("site") or "?"
 
     def job(self, configuration: Configuration, number: int) -> Path:

@@ -76,7 +76,7 @@ class StepTimes:
 
     @property
     def rate(self) -> float:
-        """Return samples per second, over all processes."""
+        """Samples per second, over all processes."""
         return self.samples / self.seconds
 
 

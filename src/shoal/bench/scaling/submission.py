@@ -53,7 +53,7 @@ class Waiting:
 
     @property
     def more(self) -> str:
-        """Return the command that shows more about it."""
+        """The command that shows more about it."""
         if self.folder is None:
             return "the same `shoal bench scaling` again"
         command = {"waiting": "status", "running": "logs -f", "ended": "logs"}[self.phase]

@@ -42,7 +42,7 @@ class Table:
 
     @property
     def lines(self) -> list[Sequence[str]]:
-        """Return the head and the rows."""
+        """The head and the rows."""
         return [self.head, *self.rows]
 
 
