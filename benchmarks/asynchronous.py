@@ -1,16 +1,15 @@
-"""What asynchronous and lossy ways cost in accuracy: each beside exact DDP, over several seeds.
+"""Accuracy of asynchronous and lossy strategies compared with exact DDP, over several seeds.
 
     python benchmarks/asynchronous.py [--seeds 5] [--epochs 40] [--steps 80] [--ways …] [--json]
 
-Scanned digits with the network of `examples/digits.py` in float32: the accuracy on held-out digits
-after some epochs, with one schedule of learning rates for all. Then the model of
-`examples/bytes_lm.py`: its loss over the last ten steps, mean over the ranks' own shares. Two
+The first task is scanned digits with the network of `examples/digits.py` in float32: the accuracy on
+held-out digits after some epochs, with the same learning rate schedule for all. The second is the model
+of `examples/bytes_lm.py`: its loss over the last ten steps, averaged over the ranks' local batches. Two
 processes, and four for one more Hogwild.
-Bytes are those that rank 0 puts on the wire in a step by the usual algorithms; Hogwild in shared
-memory sends none. Writes `build/asynchronous.json` and a figure of the losses. Needs the extra
-`examples`.
+Bytes are those that rank 0 sends in a step by the usual algorithms; Hogwild in shared memory sends
+none. Writes `build/asynchronous.json` and a figure of the losses. Needs the extra `examples`.
 
-Aim: the mean accuracy of every way within 0.5 points of that of DDP.
+Aim: the mean accuracy of every strategy within 0.5 points of that of DDP.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 RATE, BATCH = 3e-3, 64
 LM_BATCH, CONTEXT, WIDTH, LAYERS, BYTES = 16, 64, 64, 2, 400_000
 LAST = 10
-"""So many losses make a point of the curve, and the last point the result."""
+"""Number of losses that are averaged for a point of the curve; the last point is the result."""
 WAYS: dict[str, Any] = {
     "DDP": shoal.DDP(),
     "fp16": shoal.DDP(compression="fp16"),
@@ -59,7 +58,7 @@ WAYS: dict[str, Any] = {
 
 @dataclass
 class Found:
-    """What a way came to: accuracies by seed, losses of the language model, bytes, staleness."""
+    """The results of a strategy: accuracies by seed, losses of the language model, bytes, staleness."""
 
     accuracy: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -68,7 +67,7 @@ class Found:
 
 
 def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images and labels to train on, and others."""
+    """Return images and labels for training, and others for validation."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -93,7 +92,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 def accuracy(world: shoal.World, strategy: Any, seed: int, epochs: int) -> tuple[float, Counter[int]]:
-    """On held-out digits; and how stale this rank's updates were."""
+    """Return the accuracy on held-out digits, and the staleness of this rank's updates."""
     training, held_out = digits()
     model = shoal.parallelize(network(seed), world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -109,7 +108,7 @@ def accuracy(world: shoal.World, strategy: Any, seed: int, epochs: int) -> tuple
 
 
 def language(world: shoal.World, strategy: Any, steps: int) -> tuple[list[float], float]:
-    """The losses of the steps, mean over ranks, and the megabytes of a step."""
+    """Return the losses of the steps, averaged over ranks, and the megabytes of a step."""
     example: Any = importlib.util.module_from_spec(SPEC)
     LOADER(example)
     torch.manual_seed(0)
@@ -125,7 +124,7 @@ def language(world: shoal.World, strategy: Any, steps: int) -> tuple[list[float]
         losses.append(step(batch).loss)
         if step.number == steps:
             break
-    shoal.evaluate(step, rows, batches=1)  # all are there
+    shoal.evaluate(step, rows, batches=1)  # wait for all ranks
     means = [statistics.mean(each) for each in zip(*world.gather(losses), strict=True)]
     return means, sent(engine_of(model), steps) / steps / 1e6
 
@@ -135,7 +134,7 @@ LOADER: Callable[[Any], None] = SPEC.loader.exec_module
 
 
 def sent(engine: Engine, steps: int) -> float:
-    """Bytes that a rank has put on the wire, counted as `Wire` counts them."""
+    """Return the bytes that a rank has sent, counted as `Wire` counts them."""
     if isinstance(engine, AveragingEngine):
         return engine.sent
     reducer = engine.reducer if isinstance(engine, SynchronousEngine) else None
@@ -148,13 +147,13 @@ def sent(engine: Engine, steps: int) -> float:
 
 
 def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, Any] | None:
-    """What each rank does; rank 0 has the figures."""
+    """Measure on each rank; return the figures on rank 0."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of torch's names of collectives
     found = {name: Found() for name in names}
     with shoal.init(seed=0) as world:
         for seed in range(seeds):
-            for name in names:  # in turns, so that a machine that drifts drifts for all
+            for name in names:  # in turns, so that drift of the machine affects all
                 value, stale = accuracy(world, WAYS[name], seed, epochs)
                 found[name].accuracy.append(value)
                 world.print(f"seed {seed}, {name}: {value:.2%}")
@@ -166,15 +165,15 @@ def measure(names: list[str], seeds: int, epochs: int, steps: int) -> dict[str, 
 
 
 def points(losses: list[float]) -> list[float]:
-    """Means over LAST steps each."""
+    """Return means over LAST steps each."""
     return [statistics.mean(losses[at : at + LAST]) for at in range(0, len(losses) - LAST + 1, LAST)]
 
 
 def told(found: dict[str, dict[str, Any]]) -> None:
-    """Print a row for each way, and the stalenesses."""
+    """Print a row for each strategy, and the staleness."""
     plain = found["DDP"]
     base = statistics.mean(plain["accuracy"])
-    print(f"{'':22} accuracy  less DDP's    loss  less DDP's  MB/step")
+    print(f"{'':22} accuracy  minus DDP    loss  minus DDP   MB/step")
     for name, way in found.items():
         mean = statistics.mean(way["accuracy"])
         at, other = points(way["losses"])[-1], points(plain["losses"])[-1]
@@ -189,7 +188,7 @@ def told(found: dict[str, dict[str, Any]]) -> None:
 
 
 def histogram(staleness: dict[int, int]) -> str:
-    """The share of each number of updates, those above seven together."""
+    """Return the fraction of each number of updates, with those above seven combined."""
     total = sum(staleness.values())
     few = [f"{n}: {staleness.get(n, 0) / total:.1%}" for n in range(8)]
     more = sum(times for n, times in staleness.items() if n > 7) / total
@@ -197,7 +196,7 @@ def histogram(staleness: dict[int, int]) -> str:
 
 
 def drawn(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """The losses of all ways over steps."""
+    """Draw the losses of all strategies over steps."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
@@ -216,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="beside DDP")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="except DDP")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     given = parser.parse_args()
     numbers = (given.seeds, given.epochs, given.steps)

@@ -45,7 +45,7 @@ from shoal.telemetry.step_timer import BACKWARD, FORWARD, OTHER, PARTS, UPDATE, 
 from spread import Spread, interval
 
 WARM_UP = 6
-"""Steps before the first round, in some of which Shoal compares what the ranks do."""
+"""Steps before the first round; in some of them Shoal compares the collectives of the ranks."""
 AIM = 1.05
 """The aim: at most this ratio of Shoal's time to that of the loop by hand."""
 RATIOS = (
@@ -83,7 +83,7 @@ def train(
     batches: Callable[[int], Iterator[list[Tensor]]],
     timeline: Timeline,
 ) -> Loop:
-    """Steps over one epoch after the other, with the mean loss of each rank's local batch.
+    """Take a step per iteration, over consecutive epochs, on the mean loss of each rank's local batch.
 
     The parts of a step are marked on `timeline`, as Shoal marks its own.
     """
@@ -109,7 +109,7 @@ def train(
 
 
 def by_hand(world: shoal.World, made: Made, batch: int, *, views: bool) -> Loop:
-    """The loop of the tutorials."""
+    """Train with the loop of the tutorials."""
     data: Dataset[Any] = TensorDataset(*tensors(made))
     sampler: Any = DistributedSampler(data, world.size, world.rank)
     loader = DataLoader(data, batch // world.size, sampler=sampler)
@@ -122,7 +122,7 @@ def by_hand(world: shoal.World, made: Made, batch: int, *, views: bool) -> Loop:
 
 
 def gathered(world: shoal.World, made: Made, batch: int) -> Loop:
-    """The same with batches by one index per tensor."""
+    """Train with the same loop, with batches by one index per tensor."""
     columns = tensors(made)
 
     def batches(epoch: int) -> Iterator[list[Tensor]]:
@@ -135,7 +135,7 @@ def gathered(world: shoal.World, made: Made, batch: int) -> Loop:
 
 
 def through_shoal(world: shoal.World, made: Made, batch: int) -> Loop:
-    """Loader, Step, and a Run that records the steps."""
+    """Train with Loader, Step, and a Run that records the steps."""
     model = shoal.parallelize(built(made), world)
     step = shoal.Step(model, optimizer_of(model), made.task)
     data = shoal.Loader(made.dataset, world, batch_size=batch)
@@ -149,7 +149,7 @@ def through_shoal(world: shoal.World, made: Made, batch: int) -> Loop:
 
 
 def measure(world: shoal.World, model: str, batch: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds per step of each loop, and the paired ratios; the slowest rank's time counts."""
+    """Return ms per step of each loop, and the paired ratios; the slowest rank's time counts."""
     subject = parse_subject(model)
     assert isinstance(subject, BuiltIn)
     made = make_model(subject, batch)
@@ -201,7 +201,7 @@ def consume(loop: Loop, steps: int) -> None:
 
 
 def spent(before: Sequence[int], now: Sequence[int], steps: int) -> dict[str, float]:
-    """Milliseconds of a step by part; a loop by hand communicates within backward."""
+    """Return ms per step by part; a hand-written loop communicates within backward."""
     own = {part: (b - a) / steps / 1e6 for part, a, b in zip(PARTS, before[1:], now[1:], strict=True)}
     return {
         "data": own["wait"],
@@ -213,7 +213,7 @@ def spent(before: Sequence[int], now: Sequence[int], steps: int) -> dict[str, fl
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """The median of the ratios within rounds, and its interval."""
+    """Return the median of the ratios within rounds, and its interval."""
     return interval([a / b for a, b in zip(ours, theirs, strict=True)])
 
 

@@ -1,18 +1,18 @@
-"""What a checkpoint of 500 MB costs in Shoal, beside torch.save and torch's own sharded saves.
+"""Cost of a checkpoint of 500 MB in Shoal, compared with torch.save and torch's own sharded saves.
 
     python benchmarks/checkpoint.py [--rounds 7] [--megabytes 500] [--only DDP] [--json]
 
-A model and its AdamW moments in float32, on one process, on two under DDP and on two under FSDP; the
+A model and its AdamW state in float32, on one process, on two under DDP and on two under FSDP; the
 tensors are those of 10 layers of 2048 x 2048. `torch.save` gathers them on rank 0, which writes one
 file while the others wait, as scripts do; it is synced here, as the others are. `dcp.save` is torch's
-sharded save. `dcp.async_save` goes on in the background, staged as it is by default; `reused` has one
-stager that keeps its buffer (DefaultStager with all options off). DCP's have a Gloo group of their own.
-`copy` is one copy of what a rank holds, into memory that has been used before.
+sharded save. `dcp.async_save` writes in the background, staged as it is by default; `reused` has one
+stager that keeps its buffer (DefaultStager with all options off). DCP's saves have a separate Gloo
+group. `copy` is one copy of a rank's tensors, into memory that has been used before.
 
-A round runs each of them once, in an order that rotates; ratios are within rounds. Blocked is until the
-training loop may go on, total until all is on the disk, each of the slowest rank. Memory is how far the
-resident memory of a process rises during a save above what it was before, at most; for a buffer that is
-kept, in the first save, which counts for memory and not for time.
+A round runs each of them once, in an order that rotates; ratios are within rounds. "Blocked" is until
+the training loop may continue, "total" until all is on the disk, each of the slowest rank. Memory is
+the largest increase of the resident memory of a process during a save; for a buffer that is kept, in
+the first save, which counts for memory and not for time.
 
 Aims: blocked at most 1.2 x the copy, total at most that of dcp.save.
 """
@@ -56,15 +56,15 @@ from spread import Spread, quartiles
 LAYOUTS = {"alone": "replicate=1", "DDP": "replicate=2", "FSDP": "shard=2"}
 WIDTH = 2048
 PER_LAYER = 3 * 4 * WIDTH * WIDTH
-"""Bytes of a layer: its weight and two moments of it."""
+"""Bytes of a layer: its weight and Adam's two moments of it."""
 
 Wait = Callable[[], object]
 Save = Callable[[Path], Wait]
-"""Begins a save; what it returns waits until that is on the disk."""
+"""A function that begins a save, and returns one that waits until it is on the disk."""
 
 
 class Training:
-    """A model in mid-training, spread over the world."""
+    """A model in mid-training, parallelized over the world."""
 
     def __init__(self, world: shoal.World, megabytes: int) -> None:
         layers = max(1, round(megabytes * 1e6 / PER_LAYER))
@@ -78,13 +78,13 @@ class Training:
         self.step = shoal.Step(self.model, self.optimizer, shoal.Task(_loss))
 
     def state(self, *, whole: bool = False) -> dict[str, Any]:
-        """Of the model and the optimizer, by names; divided, or gathered on the CPU of rank 0."""
+        """Return model and optimizer state by name; sharded, or gathered on the CPU of rank 0."""
         options = StateDictOptions(full_state_dict=whole, cpu_offload=whole)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
         return {"model": model, "optimizer": optimizer}
 
     def local(self) -> list[Tensor]:
-        """What this rank holds."""
+        """Return the tensors of this rank."""
         tensors = [leaf for leaf in tree_leaves(self.state()) if isinstance(leaf, Tensor)]
         return [share(tensor) for tensor in tensors]
 
@@ -94,11 +94,11 @@ def _loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 
 def nothing() -> None:
-    """All is on the disk already."""
+    """Return at once, since all is on the disk already."""
 
 
 def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
-    """Each is called on all ranks."""
+    """Return the functions that save; each is called on all ranks."""
     group = dist.new_group(backend="gloo") if world.group is not None else None
     kept = DefaultStager(StagingOptions(False, False, False, False))
     sharded = world.layout.shard > 1
@@ -134,7 +134,7 @@ def contenders(world: shoal.World, training: Training) -> dict[str, Save]:
 
 
 def through_shoal(world: shoal.World, training: Training) -> Save:
-    """What a Run does, without its events."""
+    """Return a function that saves as a Run does, without its events."""
 
     background = BackgroundSaver(world)
 
@@ -147,7 +147,7 @@ def through_shoal(world: shoal.World, training: Training) -> Save:
 
 
 def copied(training: Training) -> Callable[[], float]:
-    """Seconds of one copy of what this rank holds, into memory that has been used before."""
+    """Return a function that copies this rank's tensors into used memory, and returns the seconds."""
     pairs = [(tensor, torch.ones_like(tensor)) for tensor in training.local()]
 
     def copy() -> float:
@@ -160,10 +160,10 @@ def copied(training: Training) -> Callable[[], float]:
 
 
 def resident() -> int:
-    """Bytes of this process's memory that are resident now; those it has freed are given back."""
+    """Return the resident memory of this process in bytes, after freed memory is returned."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is that of now
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current value
     return _highest()
 
 
@@ -175,10 +175,10 @@ def _highest() -> int:
 
 
 def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
-    """One save, begun together: seconds and bytes of memory of the worst rank, bytes on the disk."""
+    """Save once, on all ranks; return seconds and memory of the worst rank, bytes on the disk."""
     if world.is_rank_zero:
         directory.mkdir()
-        os.sync()  # what was removed before is not to be waited for here
+        os.sync()  # earlier removals must not be waited for below
     before = resident()
     world.barrier()
     begun = time.perf_counter()
@@ -199,12 +199,12 @@ def one(world: shoal.World, save: Save, directory: Path) -> dict[str, float]:
 def measure(world: shoal.World, name: str, folder: Path, megabytes: int, rounds: int) -> dict[str, Any]:
     training = Training(world, megabytes)
     for _ in range(CHECKED_STEPS + 1):
-        world.watchdog.begin_step()  # the check of collectives, of the first steps, is over
+        world.watchdog.begin_step()  # the check of collectives in the first steps is over
     saves, copy = contenders(world, training), copied(training)
     names = list(saves)
     found: dict[str, list[dict[str, float]]] = {who: [] for who in names}
     copies: list[float] = []
-    for number in range(-1, rounds):  # once each uncounted, but for memory
+    for number in range(-1, rounds):  # the first of each counts only for memory
         turn = number % len(names)
         for who in names[turn:] + names[:turn]:
             found[who].append(one(world, saves[who], folder / re.sub(r"\W", "-", f"{who}-{number}")))
@@ -252,7 +252,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def inside(way: str, result: Path, folder: Path, megabytes: int, rounds: int) -> None:
-    """The work of one rank."""
+    """Measure on one rank."""
     warnings.filterwarnings("ignore", category=UserWarning)  # DCP's, of a world of one
     with shoal.init(layout=LAYOUTS[way], device="cpu") as world:
         figures = measure(world, way, folder, megabytes, rounds)
@@ -264,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--megabytes", type=int, default=500, help="of state, over all ranks")
-    parser.add_argument("--only", choices=LAYOUTS, help="one of the ways")
+    parser.add_argument("--only", choices=LAYOUTS, help="measure only this strategy")
     parser.add_argument("--directory", type=Path, help="on the disk that is measured")
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
     parser.add_argument("--inside", nargs=2, metavar=("WAY", "FILE"), help=argparse.SUPPRESS)

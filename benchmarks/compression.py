@@ -1,14 +1,14 @@
-"""Time, bytes and loss of every way to send fewer gradients over a slow link, compared with plain DDP.
+"""Time, bytes and loss of gradient compression on a low-bandwidth network, compared with plain DDP.
 
     python benchmarks/compression.py [--nodes 2 4] [--rates 200mbit 1gbit none] [--rounds 6] [--json]
 
 Starts a Slurm cluster on this machine (see nodes.py): a network namespace and a link for each node. In
-one job each strategy trains a model, 2.4 million parameters on a task that a random network teaches. A
+one job each strategy trains a model of 2.4 million parameters on the outputs of a random network. A
 round is some steps of each strategy, in an order that rotates. The baseline is plain DDP, the loop of
 PyTorch's tutorial. Bytes are those that the kernel counted on the first node's interface. The loss is
 that of held-out samples: after equal steps, and after the time that plain DDP took for half of them.
-Then each strategy continues alone until it has the loss that plain DDP has at the end, or has taken as
-long: `sooner` is the ratio of the two times.
+Then each strategy continues alone until it reaches the final loss of plain DDP, or has taken as long:
+`sooner` is the ratio of the two times.
 
 Aims: at 200 Mbit/s a strategy that takes a third of plain DDP's time to the same loss; "auto" within
 5 % of the best; on a link without a limit never slower than plain DDP.
@@ -40,9 +40,9 @@ from spread import quartiles
 WIDTH, HIDDEN, CLASSES = 256, 1400, 64
 SAMPLES, HELD_OUT, BATCH = 65_536, 2048, 128
 STEPS = 8
-"""In a round, of each way."""
+"""Steps per round and strategy."""
 UNCOUNTED = 2
-"""Rounds, but learned from: as long as PowerSGD sends whole gradients."""
+"""Rounds that train but are not timed: PowerSGD sends full gradients during them."""
 WAYS: dict[str, Any] = {
     "shoal.DDP": shoal.DDP(),
     "fp16": shoal.DDP(compression="fp16"),
@@ -69,7 +69,7 @@ def network(seed: int, hidden: int) -> nn.Sequential:
 
 
 def lesson() -> tuple[Tensor, Tensor]:
-    """Inputs, and what the teacher makes of them."""
+    """Return inputs, and the teacher's outputs for them."""
     teacher = network(1, 64)
     inputs = torch.randn(SAMPLES + HELD_OUT, WIDTH, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -103,7 +103,7 @@ def plain(world: shoal.World, model: nn.Module, data: tuple[Tensor, Tensor]) -> 
 def through_shoal(
     world: shoal.World, model: nn.Module, strategy: Any, data: tuple[Tensor, Tensor]
 ) -> Iterator[None]:
-    """Train with a strategy of Shoal's."""
+    """Train with a strategy of Shoal."""
     loader = shoal.Loader(data, world, batch_size=BATCH)
     shoal.parallelize(model, world, strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -114,7 +114,7 @@ def through_shoal(
 
 
 class Contender:
-    """A strategy or plain DDP, its model, and what was measured of it."""
+    """A strategy or plain DDP, its model, and its measurements."""
 
     def __init__(self, world: shoal.World, name: str, data: tuple[Tensor, Tensor]) -> None:
         self.model = network(3, HIDDEN)
@@ -139,18 +139,18 @@ class Contender:
         self.world.barrier()
         self.times.append(time.perf_counter() - begun)
         self.bytes.append(int(COUNTER.read_text()) - sent)
-        with torch.no_grad():  # this rank's parameters, which may be on a way of their own
+        with torch.no_grad():  # this rank's parameters, which may differ from those of others
             inputs, labels = self.held_out
             self.losses.append(float(F.cross_entropy(self.model(inputs), labels)))
 
     def behind(self, other: Contender) -> bool:
-        """Whether it has a larger loss than the other, and has taken less time."""
+        """Return whether it has a larger loss than the other, and has taken less time."""
         later = self.losses[-1] > other.losses[-1]
         return later and sum(self.times[UNCOUNTED:]) < sum(other.times[UNCOUNTED:])
 
 
 def train(rounds: int, results: Path) -> None:
-    """What each rank does."""
+    """Train and measure on each rank."""
     with shoal.init() as world:
         data = lesson()
         ways = {name: Contender(world, name, data) for name in (PLAIN, *WAYS)}
@@ -168,7 +168,7 @@ def train(rounds: int, results: Path) -> None:
 
 
 def reached(at: list[float], losses: list[float], wanted: float) -> float | None:
-    """The time at which the loss comes to `wanted`, on the lines between what was measured."""
+    """Return the time at which the loss reaches `wanted`, interpolated between measurements."""
     for number, value in enumerate(losses):
         if value <= wanted:
             if number == 0:

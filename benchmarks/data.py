@@ -1,13 +1,13 @@
-"""Loading: samples a second, and seconds to the first batch after a resume, beside other loaders.
+"""Loading: samples a second, and seconds to the first batch after a resume, for several loaders.
 
     python benchmarks/data.py [--rounds 5] [--samples 1000000 100000000] [--workers 0 1 2] [--json]
 
 Loaders: torch's DataLoader, and each of torchdata's StatefulDataLoader, Accelerate (its
 skip_first_batches) and Grain that is installed (the extra `bench`). Datasets: `memory` (tensors),
 `file` (rows of a memory-mapped file), `slow` (1 ms a sample). A round runs each loader once, in an
-order that rotates; ratios to the DataLoader are taken within rounds. Resuming is asked for at 90 % of
-an epoch; torch's DataLoader has no way to and reads up to there, which is left out where it would take
-too long. All loaders give shuffled batches of the same size from one process.
+order that rotates; ratios to the DataLoader are taken within rounds. Training resumes at 90 % of an
+epoch. torch's DataLoader can't skip and reads up to there, which is left out if it would take too long.
+All loaders give shuffled batches of the same size from one process.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ BATCH = 256
 SLOW_BATCH = 32
 SLOW_SIZE = 2_000
 REPLAYED = 2_000_000
-"""Where resuming means to go through all samples before, larger datasets are left out."""
+"""For loaders that resume by reading all samples before, larger datasets are left out."""
 REPLAYS = ("torch", "torchdata")
 
 STATES: dict[Any, Any] = {}
-"""Of StatefulDataLoader, at 90 % of each case's epoch."""
+"""States of StatefulDataLoader, at 90 % of each case's epoch."""
 
 
 class Rows(Dataset[Any]):
@@ -59,7 +59,7 @@ class Rows(Dataset[Any]):
 
 
 class Slow(Dataset[Any]):
-    """A sample takes a millisecond of waiting."""
+    """A dataset in which a sample takes a millisecond of waiting."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -74,7 +74,7 @@ class Slow(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Case:
-    """What is loaded, and how."""
+    """The data, its size and the loader's options."""
 
     kind: str
     size: int
@@ -92,7 +92,7 @@ class Case:
 
     @property
     def begin(self) -> int:
-        """The batch that resuming begins with: at 90 % of the epoch."""
+        """The batch at which training resumes: at 90 % of the epoch."""
         return self.size * 9 // 10 // self.batch
 
 
@@ -125,7 +125,7 @@ def through_torchdata(case: Case, begin: int) -> Iterable[Any]:
     if not begin:
         return build()  # type: ignore[no-any-return]
     key = (case.kind, case.size, case.workers)
-    if key not in STATES:  # it has to be reached once, which is not timed
+    if key not in STATES:  # it must be reached once, which is not timed
         reaching = build()
         for _ in itertools.islice(reaching, begin):
             pass
@@ -148,7 +148,7 @@ def through_grain(case: Case, begin: int) -> Iterable[Any]:
 
     samples = grain.MapDataset.source(case.data).shuffle(seed=0)
     batches = samples.batch(case.batch, batch_fn=torch.stack)[begin:]
-    # Threads in place of processes: its worker processes want a program of absl's.
+    # Threads in place of processes: its worker processes need a program of absl.
     threads = grain.ReadOptions(num_threads=case.workers, prefetch_buffer_size=4 * case.workers)
     return batches.to_iter_dataset(threads)  # type: ignore[no-any-return]
 
@@ -181,7 +181,7 @@ def cases(world: shoal.World, folder: Path, sizes: list[int], workers: list[int]
 
 
 def throughput(case: Case, begin: Begin, seconds: float) -> float:
-    """Samples a second after the first batch, over `seconds` or the rest of an epoch."""
+    """Return samples a second after the first batch, over `seconds` or the rest of an epoch."""
     batches = iter(begin(case, 0))
     next(batches)
     started = time.perf_counter()
@@ -194,7 +194,7 @@ def throughput(case: Case, begin: Begin, seconds: float) -> float:
 
 
 def resuming(case: Case, begin: Begin) -> float:
-    """Seconds from nothing to the first batch at 90 % of an epoch."""
+    """Return the seconds from nothing to the first batch at 90 % of an epoch."""
     started = time.perf_counter()
     next(iter(begin(case, case.begin)))
     return time.perf_counter() - started

@@ -1,9 +1,9 @@
-"""A GPT of 354 M parameters on one GPU: Shoal beside the same in hand-written torch.
+"""A GPT of 354 M parameters on one GPU: Shoal compared with the same in hand-written torch.
 
 python benchmarks/gpt.py                     # bf16, compiled
 python benchmarks/gpt.py --layers 2 --width 128 --heads 2 --context 64 --rounds 2 --steps 3
 
-Rounds of steps alternate, so that clocks and heat drift for both. The utilisation is that of the
+Rounds of steps alternate, so that clocks and heat drift for both. The utilization is that of the
 model's FLOPs (Chowdhery et al. 2022): a token costs 6 for each parameter that multiplies and
 12 x layers x width x context for attention, against --peak. Both compile the model with its loss,
 clip by the global norm, and use the fused AdamW.
@@ -24,7 +24,7 @@ import shoal
 from spread import quartiles
 
 WORDS = 50304
-"""GPT-2's, rounded up to what the GPU multiplies fast."""
+"""GPT-2's, rounded up to a size that the GPU multiplies fast."""
 
 
 class Block(nn.Module):
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens and their successors in, the sum of the losses out."""
+    """A model that takes tokens and their successors, and returns the sum of the losses."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class GPT(nn.Module):
 
 
 def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> Callable[[], float]:
-    """A loop over the batches in plain torch; each call takes the next step."""
+    """Return a loop over the batches in plain torch; each call takes the next step."""
     torch.manual_seed(0)
     net = GPT(given).to(device)
     model = torch.compile(net)
@@ -89,7 +89,7 @@ def by_hand(given: argparse.Namespace, tokens: Tensor, device: torch.device) -> 
 
 
 def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> Callable[[], float]:
-    """The same through Shoal."""
+    """Return the same loop with Shoal."""
     torch.manual_seed(0)
     model = shoal.parallelize(GPT(given), world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -103,7 +103,7 @@ def by_shoal(given: argparse.Namespace, tokens: Tensor, world: shoal.World) -> C
 
 
 def timed(step: Callable[[], float], steps: int, device: torch.device) -> float:
-    """Seconds for a step, the mean of a round."""
+    """Return the seconds of a step, the mean of a round."""
     finish: Any = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     finish()
     begun = time.perf_counter()
@@ -114,7 +114,7 @@ def timed(step: Callable[[], float], steps: int, device: torch.device) -> float:
 
 
 def flops(given: argparse.Namespace) -> float:
-    """Of a token, forward and backward."""
+    """Return the FLOPs of a token, forward and backward."""
     multiplied = given.layers * 12 * given.width**2 + WORDS * given.width
     return float(6 * multiplied + 12 * given.layers * given.width * given.context)
 
@@ -148,7 +148,7 @@ def main() -> None:
             used = quartiles([rate * flops(given) / given.peak for rate in rates])
             print(f"{name:>14}  {quartiles(rates).median:12,.0f} tokens/s   MFU {used}")
         ratios = [a / b for a, b in zip(times["hand-written"], times["Shoal"], strict=True)]
-        print(f"Shoal's throughput, of the hand-written one's: {quartiles(ratios)}")
+        print(f"Shoal's throughput, relative to the hand-written one's: {quartiles(ratios)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What installing Shoal takes, and what importing it does: bytes, files and seconds.
+"""Size of an installation of Shoal, and time of importing it: bytes, files and seconds.
 
-Sizes: Shoal's own files, and of each installed dependency what its RECORD lists; torch and what only it
-needs are left out. Times: new processes, in an order that rotates, so that all see the same machine; a
-training rank uses every name that examples/digits.py uses.
+Sizes: Shoal's own files, and for each installed dependency the files in its RECORD; torch and its own
+dependencies are left out. Times: new processes, in an order that rotates, so that all see the same
+machine; a training rank uses every name that examples/digits.py uses.
 
     python benchmarks/install.py [--repeats 7] [--json]
 """
@@ -34,7 +34,7 @@ class Size:
 
 
 def own() -> Size:
-    """Shoal's, from its folder: an editable installation's RECORD doesn't list them."""
+    """Return the size of Shoal's folder, since an editable installation's RECORD doesn't list it."""
     files = [path for path in Path(shoal.__file__).parent.rglob("*") if path.is_file()]
     sizes = [path.stat().st_size for path in files if path.suffix != ".pyc"]
     return Size(files=len(sizes), bytes=sum(sizes))
@@ -46,7 +46,7 @@ def recorded(name: str) -> Size:
 
 
 def dependencies(of: str) -> set[str]:
-    """The installed distributions that one needs, those that they need, and so on; not torch."""
+    """Return the installed distributions that one depends on, recursively, except torch."""
     found: set[str] = set()
     asked = [of]
     while asked:
@@ -60,7 +60,7 @@ def dependencies(of: str) -> set[str]:
 
 
 def _installed(name: str) -> bool:
-    """False for what only another platform or Python needs."""
+    """Return False for dependencies that only another platform or Python needs."""
     try:
         metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -84,10 +84,10 @@ def commands() -> dict[str, list[str]]:
 
 
 def measure(repeats: int) -> dict[str, Spread]:
-    """Seconds of each command, and what a training rank takes more than `import torch`, by pairs."""
+    """Return seconds of each command, and paired differences of a training rank and `import torch`."""
     named = list(commands().items())
     times: dict[str, list[float]] = {name: [] for name, _ in named}
-    for repeat in range(-1, repeats):  # once each for the file system's cache, uncounted
+    for repeat in range(-1, repeats):  # once each for the file system's cache, not counted
         turn = repeat % len(named)
         for name, command in named[turn:] + named[:turn]:
             started = time.perf_counter()

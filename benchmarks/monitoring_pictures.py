@@ -1,8 +1,8 @@
 """The pictures of the pages about monitoring, from one short run on four processes.
 
-Rank 2 takes longer over each forward. While the run goes on, the page of `shoal watch` is kept as SVG;
-afterwards the page of `shoal report` as PNG, by headless chromium, and steps that were recorded as a
-timeline in SVG. The extras `examples` and `report` have what this needs.
+Rank 2 takes longer over each forward. While the run is active, the page of `shoal watch` is saved as
+SVG. Afterwards the page of `shoal report` is saved as PNG, by headless chromium, and recorded steps as
+a timeline in SVG. Needs the extras `examples` and `report`.
 
     PYTHONPATH=tests python benchmarks/monitoring_pictures.py [--pictures docs/pictures]
 """
@@ -99,7 +99,7 @@ def train(directory: str, steps: int) -> None:
 
 
 def dashboard(run: Path, picture: Path) -> None:
-    """The page of `shoal watch`, as it is now."""
+    """Save the current page of `shoal watch`."""
     lines = dashboard_lines(SnapshotBuilder(run).look(), 88, 30, Look(colour=True, unicode=True))
     console = Console(
         file=io.StringIO(), record=True, width=88, force_terminal=True, color_system="truecolor"
@@ -113,8 +113,8 @@ def dashboard(run: Path, picture: Path) -> None:
 
 
 def report(run: Path, picture: Path) -> None:
-    """The top of the page of `shoal report`."""
-    from helpers.browser import browser  # the ranks have another path
+    """Save the top of the page of `shoal report`."""
+    from helpers.browser import browser  # not on the path of the ranks
 
     with tempfile.TemporaryDirectory() as folder, browser(Path(folder) / "profile") as chromium:
         chromium.open(run / "report" / "index.html", width=WIDTH)
@@ -124,7 +124,7 @@ def report(run: Path, picture: Path) -> None:
 
 
 def timeline(run: Path, picture: Path) -> None:
-    """The recorded steps, a row for each rank."""
+    """Draw the recorded steps, a row for each rank."""
     with gzip.open(next((run / "traces").glob("steps-*.json.gz")), "rt", encoding="utf-8") as file:
         found = json.load(file)
     events = [event for event in found["traceEvents"] if event.get("ph") == "X"]
@@ -158,7 +158,7 @@ def timeline(run: Path, picture: Path) -> None:
 
 
 def kind(event: dict[str, Any]) -> str | None:
-    """Which part of a step an operation belongs to; None for all others."""
+    """Return the part of a step to which an operation belongs; None for all others."""
     name = str(event["name"])
     return next((part for part, begins in OPERATIONS if name.startswith(begins)), None)
 

@@ -1,12 +1,12 @@
-"""What ranks send each other through MPI, beside Gloo, in turn in one run.
+"""Communication between ranks through MPI compared with Gloo, alternating in one run.
 
     python benchmarks/mpi.py [--mpirun "mpirun --oversubscribe"] [--ranks 2 4] [--rounds 15] [--json]
 
 All-reduces of 4 B to 64 MiB of float32, and a step of torch's DDP on a network of 1.3 million
 parameters, over a process group of each kind of the same ranks. A round does both, in an order that
-changes; ratios are taken within rounds and say what share of Gloo's time MPI takes. On one machine MPI
-goes through shared memory and Gloo through the loopback interface, and ranks wait for each other's time
-where there are more of them than cores.
+changes; ratios of MPI's time to Gloo's are taken within rounds. On one machine MPI uses shared memory
+and Gloo the loopback interface. If there are more ranks than cores, ranks wait for each other's CPU
+time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from spread import quartiles
 
 SIZES = (4, 1 << 10, 1 << 15, 1 << 20, 1 << 23, 1 << 26)
 SECONDS = 0.02
-"""How long a round does the same thing at least, as far as the first tries tell."""
+"""Minimum duration of a measurement in a round, estimated from the first tries."""
 WIDTH, LAYERS, BATCH = 512, 4, 32
 
 
 def repeated(action: Callable[[], object], times: int) -> float:
-    """Seconds for each of so many repeats, begun by all ranks together."""
+    """Return the seconds per call, of `times` calls begun by all ranks together."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(times):
@@ -68,7 +68,7 @@ def stepping(group: Any) -> Callable[[], object]:
 
 
 def compare(name: str, ours: Callable[[], object], gloo: Callable[[], object], rounds: int) -> Any:
-    """Microseconds of both and their ratio, for all ranks alike those of the slowest."""
+    """Return microseconds of both and their ratio, those of the slowest rank."""
     once = max(repeated(ours, 2), repeated(gloo, 2))
     times = torch.tensor(max(1, int(SECONDS / once)))
     dist.broadcast(times, 0)
@@ -87,7 +87,7 @@ def compare(name: str, ours: Callable[[], object], gloo: Callable[[], object], r
 
 
 def measure(rounds: int, results: Path) -> None:
-    """On each rank; rank 0 writes what came of it."""
+    """Measure on each rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     with shoal.init(backend="mpi") as world:
         gloo = dist.new_group(backend="gloo")

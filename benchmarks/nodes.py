@@ -1,4 +1,4 @@
-"""A Slurm cluster on this machine for benchmarks whose ranks talk over a narrow link.
+"""A Slurm cluster on this machine for benchmarks whose ranks communicate over a low-bandwidth link.
 
 Each node is a network namespace. Needs root, slurm-wlm, munge and iproute2.
 """
@@ -36,7 +36,7 @@ def limit(cluster: Cluster, rate: str) -> None:
 
 
 def run_ranks(cluster: Cluster, script: str, arguments: Sequence[str], *, seconds: float = 3600) -> str:
-    """Run one rank of `script` on each node under srun; return what they print."""
+    """Run one rank of `script` on each node under srun; return its output."""
     nodes = len(cluster.nodes)
     command = [
         "srun",

@@ -2,10 +2,10 @@
 
     python benchmarks/order.py [--json]
 
-Beside it, whole shuffles by torch.randperm and NumPy where a table of 8 bytes a sample is small.
-The contestants take turns, so that all of them meet the same disturbances. Rates are of the median
-round; `best` is the fastest one. Seeks start at random positions of the first, middle and last
-third of the order, and are medians. A fresh seek makes its `Permutation` first, as a new epoch does.
+For comparison: full shuffles by torch.randperm and NumPy, if a table of 8 bytes a sample is small. The
+contestants take turns, so that disturbances affect all of them. Rates are of the median round; `best`
+is the fastest one. Seeks start at random positions of the first, middle and last third of the order,
+and are medians. A fresh seek makes its `Permutation` first, as a new epoch does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def fresh_seek(size: int, epoch: int, at: int) -> object:
 
 
 def read_rates(size: int) -> dict[str, float]:
-    """Million positions a second of each contestant."""
+    """Return million positions a second of each contestant."""
     order = Permutation(size, seed=0)
     count = min(size, READ)
     start = (size - count) // 2
@@ -62,7 +62,7 @@ def read_rates(size: int) -> dict[str, float]:
 
 
 def seek_times(size: int) -> dict[str, float]:
-    """Microseconds to the indices at 16 positions, by third of the order, and for a new order."""
+    """Return microseconds to the indices at 16 positions, by third of the order, and in a new one."""
     order = Permutation(size, seed=0)
     draw = random.Random(0)
     thirds = ("first", "middle", "last")

@@ -1,4 +1,4 @@
-"""What Shoal costs per step, beside torch loops, interleaved in one run.
+"""Overhead of Shoal per step, compared with torch loops, interleaved in one run.
 
     python benchmarks/overhead.py [--model tiny|wide] [--rounds 20] [--json]
 
@@ -7,10 +7,10 @@ Loops: `plain` (DataLoader, forward, backward, clip, AdamW, zero_grad, as tutori
 with each of the two optimizers. A round runs every loop for the same number of steps, in an order
 that rotates; ratios are taken within rounds, so that drift cancels.
 
-Then what recording costs: of one more loop of Shoal's, every other turn is without what a run records
-of its steps, with a timeline that has no marks and events that keep none. It is one loop, since two
-that are made alike differ by several hundredths, as their memory lies. Turns are as long as a block
-of events, so that each pays for one; there are four of each in a round.
+Then the cost of recording: in one more loop of Shoal, every other turn does not record its steps: its
+timeline has no marks and its events keep none. It is one loop, since two identical loops differ by
+several hundredths, depending on their memory addresses. Turns are as long as a block of events, so that
+each includes one; there are four of each in a round.
 
 First in one process, then in two under DDP through `shoal run`.
 """
@@ -77,7 +77,7 @@ def wrapped(model: nn.Module, world: shoal.World) -> nn.Module:
 
 
 def plain(world: shoal.World, width: int, layers: int, batch: int) -> Iterator[None]:
-    """The loop of the tutorials."""
+    """Train with the loop of the tutorials."""
     model = wrapped(build(width, layers), world)
     optimizer = adamw(model, fused=False)
     data = TensorDataset(*dataset(width))
@@ -96,7 +96,7 @@ def plain(world: shoal.World, width: int, layers: int, batch: int) -> Iterator[N
 
 
 def tuned(world: shoal.World, width: int, layers: int, batch: int) -> Iterator[None]:
-    """What an expert makes of it: no DataLoader, one index per tensor, fused AdamW."""
+    """Train with an expert's optimizations: no DataLoader, one index per tensor, fused AdamW."""
     model = wrapped(build(width, layers), world)
     optimizer = adamw(model, fused=True)
     inputs, labels = dataset(width)
@@ -114,19 +114,19 @@ def tuned(world: shoal.World, width: int, layers: int, batch: int) -> Iterator[N
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """The same loss as a sum and a count."""
+    """Return the same loss as a sum and a count."""
     return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])
 
 
 class Unmarked(Timeline):
-    """Marks nothing."""
+    """A timeline that ignores marks."""
 
     def enter(self, part: int) -> int:
         return part
 
 
 class Forgetful(RunEvents):
-    """Records no step, and does all else that a tick needs of it."""
+    """Events that keep no step, and do all else that a tick needs."""
 
     def tick(self, now: float) -> bool:
         recorded, self._recorded = self._recorded, self._numbers()
@@ -146,7 +146,7 @@ def through_shoal(
     fused: bool,
     records: Callable[[], bool] = always,
 ) -> Iterator[None]:
-    """Loader, Step, and a Run that records the steps, at whose beginning `records` says so."""
+    """Train with Loader, Step, and a Run that records those steps for which `records` returns True."""
     marked, unmarked = world.timeline, Unmarked()
     model = shoal.parallelize(build(width, layers), world)
     step = shoal.Step(model, adamw(model, fused=fused), shoal.Task(loss), clip=1.0)
@@ -177,7 +177,7 @@ def contenders() -> dict[str, Callable[..., Iterator[None]]]:
 
 
 def measure(world: shoal.World, name: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Microseconds per step of each loop, and the paired ratios."""
+    """Return microseconds per step of each loop, and the paired ratios."""
     loops = {who: make(world, *MODELS[name]) for who, make in contenders().items()}
     for loop in loops.values():
         consume(loop, 50)
@@ -202,7 +202,7 @@ def measure(world: shoal.World, name: str, rounds: int, steps: int) -> dict[str,
 
 
 def recorded(world: shoal.World, name: str, rounds: int) -> Spread:
-    """How much longer steps take that are recorded, turn by turn in one loop."""
+    """Return the ratio of the times of steps with and without records, turn by turn in one loop."""
     records = True
     loop = through_shoal(world, *MODELS[name], fused=True, records=lambda: records)
     consume(loop, 50)
@@ -223,7 +223,7 @@ def consume(loop: Iterator[None], steps: int) -> None:
 
 
 def ratio(ours: list[float], theirs: list[float]) -> Spread:
-    """The median of the paired ratios and their quartiles."""
+    """Return the median of the paired ratios and their quartiles."""
     return quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -244,7 +244,7 @@ def run_here(names: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=MODELS, action="append", help="else all")
+    parser.add_argument("--model", choices=MODELS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")

@@ -1,4 +1,4 @@
-"""DDP over a narrow link: Shoal's step time over plain DDP's, and the communication that each hides.
+"""DDP over a low-bandwidth link: step times of Shoal and plain DDP, and their hidden communication.
 
     python benchmarks/overlap.py [--rates 1gbit 200mbit] [--rounds 8] [--steps 6] [--json]
 
@@ -8,7 +8,7 @@ PyTorch's DDP tutorial with gradient clipping and AdamW; Shoal takes the same ba
 
 A round runs each loop for some steps, in an order that rotates; ratios are taken within a round. Two
 more measurements in each round separate computing from communication: the plain loop under `no_sync`,
-and the all-reduce of the same gradients alone. The hidden share of communication is
+and the all-reduce of the same gradients alone. The hidden fraction of communication is
 1 - (step - compute) / communication.
 """
 
@@ -76,7 +76,7 @@ def build(name: str) -> nn.Module:
 
 
 def samples(name: str) -> tuple[tuple[Tensor, ...], int]:
-    """The dataset's tensors, the same on all ranks, and the global batch size."""
+    """Return the dataset's tensors, the same on all ranks, and the global batch size."""
     generator = torch.Generator().manual_seed(0)
     if name == "gpt2":
         tokens = torch.randint(0, WORDS, (SEQUENCES * 16, CONTEXT + 1), generator=generator)
@@ -90,7 +90,7 @@ def total(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def plain(world: shoal.World, name: str, *, synchronise: bool = True) -> Iterator[None]:
-    """The loop of PyTorch's tutorials."""
+    """Train with the loop of PyTorch's tutorials."""
     tensors, batch = samples(name)
     model = nn.parallel.DistributedDataParallel(build(name), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -111,7 +111,7 @@ def plain(world: shoal.World, name: str, *, synchronise: bool = True) -> Iterato
 
 
 def through_shoal(world: shoal.World, name: str) -> Iterator[None]:
-    """The same through Loader and Step."""
+    """Train the same through Loader and Step."""
     tensors, batch = samples(name)
     data = shoal.Loader(tensors, world, batch_size=batch)
     model = shoal.parallelize(build(name), world, shoal.DDP())
@@ -127,7 +127,7 @@ def first(batch: tuple[Tensor, ...]) -> tuple[Tensor]:
 
 
 def communication(world: shoal.World, name: str) -> Iterator[None]:
-    """All-reduces of as many bytes as the gradients have, in buckets of DDP's size."""
+    """All-reduce as many bytes as the gradients have, in buckets of DDP's size."""
     left = sum(parameter.numel() for parameter in build(name).parameters())
     buckets = []
     size = (1 << 20) // 4  # DDP's first bucket; those after it have 25 MiB
@@ -142,7 +142,7 @@ def communication(world: shoal.World, name: str) -> Iterator[None]:
 
 
 def measure(name: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds per step of each loop in each round, on every rank."""
+    """Return milliseconds per step of each loop in each round, on every rank."""
     loops: dict[str, Callable[[shoal.World, str], Iterator[None]]] = {
         "plain": plain,
         "shoal": through_shoal,
@@ -184,7 +184,7 @@ def show(title: str, found: dict[str, Any]) -> None:
     times = ", ".join(f"{loop} {value:.0f} ms" for loop, value in found["milliseconds"].items())
     shares = ", ".join(f"{loop} {Spread(**share)}" for loop, share in found["hidden"].items())
     print(f"{title}: {times}\n  shoal / plain {Spread(**found['shoal / plain'])}")
-    print(f"  hidden share of communication: {shares}", flush=True)
+    print(f"  hidden fraction of communication: {shares}", flush=True)
 
 
 def main() -> None:

@@ -1,27 +1,28 @@
-"""What spreading a model costs in Shoal, beside hand-written torch, interleaved in one run.
+"""Cost of parallelism strategies in Shoal compared with hand-written torch, interleaved in one run.
 
     python benchmarks/parallel.py [--rounds 20] [--steps 20] [--only DDP] [--json]
 
-A small transformer on 2 processes, on 4 where two axes divide it: DDP, FSDP2, tensor parallelism, a
-1F1B pipeline, and FSDP2 over tensor parallelism, each as a torch loop (forward, backward, clip, AdamW,
+A small transformer on 2 processes, or on 4 with two axes: DDP, FSDP2, tensor parallelism, a 1F1B
+pipeline, and FSDP2 over tensor parallelism, each as a torch loop (forward, backward, clip, AdamW,
 zero_grad, and the all-reduce that makes the loss global) and as a Shoal Step. A round runs both for the
 same number of steps, in an order that changes; ratios are within rounds.
 
-Before that each form runs a few steps in which all tensors are watched, for the most bytes that they
-take at once in a process (on CUDA torch.cuda.max_memory_allocated), and a few under torch's profiler,
-which records the collectives and sends of a process with shapes and dtypes. Bytes are what a process
-hands to a collective; Gloo reduces and scatters by reducing everything, so an all_reduce of FSDP's is
-one of whole gradients.
+Before that each runs a few steps in which all tensors are watched, to measure the peak memory of a
+process (on CUDA torch.cuda.max_memory_allocated), and a few under torch's profiler, which records the
+collectives and sends of a process with shapes and dtypes. Bytes are those that a process passes to a
+collective. Gloo reduces and scatters by reducing everything, so an all_reduce of FSDP is one of full
+gradients.
 
-Gradients, parameters and activations cost the same bytes. What differs are scalars: Shoal sums loss,
-count and squared norm at once, 3 float64. The torch loops sum loss and count, 2 float32, where ranks
-have other samples, and the norm apart: 1 float32 by hand, in FSDP2 that of each of the 51 parameters.
-So Shoal sends 188 bytes less under FSDP, 20 more under TensorParallel and 12 more in the last two;
-under DDP, where each rank has the whole norm, the same. In memory Shoal has batches that its Loader
-read ahead, 128 or 256 KiB here, and drops the output before backward, which a loop's variable keeps.
+Gradients, parameters and activations cost the same bytes. The scalars differ: Shoal sums loss, count
+and squared norm at once, 3 float64. The torch loops sum loss and count, 2 float32, if ranks have
+different samples, and the norm separately: 1 float32 by hand, in FSDP2 that of each of the 51
+parameters. So Shoal sends 188 bytes less under FSDP, 20 more under TensorParallel and 12 more in the
+last two; under DDP, where each rank has the full norm, the same. In memory Shoal has batches that its
+Loader has prefetched, 128 or 256 KiB here, and drops the output before backward, which a loop's
+variable keeps.
 
-Context parallelism is not among them: torch's has no form for the CPU, and slices exchanged for heads
-by hand are what Shoal itself does.
+Context parallelism is not included: torch's does not run on the CPU, and a hand-written exchange of
+slices for heads would repeat Shoal's implementation.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from spread import Spread, quartiles
 
 WIDTH, LAYERS, LENGTH, VOCABULARY, BATCH, SAMPLES = 128, 4, 32, 256, 16, 512
 MICRO_BATCHES = 4
-"""Of the pipeline."""
+"""The pipeline's number of micro-batches."""
 LAYOUTS = {
     "DDP": "replicate=2",
     "FSDP": "shard=2",
@@ -69,7 +70,7 @@ LAYOUTS = {
     "TensorParallel, FSDP": "shard=2,tensor=2",
 }
 WARM, MEASURED = 4, 4
-"""Steps before what is counted, and counted."""
+"""Steps before those that are counted, and steps that are counted."""
 SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "unsigned char": 1}
 """Bytes of an element, by the profiler's names."""
 PLAN = {"blocks.*.linear1": "column", "blocks.*.linear2": "row"}
@@ -99,7 +100,7 @@ def dataset() -> tuple[Tensor, Tensor]:
 
 
 def by_hand(world: shoal.World, way: str) -> Iterator[None]:
-    """As torch's own tutorials spread a model."""
+    """Train as torch's tutorials parallelize a model."""
     torch.manual_seed(0)
     net = Net().to(world.device)
     model: nn.Module = net
@@ -138,7 +139,7 @@ def by_hand(world: shoal.World, way: str) -> Iterator[None]:
 
 
 def by_hand_piped(world: shoal.World) -> Iterator[None]:
-    """torch's 1F1B over two stages, each the half of the blocks and what comes before or after."""
+    """Train with torch's 1F1B over two stages, each half of the blocks plus the layers at its end."""
     torch.manual_seed(0)
     net, half = Net(), LAYERS // 2
     stages = [
@@ -174,7 +175,10 @@ def mean(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def _clip_over_ranks(net: nn.Module, alike: int | None = None) -> None:
-    """clip_grad_norm_ refuses parameters of several meshes. `alike` ranks hold what is not divided."""
+    """Clip gradients over several meshes, which clip_grad_norm_ does not support.
+
+    `alike` is the number of ranks with the same unsharded parameter. Default: the world size.
+    """
     gradients = [p.grad for p in net.parameters() if p.grad is not None]
     own = torch.zeros((), device=gradients[0].device)
     for gradient in gradients:
@@ -193,7 +197,7 @@ def _clip_over_ranks(net: nn.Module, alike: int | None = None) -> None:
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:
-    """The same loss as a sum and a count."""
+    """Return the same loss as a sum and a count."""
     tokens = F.cross_entropy(output.flatten(0, 1), batch[1].flatten(), reduction="sum")
     return tokens / LENGTH, len(batch[1])
 
@@ -219,14 +223,14 @@ def through_shoal(world: shoal.World, way: str) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one process: bytes and elements per step of each kind of message, and bytes of memory."""
+    """The cost of one process: bytes and elements per step of each kind of message, and memory."""
 
     sent: dict[str, tuple[float, float]]
     peak: int
 
 
 class Watch(TorchDispatchMode):
-    """The most bytes that tensors made inside take at once; what kernels and Gloo need is not seen."""
+    """A mode that tracks the peak bytes of tensors made inside, without those of kernels and Gloo."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +241,7 @@ class Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they come again as the plain tensors inside
+            return NotImplemented  # the mode is called again with the plain tensors inside
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
@@ -247,7 +251,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _now(self) -> int:
-        """Bytes of what is alive, asked anew: FSDP2 frees storages and fills them again."""
+        """Return the bytes of live tensors, queried each time as FSDP2 frees and refills storages."""
         total = 0
         for key, held in list(self._storages.items()):
             storage: Any = torch.UntypedStorage._new_with_weak_ptr(held.cdata)
@@ -259,7 +263,7 @@ class Watch(TorchDispatchMode):
 
 
 def cost(world: shoal.World, make: Callable[[], Iterator[None]]) -> tuple[Iterator[None], Cost]:
-    """The loop that `make` gives, after its first steps, and what the later ones of them cost."""
+    """Return the loop of `make` after its first steps, and the cost of the later ones of them."""
     watch = Watch()
     cuda = world.device.type == "cuda"
     held = torch.cuda.memory_allocated() if cuda else 0
@@ -317,7 +321,7 @@ def measure(world: shoal.World, way: str, rounds: int, steps: int) -> dict[str, 
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Of the process that sends most, and of the one with the highest peak."""
+    """Print the process that sends most, and the one with the highest peak."""
     volume = {}
     costs: dict[str, list[dict[str, Any]]] = figures["cost"]
     print(f"\n{figures['way']}, {len(costs['torch'])} processes")
@@ -340,7 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--only", choices=LAYOUTS, help="one of the ways")
+    parser.add_argument("--only", choices=LAYOUTS, help="measure only this strategy")
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
     parser.add_argument("--inside", nargs=2, metavar=("WAY", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,11 +1,11 @@
-"""What being ready for a signal costs a step, and how long ranks take to agree on the tick to stop in.
+"""Cost of checking for a signal in a step, and the time until ranks agree on the tick to stop in.
 
     python benchmarks/preempt.py [--rounds 20] [--json]
 
-On 1, 2 and 4 ranks through `shoal run`: nanoseconds of one call of `due`, as `Run.tick` makes it when
-nobody has asked, and milliseconds from a signal to one rank until every rank knows the last tick.
-Then the step of a small training loop with and without it, interleaved in rounds of which the order
-rotates, as the median of the ratios within rounds.
+On 1, 2 and 4 ranks through `shoal run`: nanoseconds of one call of `due`, as `Run.tick` makes it
+without a signal, and milliseconds from a signal to one rank until every rank knows the last tick. Then
+the step of a small training loop with and without it, interleaved in rounds in a rotating order, as the
+median of the ratios within rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = 200
 
 
 def cost(world: shoal.World) -> float:
-    """Nanoseconds of one call of `due`."""
+    """Return the nanoseconds of one call of `due`."""
     stopping = Stopping(world)
     stopping.start()
     world.barrier()
@@ -47,7 +47,7 @@ def cost(world: shoal.World) -> float:
 
 
 def agreement(world: shoal.World) -> float:
-    """Milliseconds from a signal to the last rank until all ranks know; ranks share one clock."""
+    """Return the milliseconds from a signal to the last rank until all ranks know, by one clock."""
     stopping = Stopping(world)
     stopping.start()
     world.barrier()
@@ -62,7 +62,7 @@ def agreement(world: shoal.World) -> float:
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, stopping: Stopping | None) -> float:
-    """Seconds of STEPS steps, each followed by `due` where there is a `stopping`."""
+    """Return the seconds of STEPS steps, each followed by `due` if there is a `stopping`."""
     inputs = torch.randn(16, 32)
     begun = time.perf_counter()
     for _ in range(STEPS):
@@ -75,7 +75,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, stopping: Stopping
 
 
 def ratio(world: shoal.World, rounds: int) -> float:
-    """How much longer a step of a tiny model takes, as a factor."""
+    """Return the ratio of the times of a tiny model's step with and without it."""
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     steps(model, optimizer, None)
@@ -99,7 +99,7 @@ def measure(world: shoal.World, rounds: int) -> dict[str, Any]:
     spans = []
     for _ in range(rounds):
         spans.append(agreement(world))
-        signal.signal(signal.SIGUSR1, former)  # a Stopping that has stopped its run leaves its own
+        signal.signal(signal.SIGUSR1, former)  # a Stopping that has stopped its run leaves its handler
     return {
         "ranks": world.size,
         "due_ns": statistics.median(cost(world) for _ in range(5)),

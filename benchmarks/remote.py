@@ -1,17 +1,16 @@
-"""Stages on two processes by torch RPC, beside one process and beside torch's pipelining.
+"""Stages on two processes by torch RPC, compared with one process and with torch's pipelining.
 
     python benchmarks/remote.py [--rounds 10] [--steps 1] [--json]
 
-A deep stack of wide layers, compute bound, 8 micro-batches to a batch. All of it takes one thread in
-each process: one process alone with the whole model; `shoal.RPCPipeline` and `shoal.Pipeline` with
-half of the layers on each of two; and torch's own ScheduleGPipe and Schedule1F1B over the same two
-stages, with the same loss, clipping and AdamW by hand. A round runs each for the same number of
-steps, in an order drawn anew, while the others wait; speed-ups over the one process are within
-rounds.
+A deep stack of wide layers, compute bound, 8 micro-batches to a batch. Each process has one thread: one
+process alone with the full model; `shoal.RPCPipeline` and `shoal.Pipeline` with half of the layers on
+each of two; and torch's own ScheduleGPipe and Schedule1F1B over the same two stages, with the same
+loss, clipping and AdamW by hand. A round runs each for the same number of steps, in a new random order,
+while the others wait; speed-ups over the one process are within rounds.
 
-What can be had is measured too: both halves at once, of which none waits for the other or sends it
-anything. That is what two cores of this machine are worth; of two stages and 8 micro-batches each idles
-for a ninth of the time, while the pipeline fills and drains, so that 8 / 9 of it is the most.
+The possible speed-up is measured too: both halves at once, without waiting or communication. It is the
+value of two cores of this machine. With two stages and 8 micro-batches each idles for a ninth of the
+time, while the pipeline fills and drains, so 8 / 9 of it is the maximum.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Net(nn.Module):
 
 
 class Half(nn.Module):
-    """The same layers, the first or the last of them."""
+    """The first or the last of the same layers."""
 
     def __init__(self, net: Net, *, last: bool) -> None:
         super().__init__()
@@ -95,7 +94,7 @@ def through_shoal(world: shoal.World, strategy: Any) -> Iterator[float]:
 
 
 def alone() -> Iterator[float]:
-    """One process with all layers, by hand, on one of the ranks of the world."""
+    """Train all layers by hand in one process, on one of the ranks of the world."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
@@ -115,7 +114,7 @@ def alone() -> Iterator[float]:
 
 
 def apart(world: shoal.World) -> Iterator[float]:
-    """Half of the layers on each of two processes, each with inputs of its own."""
+    """Train half of the layers on each of two processes, each with its own inputs."""
     half = Half(Net(), last=world.rank == 1)
     optimizer = torch.optim.AdamW(half.parameters(), lr=1e-4)
     inputs, labels = dataset()
@@ -133,7 +132,7 @@ def apart(world: shoal.World) -> Iterator[float]:
 
 
 def by_hand(world: shoal.World, kind: type[Any]) -> Iterator[float]:
-    """torch's pipelining over two stages."""
+    """Train with torch's pipelining over two stages."""
     torch.manual_seed(0)
     half = Half(Net(), last=world.rank == 1)
     stage = PipelineStage(half, world.rank, 2, world.device, group=world.group)
@@ -198,13 +197,13 @@ def measure(world: shoal.World, rounds: int, steps: int) -> dict[str, Any]:
 
 
 def _check(losses: dict[str, list[float]]) -> None:
-    """All that train the whole model compute the same, or their times say nothing."""
+    """Check that all loops over the full model have the same losses, or their times mean nothing."""
     wanted = losses[ONE]
     for name, found in losses.items():
         if name != APART and any(
             abs(a - b) > 1e-4 * abs(b) for a, b in zip(found, wanted, strict=True)
         ):
-            raise SystemExit(f"{name} has the losses {found}, one process {wanted}")
+            raise SystemExit(f"{name} has the losses {found}, one process has {wanted}")
 
 
 def main() -> None:
@@ -232,7 +231,7 @@ def main() -> None:
     for name, own in figures.items():
         print(f"  {name:<22} {own['seconds'] * 1e3:8.1f} ms a step  {Spread(**own['speedup'])} x")
     most = FULL * figures[APART]["speedup"]["median"]
-    print(f"  the most that {MICRO_BATCHES} micro-batches can have of that: {most:.3f} x")
+    print(f"  the maximum with {MICRO_BATCHES} micro-batches: {most:.3f} x")
     reached = figures["shoal.RPCPipeline"]["speedup"]["median"]
     print(f"  RPCPipeline's aim is {AIM} x: {'reached' if reached >= AIM else 'not reached'}")
     if options.json:

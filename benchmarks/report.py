@@ -1,9 +1,9 @@
-"""How long `shoal report` takes over the events of a large run, and how much memory.
+"""Time and memory of `shoal report` on the events of a large run.
 
     python benchmarks/report.py [--ranks 64] [--steps 100000] [--json]
 
-Writes such a run, in which rank 3 computes more slowly from the middle on, and reports on it in
-processes of their own: as a page, as text and as numbers.
+It writes such a run, in which rank 3 computes more slowly from the middle on, and reports on it in
+separate processes: as a page, as text and as JSON.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 BLOCK = 512
 KINDS = 4
-"""So many ranks are made; the others have recorded what one of them has."""
+"""Number of ranks that are generated; the others are copies of these."""
 SLOW = 3
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, those of all cores, and MiB of a command, and the verdict that it printed."""
+    """Seconds, core seconds and MiB of a command, and the verdict that it printed."""
 
     form: str
     seconds: float
@@ -40,7 +40,7 @@ class Measured:
 
 
 def durations(steps: int) -> dict[str, NDArray[np.int64]]:
-    """Microseconds by part, [rank, step], of ranks that wait for each other in every step."""
+    """Return microseconds by part, [rank, step], of ranks that wait for each other in every step."""
     random = np.random.default_rng(0)
     typical = {"wait": 900, "forward": 41_000, "backward": 83_000, "update": 7_000}
     parts = {
@@ -57,7 +57,7 @@ def durations(steps: int) -> dict[str, NDArray[np.int64]]:
 
 
 def blocks(parts: dict[str, NDArray[np.int64]], rank: int) -> list[str]:
-    """The lines of a rank, but for the one that says which it is."""
+    """Return the lines of a rank, except the one with its number."""
     steps = parts["wall"].shape[1]
     ticks = np.cumsum(parts["wall"][rank])
     loss = np.round(2 + 8 * np.exp(-np.arange(steps) / steps * 5), 6)
@@ -85,7 +85,7 @@ def blocks(parts: dict[str, NDArray[np.int64]], rank: int) -> list[str]:
 
 
 def write(folder: Path, ranks: int, steps: int) -> int:
-    """Write the events of a run; how many bytes they have."""
+    """Write the events of a run; return their size in bytes."""
     parts = durations(steps)
     kinds = [blocks(parts, kind) for kind in range(KINDS)]
     (folder / "events").mkdir()
@@ -109,7 +109,7 @@ def write(folder: Path, ranks: int, steps: int) -> int:
 
 
 def measure(folder: Path, form: str, options: list[str]) -> Measured:
-    """Run the command and look at what it took."""
+    """Run the command and measure its time and memory."""
     begun = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "shoal", "report", str(folder), *options],

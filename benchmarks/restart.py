@@ -1,12 +1,12 @@
-"""How soon all ranks reduce again after SIGKILL of one, under `shoal run` and under torchrun.
+"""Time until all ranks reduce again after SIGKILL of one, under `shoal run` and under torchrun.
 
     python benchmarks/restart.py [--ranks 4] [--rounds 3] [--kills 4] [--json]
 
-A round starts the same script with either launcher, in an order that alternates; in each start a rank
-kills itself so many times, another one each time, and every time is taken from just before the kill
-to the last rank's first all-reduce afterwards. torchrun runs with
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it its ranks on Gloo read the addresses of the attempt
-before and never meet. The last column divides the medians of each round.
+A round starts the same script with either launcher, in an order that alternates. In each start
+`--kills` ranks kill themselves, one after the other. The time is from just before a kill to the last
+rank's first all-reduce afterwards. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it
+its ranks on Gloo read the addresses of the previous attempt and never connect. The last column divides
+the medians of each round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ dist.destroy_process_group()
 
 
 def command(launcher: str, ranks: int, kills: int) -> list[str]:
-    """The launcher's words before the script."""
+    """Return the command line of the launcher before the script."""
     if launcher == "shoal run":
         return [
             sys.executable,
@@ -66,7 +66,7 @@ def command(launcher: str, ranks: int, kills: int) -> list[str]:
 
 
 def measure(launcher: str, ranks: int, kills: int) -> list[float]:
-    """Seconds from each kill to the last rank's first all-reduce after it."""
+    """Return the seconds from each kill to the last rank's first all-reduce after it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "script.py"

@@ -1,8 +1,8 @@
 """The picture of the README: one training with 1, 2 and 4 processes, and killed on 4, resumed on 3.
 
-`shoal run` runs each, on scanned digits in float64; rank 1 of the killed one sends itself
-SIGKILL between two checkpoints. Above, the losses that the runs recorded; below, how far each is from
-those of one process. The extra `examples` has what this needs.
+`shoal run` runs each, on scanned digits in float64; rank 1 of the killed one sends itself SIGKILL
+between two checkpoints. The upper plot has the recorded losses, the lower one their differences from
+those of one process. Needs the extra `examples`.
 
     python benchmarks/same_loss.py [--steps 56] [--picture docs/pictures/same_loss.svg] [--json]
 """
@@ -34,7 +34,7 @@ INK = "#7d8590"  # readable on white and on black
 
 
 class Point(NamedTuple):
-    """The loss of a step, and how many processes took it."""
+    """The loss of a step, and the number of processes that took it."""
 
     step: int
     loss: float
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How a curve is drawn, and at which point its markers begin."""
+    """The style of a curve, and the first point with a marker."""
 
     colour: str
     marker: str
@@ -57,7 +57,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def train(directory: Path, steps: int, dies_after: int | None) -> None:
-    """One rank's training; rank 1 ends itself after a step, if asked to."""
+    """Train on one rank; rank 1 kills itself after a step, if asked to."""
     from sklearn.datasets import load_digits
 
     torch.set_default_dtype(torch.float64)
@@ -95,13 +95,13 @@ def launch(processes: int, directory: Path, steps: int, dies_after: int | None =
 
 
 def recorded(directory: Path) -> list[Point]:
-    """The steps of a run, each as the attempt that took it last recorded it."""
+    """Return the steps of a run, each as the last attempt that took it recorded it."""
     taken = events.steps_by_rank(directory / "events")
     return [Point(step, ranks[0]["loss"], len(ranks)) for (_, step), ranks in sorted(taken.items())]
 
 
 def measure(steps: int, folder: Path) -> dict[str, list[Point]]:
-    """The trainings by name; the first is that of one process."""
+    """Return the trainings by name; the first is that of one process."""
     found = {}
     for processes in (1, 2, 4):
         directory = folder / str(processes)
@@ -115,18 +115,18 @@ def measure(steps: int, folder: Path) -> dict[str, list[Point]]:
 
 
 def distances(curve: list[Point], one: list[Point]) -> list[float]:
-    """Of each step, how far its loss is from that of one process."""
+    """Return the difference of each step's loss from that of one process."""
     return [abs(point.loss - other.loss) for point, other in zip(curve, one, strict=True)]
 
 
 def resized(curve: list[Point]) -> int | None:
-    """The last step before the number of processes changed."""
+    """Return the last step before the number of processes changed."""
     pairs = itertools.pairwise(curve)
     return next((one.step for one, other in pairs if one.processes != other.processes), None)
 
 
 def draw(found: dict[str, list[Point]], path: Path) -> None:
-    """The losses, and below them their distances, as an SVG without a background."""
+    """Draw the losses, and below them their differences, as an SVG without a background."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -167,7 +167,7 @@ def draw(found: dict[str, list[Point]], path: Path) -> None:
 
 
 def compare(steps: int, picture: Path | None, *, as_json: bool) -> None:
-    """Run the trainings; print and draw what they came to."""
+    """Run the trainings; print and draw the results."""
     with tempfile.TemporaryDirectory() as folder:
         found = measure(steps, Path(folder))
     one, *_ = found.values()
@@ -184,7 +184,7 @@ def compare(steps: int, picture: Path | None, *, as_json: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=56)
-    parser.add_argument("--picture", type=Path, help="where to draw; without it, nothing is drawn")
+    parser.add_argument("--picture", type=Path, help="file of the picture. Default: none is drawn")
     parser.add_argument("--json", action="store_true", help="end with one JSON object of the figures")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dies-after", type=int, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""What repeats of a measurement come to: the middle, and how far they lie apart."""
+"""Summaries of repeated measurements: the median and the range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The median of some repeats, and the two values between which the others lie."""
+    """The median of some repeats, and the bounds of the others."""
 
     median: float
     low: float
@@ -21,12 +21,12 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """From the lowest to the highest."""
+    """Return the median, the lowest and the highest value."""
     return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """From the first quartile to the third: of many rounds on a machine with neighbours."""
+    """Return the median and the quartiles, for many rounds on a machine with other load."""
     if len(values) == 1:
         return spread(values)
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -34,7 +34,7 @@ def quartiles(values: Sequence[float]) -> Spread:
 
 
 def interval(values: Sequence[float]) -> Spread:
-    """The median and its interval of 95 % confidence, by order statistics; of few, all values."""
+    """Return the median and its 95 % confidence interval by order statistics; for few, all values."""
     ordered, count = sorted(values), len(values)
     below = 0
     chance = 0.5**count

@@ -1,4 +1,4 @@
-"""From the command to the first all-reduce of the slowest rank: `shoal run` beside `torchrun`.
+"""Time from the command to the first all-reduce of the slowest rank: `shoal run` and `torchrun`.
 
 Both start the same script, in turn, so that both see the same machine. Aims: `shoal run` at most
 0.6 x torchrun's time, `shoal --help` under 0.3 s.
@@ -6,15 +6,15 @@ Both start the same script, in turn, so that both see the same machine. Aims: `s
     python benchmarks/start.py [--processes 2] [--repeats 7] [--json]
     python benchmarks/start.py --scale 1 2 4 8 16 32 64 [--repeats 3] [--json]
 
-With `--scale` so many processes are started at once, each importing for itself, as srun and mpirun do
-it. Shown are the seconds of processor time that the imports take in a rank, the seconds until the
-slowest has imported, and those from there until `shoal.init` and a first barrier are over on all. For
-more ranks, and nodes of c cores with r ranks each, the start is modelled as
+With `--scale`, N processes are started at once, each with its own imports, as under srun and mpirun.
+The output has the seconds of processor time that the imports take in a rank, the seconds until the
+slowest has imported, and those from there until `shoal.init` and a first barrier are over on all ranks.
+For more ranks, and nodes of c cores with r ranks each, the start is modelled as
 
     imports x max(1, r / c) + a + b x ranks
 
-where `imports` is the median of the processor time, and a and b come from least squares over what was
-measured. All ranks share this machine's cores, so b is more than on machines of their own.
+where `imports` is the median of the processor time, and a and b are a least-squares fit to the
+measurements. All ranks use this machine's cores, so b is larger than on separate machines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ dist.destroy_process_group()
 
 
 def first_reduce(command: Sequence[str], script: Path, processes: int) -> float:
-    """Seconds from starting `command` to the end of its slowest rank's first all-reduce."""
+    """Return the seconds from starting `command` to the end of its slowest rank's first all-reduce."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         subprocess.run(
@@ -77,7 +77,7 @@ BEYOND = (256, 1024)
 
 
 def together(processes: int, script: Path) -> tuple[float, float, float]:
-    """Of ranks that start at once: processor seconds of imports, the slowest's import, then forming."""
+    """Start ranks at once; return seconds: processor time of imports, slowest imports, forming."""
     with tempfile.TemporaryDirectory() as folder:
         port, begun = str(free_port()), time.perf_counter()
         size = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
@@ -103,7 +103,7 @@ def together(processes: int, script: Path) -> tuple[float, float, float]:
 
 
 def scale(sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Spread]]:
-    """For each number of processes the three durations of `together`."""
+    """Return the three durations of `together` for each number of processes."""
     found: dict[int, list[tuple[float, float, float]]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "rank.py"
@@ -120,7 +120,7 @@ def scale(sizes: Sequence[int], repeats: int) -> dict[str, dict[str, Spread]]:
 
 
 def modelled(found: dict[str, dict[str, Spread]]) -> tuple[float, float, float]:
-    """The imports, a and b of the model, in seconds; one process forms no group and is left out."""
+    """Return the imports, a and b of the model, in seconds, from sizes of at least two processes."""
     imports = statistics.median(each["imports, processor"].median for each in found.values())
     forming = {int(size): each["forming"].median for size, each in found.items() if size != "1"}
     if len(forming) < 2:
@@ -145,14 +145,14 @@ def show_scale(sizes: Sequence[int], repeats: int, *, as_json: bool) -> None:
 
 
 def free_port() -> int:
-    """A port that is free now; the static rendezvous of torchrun finds none by itself."""
+    """Return a port that is free now; the static rendezvous of torchrun finds none by itself."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def duration(command: Sequence[str]) -> float:
-    """Seconds that a command takes from start to end."""
+    """Return the seconds of a command from start to end."""
     started = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
     return time.perf_counter() - started
@@ -174,7 +174,7 @@ def measure(processes: int, repeats: int) -> dict[str, Spread]:
         script.write_text(SCRIPT)
         # Once each for the file system's cache, uncounted.
         for repeat in range(-1, repeats):
-            # In turn, and each first half of the time, so that neither always follows the other.
+            # In turn, and each is first half of the time, so that neither always follows the other.
             for name in sorted(runs, reverse=bool(repeat % 2)):
                 value = first_reduce(runs[name], script, processes)
                 times[name] += [value] if repeat >= 0 else []
@@ -191,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="so many ranks at once")
+    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="numbers of ranks to start")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     options = parser.parse_args()
     if options.scale:

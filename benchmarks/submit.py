@@ -1,4 +1,4 @@
-"""From sbatch to the first optimizer step on real Slurm: Shoal beside hand-written torch.
+"""Time from sbatch to the first optimizer step on real Slurm: Shoal and hand-written torch.
 
 python benchmarks/submit.py [--nodes 2] [--per-node 2] [--rounds 10]
 
@@ -81,7 +81,7 @@ srun {python} train.py
 
 
 def prepare(cluster: Cluster, folder: Path, nodes: int, per_node: int) -> dict[str, Path]:
-    """A directory for each contender, with its script and its batch script."""
+    """Create a directory for each contender, with its script and its batch script."""
     found = {}
     for name, script in (("Shoal", SHOAL), ("hand-written", BY_HAND)):
         place = folder / name
@@ -99,7 +99,7 @@ def prepare(cluster: Cluster, folder: Path, nodes: int, per_node: int) -> dict[s
 
 
 def measure(cluster: Cluster, place: Path) -> float:
-    """Seconds from sbatch to the end of the first step."""
+    """Return the seconds from sbatch to the end of the first step."""
     stepped = place / "stepped"
     stepped.unlink(missing_ok=True)
     cluster.wait_idle()
@@ -132,7 +132,7 @@ def main() -> None:
     for name, times in found.items():
         print(f"{name:>14}  {quartiles(times[1:])}")
     longer = [a - b for a, b in zip(found["Shoal"], found["hand-written"], strict=True)]
-    print(f"Shoal's later by {quartiles(longer[1:])}; the aim is 0.3 at most")
+    print(f"Shoal takes longer by {quartiles(longer[1:])} s; the aim is at most 0.3 s")
 
 
 if __name__ == "__main__":

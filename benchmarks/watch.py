@@ -1,4 +1,4 @@
-"""What the watch over hangs costs a training that does not hang, and the check of its first steps.
+"""Overhead of hang detection, and of the check of collectives in the first steps.
 
     python benchmarks/watch.py [--rounds 40] [--steps 100] [--json]
 
@@ -36,7 +36,7 @@ def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 def begin(world: shoal.World, mode: str) -> ExitStack:
-    """Start what a mode has; closing the stack ends it."""
+    """Start what a mode needs; closing the stack ends it."""
     started = ExitStack()
     matching = Matching(world.rank) if mode == "watch and check" else None
     if matching is not None:
@@ -54,7 +54,7 @@ def begin(world: shoal.World, mode: str) -> ExitStack:
 
 
 def rounds(world: shoal.World, count: int, steps: int) -> dict[str, list[float]]:
-    """Microseconds a step, of each mode, round by round."""
+    """Return the microseconds per step of each mode, round by round."""
     model = shoal.parallelize(torch.nn.Linear(WIDTH, WIDTH), world)
     step = shoal.Step(model, torch.optim.SGD(model.parameters(), lr=1e-4), shoal.Task(loss))
     loader = shoal.Loader((torch.randn(1024, WIDTH),), world, batch_size=BATCH)
@@ -66,8 +66,8 @@ def rounds(world: shoal.World, count: int, steps: int) -> dict[str, list[float]]
         turn = number % len(MODES)
         for mode in MODES[turn:] + MODES[:turn]:
             with begin(world, mode):
-                gc.collect()  # what a beginning leaves is not what a step costs
-                for batch in islice(data, SETTLE):  # in which a thread has time to begin
+                gc.collect()  # garbage of the start does not belong to a step
+                for batch in islice(data, SETTLE):  # time for a thread to start
                     step(batch)
                 world.barrier()
                 begun = time.perf_counter()
@@ -79,7 +79,7 @@ def rounds(world: shoal.World, count: int, steps: int) -> dict[str, list[float]]
 
 def work(count: int, steps: int) -> None:
     with shoal.init(seed=0) as world:
-        world.watchdog.leave()  # it would be there in all modes
+        world.watchdog.leave()  # it would run in all modes
         times = rounds(world, count, steps)
         if world.is_rank_zero:
             print(json.dumps(times), flush=True)

@@ -1,13 +1,13 @@
-"""A small GPT on the bytes of Python's standard library: bits per byte, beside gzip and xz.
+"""A small GPT on the bytes of Python's standard library: bits per byte, compared with gzip and xz.
 
 python examples/bytes_lm.py
 shoal run -n 2 examples/bytes_lm.py -- --run runs/bytes-2
 python examples/bytes_lm.py --run runs/longer --bytes 10_000_000 --steps 5000 --ema 0.999
 shoal run -n 4 examples/bytes_lm.py -- --run runs/four --layout shard=2,tensor=2
 
-`--layout` takes any, such as shard=-1, tensor=2, context=2, pipeline=2 or replicate=2,pipeline=2; the
-bits per byte stay the same. A minute's training does not reach gzip. xz also gets the chance to read
-the training files first.
+`--layout` takes any layout, such as shard=-1, tensor=2, context=2, pipeline=2 or
+replicate=2,pipeline=2; the bits per byte stay the same. A minute of training does not reach gzip. "xz+"
+is xz after it has read the training files.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 import shoal
 
-PADDING = 0  # a byte that Python source never has; it stands before a file and after its end
+PADDING = 0  # a byte that Python source never has; it is before a file and after its end
 
 
 def read_library(wanted: int) -> list[bytes]:
-    """Files of the standard library in an order that mixes its packages, about `wanted` bytes."""
+    """Return about `wanted` bytes of files of the standard library, with its packages mixed."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in folder.rglob("*.py") if not {"site-packages", "test"} & set(path.parts)]
     files, total = [], 0
@@ -41,7 +41,7 @@ def read_library(wanted: int) -> list[bytes]:
 
 
 def windows(files: list[bytes], context: int) -> Tensor:
-    """Rows of `context` bytes and the one before them; together every byte of every file once."""
+    """Return rows of `context` bytes and the one before; together every byte of every file once."""
     rows = []
     for file in files:
         text = bytes([PADDING]) + file
@@ -84,14 +84,14 @@ def inputs(rows: Tensor) -> Tensor:
 
 
 def loss(output: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows hold different numbers of bytes: the sum is divided by how many there really are."""
+    """Return the loss sum and the number of bytes, which differs between rows."""
     targets = rows[:, 1:].long().flatten()
     total = F.cross_entropy(output.flatten(0, 1), targets, ignore_index=PADDING, reduction="sum")
     return total, (targets != PADDING).sum()
 
 
 def strategies(world: shoal.World, options: argparse.Namespace) -> list[Any] | None:
-    """What serves the axes of the layout; replicas and shards alone need no word."""
+    """Return strategies for the axes of the layout; `replicate` and `shard` alone need none."""
     degree = world.layout.degree
     chosen: list[Any] = []
     if degree("context") > 1:
@@ -101,7 +101,7 @@ def strategies(world: shoal.World, options: argparse.Namespace) -> list[Any] | N
     if degree("pipeline") > 1:
         rows = options.batch_size // world.data_size // options.micro_batches
         text = torch.zeros(max(rows, 1), options.context, dtype=torch.int)
-        chosen.append(shoal.Pipeline(example_args=(text,)))  # cut by what its parts cost
+        chosen.append(shoal.Pipeline(example_args=(text,)))  # stages are balanced by their cost
     elif chosen and degree("shard") > 1:
         chosen.append(shoal.FSDP())
     return chosen or None
@@ -149,6 +149,6 @@ if __name__ == "__main__":
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--ema", type=float, help="the decay of averaged parameters, as 0.99")
+    parser.add_argument("--ema", type=float, help="decay of averaged parameters, such as 0.99")
     parser.add_argument("--layout", default="replicate=-1")
     main(parser.parse_args())

@@ -1,10 +1,10 @@
-"""What each compression of gradients saves and costs: the same training with each, one after the other.
+"""Compare methods of gradient compression: bytes, time and accuracy of the same training with each.
 
 shoal run -n 2 examples/compression.py
 srun -N 4 python examples/compression.py --epochs 10
 
-Bytes are those that the first rank's machine sent meanwhile, as its kernel counts them: of all ranks
-on it, and of whatever else it does.
+Bytes are those that the first rank's machine sent meanwhile, counted by its kernel. They include those
+of all ranks on it and of other programs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WAYS = {
     "int8": shoal.DDP(compression="int8"),
     "PowerSGD": shoal.DDP(compression=shoal.PowerSGD(rank=4)),
     "TopK": shoal.DDP(compression=shoal.TopK(ratio=0.01)),
-    "auto": shoal.DDP(compression="auto"),  # prints what it measured, and what it chose
+    "auto": shoal.DDP(compression="auto"),  # prints its measurements and its choice
 }
 
 
@@ -40,7 +40,7 @@ def main(epochs: int) -> None:
     training, validation = shuffled[:1437], shuffled[1437:]
     with shoal.init(seed=0) as world:
         for name, strategy in WAYS.items():
-            torch.manual_seed(0)  # each begins with the same parameters
+            torch.manual_seed(0)  # each starts with the same parameters
             net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU())
             net.append(nn.Linear(512, 10))
             model = shoal.parallelize(net, world, strategy)

@@ -1,7 +1,8 @@
-"""What Shoal promises, shown in a minute: `make demo`.
+"""A demo of exact scaling and exact resume in a minute: `make demo`.
 
-Trains examples/digits.py with one and with three processes and compares. Kills one process in the
-middle of a save. Resumes with the same command and compares with the uninterrupted training.
+It trains examples/digits.py with one and with three processes and compares the losses. It kills one
+process in the middle of a save, resumes with the same command and compares the result with an
+uninterrupted training.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def hold(event, arguments):
 sys.addaudithook(hold)
 """
 """A sitecustomize.py, which Python imports at its start: the thread of rank 1 that writes a checkpoint
-after step 60 stops where it opens its file, and leaves its process id where the demo looks for it."""
+after step 60 stops when it opens its file, and writes its process ID to a file for the demo."""
 
 
 def main() -> None:
@@ -70,7 +71,7 @@ def main() -> None:
     )
     print(f"\nrun directories: {RUNS}", flush=True)
     if repeated or missed or not same or worst > 1e-6:
-        raise SystemExit("the demo did not keep the promises")
+        raise SystemExit("the demo failed: a result is not exact")
 
 
 def title(text: str) -> None:
@@ -97,7 +98,7 @@ def shown(command: list[str]) -> str:
 
 
 def kill_in_a_save(directory: Path) -> str:
-    """Start the training, and kill rank 1 while it writes its part of a checkpoint."""
+    """Start the training, kill rank 1 while it writes its part of a save, and return the report."""
     command = three(directory)
     print("$", shown(command), flush=True)
     with TemporaryDirectory() as place:
@@ -118,13 +119,13 @@ def kill_in_a_save(directory: Path) -> str:
     step = under_way.name.removesuffix(".partial")
     return (
         f"{report}\n"
-        f"(the demo sent this signal, while rank 1 wrote its part of {step})\n"
+        f"(the demo sent this signal while rank 1 wrote its part of {step})\n"
         f"newest checkpoint: {newest(directory).name}"
     )
 
 
 def newest(directory: Path) -> Path:
-    """The newest checkpoint of a run directory."""
+    """Return the newest checkpoint of a run directory."""
     checkpoints = (directory / "checkpoints").glob("step-*[0-9]")
     return max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -140,7 +141,7 @@ def losses(directory: Path) -> dict[int, float]:
 
 
 def consumed(directory: Path) -> tuple[int, int]:
-    """How many positions of the training were consumed more than once, and how many never."""
+    """Return how many positions were consumed more than once, and how many were never consumed."""
     counts: Counter[int] = Counter()
     end = 0
     for ranks in events.steps_by_rank(directory / "events").values():
@@ -151,7 +152,7 @@ def consumed(directory: Path) -> tuple[int, int]:
 
 
 def tensors(directory: Path) -> dict[str, bytes]:
-    """Every tensor of the newest checkpoint, as bytes."""
+    """Return every tensor of the newest checkpoint, as bytes."""
     return {
         name: tensor.numpy().tobytes()
         for file in sorted(newest(directory).glob("*.safetensors"))

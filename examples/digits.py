@@ -1,4 +1,4 @@
-"""Scanned digits: a small convolutional network and its own loop, on any number of processes.
+"""Scanned digits: a small convolutional network, a custom training loop, any number of processes.
 
 python examples/digits.py
 shoal run -n 3 examples/digits.py -- --run runs/digits --epochs 20
@@ -19,7 +19,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def main(directory: str, epochs: int) -> None:
-    torch.set_default_dtype(torch.float64)  # small enough; differences then show rounding alone
+    torch.set_default_dtype(torch.float64)  # the model is small; differences are then rounding only
     digits = load_digits()
     images = torch.tensor(digits.images)[:, None] / 16
     labels = torch.tensor(digits.target)

@@ -1,10 +1,10 @@
-"""Ranks that meet seldom: DiLoCo beside LocalSGD and DDP, on scanned digits.
+"""Ranks that rarely communicate: DiLoCo compared with LocalSGD and DDP, on scanned digits.
 
 shoal run -n 2 examples/diloco.py
 shoal run -n 4 examples/diloco.py -- --way LocalSGD --every 8 --run runs/local
 shoal report runs/diloco
 
-Started again it goes on, on any number of ranks. What goes over the wire is in the report.
+Run it again to resume, on any number of ranks. The report shows the bytes sent over the network.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> None:
             for batch in data.epochs(options.epochs):
                 step(batch)
                 run.tick(every=100)
-            run.save()  # an averaging too: from here on all ranks hold the same parameters
+            run.save()  # this also averages: from here on all ranks hold the same parameters
         held_out = (images[validation], labels[validation])
         result = shoal.evaluate(step, held_out, metrics={"accuracy": shoal.Accuracy()})
         meetings = step.number // (1 if options.way == "DDP" else options.every)

@@ -1,13 +1,13 @@
-"""A surrogate of a 2-D flow: a network learns the time step of a spectral solver, given shoal.train.
+"""A surrogate of a 2-D flow: a network learns the time step of a spectral solver with shoal.train.
 
 python examples/emulator.py
 shoal run -n 2 examples/emulator.py -- --run runs/emulator-2
 python examples/emulator.py --run runs/fine --size 128 --flows 200
 
-The vorticity of a decaying flow in a periodic box (Navier-Stokes, pseudo-spectral) is known at `--size`
+The vorticity of a decaying flow in a periodic box (Navier-Stokes, pseudo-spectral) is given at `--size`
 x `--size` points, and the network predicts it a quarter of a unit of time ahead. Afterwards picture.png
-in the run directory shows truth, prediction and error one and four steps ahead, for a flow that was not
-trained on.
+in the run directory shows truth, prediction and error one and four steps ahead, for a flow from the
+validation set.
 """
 
 import argparse
@@ -27,7 +27,10 @@ SNAPSHOTS = 20  # of each flow, a quarter of a unit of time apart
 
 
 def solve(flows: int, size: int) -> NDArray[np.float32]:
-    """Vorticity w, shape (flows, SNAPSHOTS, size, size): dw/dt + (u, v) grad w = VISCOSITY lap w."""
+    """Return the vorticity w, shape (flows, SNAPSHOTS, size, size).
+
+    It solves dw/dt + (u, v) grad w = VISCOSITY lap w.
+    """
     kx = np.fft.fftfreq(size, 1 / size)[:, None]
     ky = np.fft.rfftfreq(size, 1 / size)[None]
     squared = kx**2 + ky**2
@@ -60,7 +63,7 @@ def solve(flows: int, size: int) -> NDArray[np.float32]:
 
 
 class Emulator(nn.Module):
-    """Adds to a field what convolutions on its torus make of it; dilation carries them far."""
+    """Adds to a field the output of convolutions on its torus; dilation gives them a wide range."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,7 +89,7 @@ def relative_error(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def pairs(flows: Tensor) -> tuple[Tensor, Tensor]:
-    """Every snapshot and the next one."""
+    """Return every snapshot and the next one."""
     return flows[:, :-1].flatten(0, 1), flows[:, 1:].flatten(0, 1)
 
 

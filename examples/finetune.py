@@ -1,16 +1,16 @@
-"""A causal language model of Hugging Face transformers, through shoal.train or your own loop.
+"""A causal language model of Hugging Face transformers, with shoal.train or a custom training loop.
 
 python examples/finetune.py
 python examples/finetune.py --own-loop --run runs/finetune-own
 python examples/finetune.py --lora --run runs/finetune-lora
 shoal run -n 2 examples/finetune.py -- --run runs/finetune-2
 
-The model answers a question of some digits with the same digits sorted. Questions are of different
-lengths, so batches are padded; only answers are labelled, all else is -100. Started again with more
---epochs, each goes on where its run directory ends.
+The model answers a question of some digits with the same digits sorted. Questions have different
+lengths, so batches are padded. Only answers have labels; all other labels are -100. Run it again with
+more --epochs to resume from its run directory.
 
-In float32 rounding grows: one and two processes agree to 1e-6 for 60 steps and to 1e-4 for 100; later
-they part as much as after changing a single weight by a millionth.
+In float32 rounding errors grow: one and two processes agree to 1e-6 for 60 steps and to 1e-4 for 100.
+Later they differ as much as after changing a single weight by a millionth.
 """
 
 import argparse
@@ -41,14 +41,14 @@ def questions(count: int, longest: int, seed: int) -> list[dict[str, Tensor]]:
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What the model is called with, by keyword."""
+    """Return the keyword arguments of the model."""
     tokens = pad_sequence([sample["input_ids"] for sample in samples], True, PAD)
     labels = pad_sequence([sample["labels"] for sample in samples], True, IGNORED)
     return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(), "labels": labels}
 
 
 def loss(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """transformers returns the mean over the labels that count; token i is predicted from i - 1."""
+    """Return the loss sum: transformers returns the mean; token i is predicted from i - 1."""
     counted = (batch["labels"][:, 1:] != IGNORED).sum()
     return output.loss * counted, counted
 
@@ -59,7 +59,7 @@ def correct(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_model(*, lora: bool) -> PreTrainedModel | PeftModel:
-    """In place of this small random one: AutoModelForCausalLM.from_pretrained("/path/or/name")."""
+    """Return a small random model. Instead: AutoModelForCausalLM.from_pretrained("/path/or/name")."""
     config = LlamaConfig(
         vocab_size=13,
         pad_token_id=PAD,
@@ -81,7 +81,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_own(model: nn.Module, data: Any, options: argparse.Namespace, world: shoal.World) -> None:
-    """What shoal.train does, by hand."""
+    """Train with a custom training loop, as shoal.train does."""
     shoal.parallelize(model, world)
     optimizer = make_optimizer(model)
     loader = shoal.Loader(data, world, batch_size=options.batch_size, collate_fn=collate)
@@ -136,5 +136,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--own-loop", action="store_true")
-    parser.add_argument("--lora", action="store_true", help="train adapters alone")
+    parser.add_argument("--lora", action="store_true", help="train only LoRA adapters")
     main(parser.parse_args())

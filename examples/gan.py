@@ -2,10 +2,10 @@
 
 python examples/gan.py
 shoal run -n 2 examples/gan.py -- --run runs/gan-2
-python examples/gan.py --steps 4000    # goes on where runs/gan ends
+python examples/gan.py --steps 4000    # resumes runs/gan
 
-The points of eight Gaussians on a circle are imitated. Latent noise belongs to samples, so any number
-of processes draws the same.
+It learns the distribution of eight Gaussians on a circle. Latent noise belongs to samples, so any
+number of processes draws the same.
 """
 
 import argparse
@@ -21,7 +21,7 @@ LATENT, MODES, SPREAD = 4, 8, 0.1
 
 
 def circle(samples: int) -> Tensor:
-    """Points around eight places on the unit circle, shape (samples, 2)."""
+    """Return points around eight places on the unit circle, shape (samples, 2)."""
     random = torch.Generator().manual_seed(0)
     angles = 2 * math.pi / MODES * torch.randint(MODES, (samples,), generator=random)
     return torch.stack([angles.cos(), angles.sin()], 1) + SPREAD * torch.randn(
@@ -35,12 +35,12 @@ def network(inputs: int, outputs: int) -> nn.Module:
 
 
 def latent(points: Tensor, noise: shoal.Noise) -> Tensor:
-    """A row for each sample of the batch, by its position in the training."""
+    """Return a row for each sample of the batch, by its position in the training."""
     return noise.normal(LATENT, dtype=points.dtype).to(points.device)
 
 
 def main(directory: str, steps: int) -> None:
-    torch.set_default_dtype(torch.float64)  # small enough; differences then show rounding alone
+    torch.set_default_dtype(torch.float64)  # the model is small; differences are then rounding only
     points = circle(4_000)
     with shoal.init(seed=0) as world:
         generator = shoal.parallelize(network(LATENT, 2), world)

@@ -4,8 +4,8 @@ python examples/hogwild.py
 shoal run -n 3 examples/hogwild.py
 shoal run -n 3 examples/hogwild.py -- --staleness 4
 
-Points are told apart by a small network. The last worker sleeps in each step, as one on a busy core
-would; the others don't wait for it, unless a bound says so. Kill a worker meanwhile: the others go on.
+A small network classifies points. The last worker sleeps in each step, as if it were on a busy core.
+The others don't wait for it, unless `--staleness` is given. If you kill a worker, the others continue.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from shoal.strategies.asynchronous.hogwild import HogwildEngine
 
 
 def data(samples: int) -> tuple[Tensor, Tensor]:
-    """Points, and in which of ten random directions each lies furthest."""
+    """Return points, and in which of ten random directions each is furthest."""
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(samples, 16, generator=generator)
     return points, (points @ torch.randn(16, 10, generator=generator)).argmax(1)
@@ -35,7 +35,7 @@ def main(options: argparse.Namespace) -> None:
     with shoal.init(seed=0) as world:
         net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
         model = shoal.parallelize(net, world, shoal.Hogwild(max_staleness=options.staleness))
-        # Each worker steps on its share of a batch: the rate is one for batches of that size.
+        # Each worker steps on its local batch: the learning rate is for batches of that size.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         step = shoal.Step(model, optimizer, shoal.Task(loss), clip=1.0)
         samples = data(options.samples)
@@ -49,13 +49,13 @@ def main(options: argparse.Namespace) -> None:
                 time.sleep(slow)
                 run.tick()
             seconds = time.perf_counter() - begun
-            run.save()  # all meet here, and agree on the parameters
+            run.save()  # all workers wait for each other here, and agree on the parameters
         result = shoal.evaluate(step, samples, metrics={"accuracy": shoal.Accuracy()})
         engine = engine_of(model)
         if isinstance(engine, HogwildEngine):
             few = {n: times for n, times in sorted(engine.staleness.items()) if n < 10}
             more = sum(engine.staleness.values()) - sum(few.values())
-            behind = f"its updates were so many behind: {few}, and {more} more than 9"
+            behind = f"updates by staleness: {few}, and {more} above 9"
             print(f"worker {world.rank}: {seconds:.1f} s; {behind}")
         world.print(f"accuracy {result['accuracy']:.1%} of {result['samples']:,} samples")
 
@@ -65,6 +65,6 @@ if __name__ == "__main__":
     parser.add_argument("--run", default="runs/hogwild")
     parser.add_argument("--samples", type=int, default=4_000)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--staleness", type=int, help="steps a worker may be ahead of the slowest")
-    parser.add_argument("--slow", type=float, default=0.01, help="seconds that the last one sleeps")
+    parser.add_argument("--staleness", type=int, help="steps that a worker may be ahead of the slowest")
+    parser.add_argument("--slow", type=float, default=0.01, help="seconds that the last worker sleeps")
     main(parser.parse_args())

@@ -1,13 +1,14 @@
 """MNIST: a dense network, from IDX files in a directory, on any number of processes.
 
-python examples/mnist_standin.py    # where there is no MNIST: 70,000 printed digits
+python examples/mnist_standin.py    # if you have no MNIST: 70,000 printed digits
 python examples/mnist.py
 shoal run -n 2 examples/mnist.py -- --run runs/mnist-2
 python examples/mnist.py --data /path/to/MNIST/raw --run runs/mnist-real
 
-Without --data the files are taken from $DSDIR/MNIST/raw, where torchvision keeps them and computing
-centres often have them, or from where the stand-in is. In float64, so that any number of processes
-shows the same digits: in float32, rounding alone moves the test loss by a tenth over 2,000 steps.
+Without --data the files are read from $DSDIR/MNIST/raw, where torchvision keeps them and computing
+centres often have them, or from the directory of mnist_standin.py. The model uses float64, so that any
+number of processes shows the same digits: in float32, rounding alone moves the test loss by a tenth
+over 2,000 steps.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import shoal
 
 
 def read_idx(path: Path) -> Tensor:
-    """The bytes of an IDX file, compressed or not, in the shape that its head tells."""
+    """Return the bytes of an IDX file, compressed or not, in the shape given by its header."""
     if path.exists():
         data = path.read_bytes()
     else:
@@ -41,7 +42,7 @@ def read(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def inputs(batch: tuple[Tensor, Tensor]) -> Tensor:
-    return batch[0] / 255  # images stay bytes until they are needed
+    return batch[0] / 255  # images stay bytes until they are used
 
 
 def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
@@ -50,7 +51,9 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 def main(data: Path, directory: str, epochs: int, batch_size: int, rate: float) -> None:
     if not any(data.glob("train-images*")):
-        raise SystemExit(f"no MNIST in {data}; for a stand-in: python examples/mnist_standin.py {data}")
+        raise SystemExit(
+            f"no MNIST in {data}; for a substitute: python examples/mnist_standin.py {data}"
+        )
     torch.set_default_dtype(torch.float64)
     training, test = read(data, "train"), read(data, "t10k")
     with shoal.init(seed=0) as world:

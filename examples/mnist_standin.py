@@ -1,10 +1,11 @@
-"""A stand-in for MNIST, for machines without a network: digits of matplotlib's fonts, as IDX files.
+"""A substitute for MNIST, for machines without a network: digits of matplotlib's fonts, as IDX files.
 
 python examples/mnist_standin.py
 python examples/mnist_standin.py runs/packed --gzip
 
-60,000 and 10,000 images of 28 x 28 bytes with labels, in files named as MNIST's are, the same each
-time. Every image is a printed digit, turned, scaled, sheared and moved at random.
+It writes 60,000 and 10,000 images of 28 x 28 bytes with labels, in files with the names of MNIST's. The
+files are the same each time. Every image is a printed digit, randomly rotated, scaled, sheared and
+shifted.
 """
 
 import argparse
@@ -26,7 +27,7 @@ LARGE = 56  # pixels at which glyphs are drawn, twice those of an image
 
 
 def glyphs() -> Tensor:
-    """Every digit in every font, shape (fonts, 10, LARGE, LARGE), from 0 to 1."""
+    """Return every digit in every font, shape (fonts, 10, LARGE, LARGE), from 0 to 1."""
     folder = Path(matplotlib.get_data_path()) / "fonts/ttf"
     fonts = [ImageFont.truetype(folder / f"{name}.ttf", 44) for name in (*FONTS, *MORE_FONTS)]
     return torch.stack([torch.stack([glyph(font, str(n)) for n in range(10)]) for font in fonts])
@@ -41,7 +42,7 @@ def glyph(font: ImageFont.FreeTypeFont, digit: str) -> Tensor:
 
 
 def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """`count` images, shape (count, 28, 28), and their labels, as bytes."""
+    """Return `count` images, shape (count, 28, 28), and their labels, as bytes."""
     random = torch.Generator().manual_seed(seed)
     drawn = glyphs()
     labels = torch.randint(10, (count,), generator=random)
@@ -54,14 +55,14 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     for part in torch.arange(count).split(5000):
         maps = torch.stack([top[part], bottom[part]], 1)
         grid = F.affine_grid(maps, [len(part), 1, 28, 28], align_corners=False)
-        # Each pixel is sampled from glyphs of twice its size, so these are halved before.
+        # Each pixel is sampled from glyphs of twice its size, so these are halved first.
         shapes = F.avg_pool2d(drawn[font[part], labels[part]][:, None], 2)
         images.append(F.grid_sample(shapes, grid, align_corners=False)[:, 0])
     return (255 * torch.cat(images)).round().byte(), labels.byte()
 
 
 def write_idx(path: Path, array: NDArray[np.uint8], *, compress: bool) -> None:
-    """The IDX format: two zeros, 8 for bytes, the number of dimensions, the dimensions, the data."""
+    """Write the IDX format: two zeros, 8 for bytes, number of dimensions, dimensions, data."""
     head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
     data = head + array.tobytes()
     if compress:
@@ -84,6 +85,6 @@ if __name__ == "__main__":
     parser.add_argument("directory", type=Path, nargs="?", default="runs/mnist-data")
     parser.add_argument("--training", type=int, default=60_000)
     parser.add_argument("--test", type=int, default=10_000)
-    parser.add_argument("--gzip", action="store_true", help="compress the files, as MNIST's are")
+    parser.add_argument("--gzip", action="store_true", help="compress the files, as MNIST does")
     options = parser.parse_args()
     main(options.directory, options.training, options.test, compress=options.gzip)

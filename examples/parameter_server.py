@@ -3,9 +3,9 @@
 shoal run -n 3 examples/parameter_server.py
 srun -N 4 --kill-on-bad-exit=0 python examples/parameter_server.py
 
-The same as `examples/hogwild.py` but for where the parameters are. On several machines it would be
-chosen without `server=True`. Rank 0 trains too. What a worker computes is sent as the change that its
-own optimizer made; with Adam, each has moments of its own.
+The same as `examples/hogwild.py`, except for the place of the parameters. On several machines Shoal
+would choose it without `server=True`. Rank 0 trains too. A worker sends the change that its own
+optimizer made; with Adam, each worker has its own optimizer state.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import shoal
 
 
 def data(samples: int) -> tuple[Tensor, Tensor]:
-    """Noisy waves of eight frequencies, and which one each has."""
+    """Return noisy waves of eight frequencies, and the frequency of each."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(samples) % 8
     phase = torch.rand(samples, 1, generator=generator) * 6.28
@@ -50,5 +50,5 @@ if __name__ == "__main__":
     parser.add_argument("--run", default="runs/parameter_server")
     parser.add_argument("--samples", type=int, default=4_000)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--staleness", type=int, default=8, help="how many steps one may be ahead")
+    parser.add_argument("--staleness", type=int, default=8, help="steps that a worker may be ahead")
     main(parser.parse_args())

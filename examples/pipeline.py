@@ -1,12 +1,12 @@
-"""A deep network in stages: who waits when, and the same losses with every schedule.
+"""A deep network in pipeline stages: idle times of the ranks, and the same losses with every schedule.
 
 python examples/pipeline.py
 shoal run -n 2 examples/pipeline.py
 shoal run -n 2 examples/pipeline.py -- --schedule zbv --draw runs/zbv.svg
 shoal run -n 4 examples/pipeline.py -- --layout replicate=2,pipeline=2 --schedule interleaved
 
-Two spirals are told apart by a residual network. Before it trains, it prints what each rank does when:
-`2F5` is the forward of micro-batch 5 through stage 2.
+A residual network classifies the points of two spirals. Before training it prints the order of work on
+each rank: `2F5` is the forward of micro-batch 5 through stage 2.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Spirals(nn.Module):
 
 
 def spirals(points: int) -> tuple[Tensor, Tensor]:
-    """Points of two spirals with a little noise, and which of them each is on."""
+    """Return points of two spirals with a little noise, and the spiral of each."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(points) % 2
     turn = 3 * math.pi * torch.rand(points, generator=generator).sqrt()
@@ -60,7 +60,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def main(options: argparse.Namespace) -> None:
-    torch.set_default_dtype(torch.float64)  # small enough; differences then show rounding alone
+    torch.set_default_dtype(torch.float64)  # the model is small; differences are then rounding only
     data, micro_batches = spirals(2000), 8
     with shoal.init(layout=options.layout, seed=0) as world:
         ranks = world.layout.degree("pipeline")
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     parser.add_argument("--run", default="runs/pipeline")
     parser.add_argument("--layout", default="pipeline=-1")
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--draw", help="a file for the picture of the schedule, as runs/1f1b.svg")
+    parser.add_argument("--draw", help="file for a picture of the schedule, such as runs/1f1b.svg")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--epochs", type=int, default=10)
     main(parser.parse_args())

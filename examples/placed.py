@@ -1,11 +1,11 @@
-"""A network whose halves are on two devices of one process, and replicas of that.
+"""A network split over two devices of one process, and replicas of it.
 
 python examples/placed.py
 shoal run -n 2 examples/placed.py -- --run runs/placed-2    # each process has two devices
 python examples/placed.py --balance --run runs/placed-balanced
 
-Two GPUs for each process where there are several, the CPU and the GPU where there is one, the CPU taken
-for two where there is none. The forward below knows nothing of it, and the losses are the same.
+It uses two GPUs per process if there are several, the CPU and the GPU if there is one, and the CPU
+twice if there is none. The forward below does not depend on it, and the losses are the same.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Rings(nn.Module):
-    """Tells which of four rings a point is on."""
+    """Classifies points by the ring that they are on, of four."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Rings(nn.Module):
 
 
 def rings(points: int) -> tuple[Tensor, Tensor]:
-    """Points on four rings with a little noise, and the ring of each."""
+    """Return points on four rings with a little noise, and the ring of each."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(points) % 4
     angle = 2 * math.pi * torch.rand(points, generator=generator)
@@ -62,7 +62,7 @@ def loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
 
 
 def main(options: argparse.Namespace) -> None:
-    torch.set_default_dtype(torch.float64)  # small enough; differences then show rounding alone
+    torch.set_default_dtype(torch.float64)  # the model is small; differences are then rounding only
     one_gpu = torch.cuda.device_count() == 1
     devices = ("cpu", "cuda:0") if one_gpu else (0, 1)
     half = {f"blocks.{n}": devices[2 * n // BLOCKS] for n in range(BLOCKS)}
@@ -86,6 +86,6 @@ def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", default="runs/placed")
-    parser.add_argument("--balance", action="store_true", help="by memory, instead of by a map")
+    parser.add_argument("--balance", action="store_true", help="split by memory, instead of by a map")
     parser.add_argument("--epochs", type=int, default=10)
     main(parser.parse_args())

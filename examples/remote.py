@@ -4,8 +4,8 @@ python examples/remote.py
 shoal run -n 2 examples/remote.py
 shoal run -n 3 examples/remote.py -- --readers 2
 
-Does each bracket of a string that opens close again, in order? The stage "reader" is a recurrent
-network, which takes nearly all the time, and may have several ranks. At last rank 0 alone asks it.
+It learns whether all brackets of a string are closed in order. The stage "reader" is a recurrent
+network, which takes nearly all the time, and may have several ranks. At the end rank 0 alone uses it.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def balanced(string: str) -> bool:
 
 
 def grown(pairs: int, draw: random.Random) -> str:
-    """A balanced string, or one that is spoiled in one place."""
+    """Return a balanced string, or one with an error in one place."""
     string = ""
     for _ in range(pairs):
         one, two = draw.choice(("()", "[]"))

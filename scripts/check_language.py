@@ -21,12 +21,19 @@ TERMS = ROOT / "docs" / "contributing" / "terms.toml"
 CHECKED = (
     "*.md",
     "docs/**/*.md",
+    "benchmarks/*.py",
     "examples/*.md",
+    "examples/*.py",
     "scripts/**/*.py",
     "src/shoal/_torch/**/*.py",
+    "src/shoal/bench/**/*.py",
+    "src/shoal/checkpoint/**/*.py",
     "src/shoal/cli/**/*.py",
     "src/shoal/data/**/*.py",
+    "src/shoal/doctor/**/*.py",
+    "src/shoal/report/**/*.py",
     "src/shoal/strategies/**/*.py",
+    "src/shoal/telemetry/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

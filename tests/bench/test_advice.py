@@ -51,8 +51,11 @@ def test_workers_help_until_the_cores_are_busy() -> None:
 @pytest.mark.parametrize(
     ("following", "why"),
     [
-        (measured(1, 400, busy=0.5, theirs=0.3), "handing samples over costs more than loading them"),
-        (measured(1, 950, busy=0.9, theirs=0.3), "this process takes no more from them"),
+        (
+            measured(1, 400, busy=0.5, theirs=0.3),
+            "transferring samples between processes costs more than loading them",
+        ),
+        (measured(1, 950, busy=0.9, theirs=0.3), "this process can't receive more from them"),
         (
             measured(1, 950, busy=0.2, theirs=0.3, machine=0.97),
             "other processes keep this machine busy",
@@ -73,7 +76,7 @@ def test_workers_that_wait_are_told_from_those_that_compute() -> None:
 
 def test_the_most_that_was_measured_is_not_called_the_best() -> None:
     [said] = worker_advice([measured(0, 100), measured(1, 200)], 4, None)
-    assert said.endswith("2 times as many as 0; more were not measured.")
+    assert said.endswith("2 times as many as 0; higher numbers were not measured.")
 
 
 def test_what_training_needs() -> None:
@@ -85,7 +88,7 @@ def test_what_training_needs() -> None:
     )
     [_, starved] = worker_advice(found, 4, Need(samples=32, seconds=0.02, source="Training"))
     assert starved.endswith(
-        "none is enough. With num_workers=4 training would wait 75 % of its time for data."
+        "no number is enough. With num_workers=4 training would wait for data 75 % of its time."
     )
 
 
@@ -123,7 +126,7 @@ def test_what_users_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         shoal.LaunchError, match=r"ZeroDivisionError: division by zero \(.*my_sets.py:6\)"
     ):
         call_target(import_named(f"{script}:breaks", "dataset"), "it")
-    with pytest.raises(shoal.LaunchError, match="it wants a, b"):
+    with pytest.raises(shoal.LaunchError, match="it requires a, b"):
         call_target(import_named(f"{script}:greedy", "dataset"), "it", "a world")
     sys.modules.pop("my_sets")
 

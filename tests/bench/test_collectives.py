@@ -78,7 +78,7 @@ def test_ctrl_c_keeps_what_was_measured(start: Start, tmp_path: Path) -> None:
     found = machine_file.read_machine_file(tmp_path / "m.json")
     assert not found.complete
     assert found.series
-    assert "It was ended early" in ended.out
+    assert "The measurement was ended early" in ended.out
     wait_for(lambda: not running.members())
 
 

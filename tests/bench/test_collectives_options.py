@@ -45,15 +45,15 @@ def test_mpi_is_the_world_and_gloo_stands_beside_it() -> None:
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
-        ({"backends": "ucx"}, "'ucx' is none of mpi, nccl, gloo"),
-        ({"operations": "all_reduce,scan"}, "'scan' is none of all_reduce"),
+        ({"backends": "ucx"}, "'ucx' is not one of mpi, nccl, gloo"),
+        ({"operations": "all_reduce,scan"}, "'scan' is not one of all_reduce"),
         ({"sizes": "0"}, "not between 1 byte"),
         ({"sizes": "1MiB:0"}, "not between 1 byte"),
         ({"sizes": "2MiB:1MiB"}, "2MiB is more than 1MiB"),
-        ({"sizes": "many"}, "'many' is no size"),
-        ({"sizes": ""}, "'' is no size"),
+        ({"sizes": "many"}, "'many' is not a size"),
+        ({"sizes": ""}, "'' is not a size"),
         ({"sizes": "9999GiB"}, "not between"),
-        ({"repeats": 0}, "repeats are 1 or more"),
+        ({"repeats": 0}, "--repeats must be 1 or more"),
         ({"seconds": math.nan}, "seconds above 0"),
         ({"seconds": -1.0}, "seconds above 0"),
         ({"out": Path("no/such/m.json")}, "there is no directory"),
@@ -68,9 +68,9 @@ def test_what_can_not_be_asked(changed: dict[str, Any], found: str) -> None:
 @pytest.mark.parametrize(
     ("processes", "changed", "found"),
     [
-        (None, {}, "nobody to talk to"),
-        (1, {}, "nobody to talk to"),
-        (2, {"backends": "mpi"}, "no ranks of MPI"),
+        (None, {}, "no other to communicate with"),
+        (1, {}, "no other to communicate with"),
+        (2, {"backends": "mpi"}, "not ranks of MPI"),
         (2, {"sizes": "512GiB"}, "of memory"),
     ],
 )
@@ -85,9 +85,9 @@ def test_ranks_of_a_job_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(shoal.LaunchError, match="has started all ranks") as caught:
+    with pytest.raises(shoal.LaunchError, match="has already started all ranks") as caught:
         command.benchmark_collectives(request(), 2)
-    assert caught.value.fix == "leave -n out"
+    assert caught.value.fix == "remove -n"
 
 
 def test_sizes() -> None:

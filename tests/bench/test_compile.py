@@ -73,7 +73,7 @@ def test_the_real_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"batch": 0}, "a batch has 1 sample or more"),
+        ({"batch": 0}, "--batch must be 1 or more"),
         ({"seconds": 0.0}, "above 0 seconds"),
         ({"model": "no_such_model"}, "neither a built-in model"),
         ({"model": "no_such_package:f"}, "No module named"),

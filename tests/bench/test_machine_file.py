@@ -80,12 +80,12 @@ def test_unknown_fields_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda it: it.update(format="other"), "no machine file"),
+        (lambda it: it.update(format="other"), "not a machine file"),
         (lambda it: it.update(version=2), "version is 2"),
         (lambda it: it.pop("hosts"), "hosts is missing"),
-        (lambda it: it.update(cores="4"), "cores is '4', and no int"),
+        (lambda it: it.update(cores="4"), "cores is '4', not int"),
         (lambda it: it.update(cores=True), "cores is True"),
-        (lambda it: it.update(series={}), "series is no list"),
+        (lambda it: it.update(series={}), "series is not a list"),
         (lambda it: it["series"][0].update(points=[]), "0 point"),
         (lambda it: it["series"][0].update(ranks=1), r"series\[0\] has 1 rank"),
         (lambda it: it["series"][0]["points"][2].update(seconds=0.0), "took no time"),
@@ -111,7 +111,7 @@ def test_what_can_not_be_is_refused(
 def test_no_machine_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(shoal.ShoalError, match=r"it is no (JSON|machine file)"):
+    with pytest.raises(shoal.ShoalError, match=r"it is not (JSON|a machine file)"):
         read_machine_file(path)
 
 

@@ -44,8 +44,8 @@ def test_a_model_is_read_with_its_sizes_and_written_back() -> None:
     ("text", "told"),
     [
         ("resnet19", "neither a built-in model"),
-        ("gpt:depth=3", "'depth=3' is none of its sizes"),
-        ("gpt:layers=0", "no number above 0"),
+        ("gpt:depth=3", "'depth=3' is not one of its sizes"),
+        ("gpt:layers=0", "not a number above 0"),
         ("gpt:width=100,heads=7", "heads=5"),
         ("a b:c", "neither a built-in model"),
     ],
@@ -85,10 +85,10 @@ def test_over_two_rounds_each_configuration_stands_at_the_same_place(count: int,
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"backends": ("gloo", "tcp")}, "'tcp' is none of"),
+        ({"backends": ("gloo", "tcp")}, "'tcp' is not one of"),
         ({"batch": 3}, "--batch 4"),
         ({"warmup": 0}, "--warmup 1"),
-        ({"args": ("--x",)}, "only a script takes"),
+        ({"args": ("--x",)}, "only a script accepts"),
         ({"processes": (0, 1)}, "1 or more"),
         ({"model": "missing.py"}, "there is no file"),
     ],
@@ -102,7 +102,7 @@ def test_a_script_has_to_be_told_what_the_study_varies(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     options = replace(FULL, model=str(script), backends=("gloo",), args=("--run={run}",))
-    with pytest.raises(LaunchError, match="tells the script its batch"):
+    with pytest.raises(LaunchError, match="no argument passes the script its batch"):
         grid.check_study_options(options)
     options = replace(options, args=("--run={run}", "-b", "{batch}", "{steps}"))
     grid.check_study_options(options)
@@ -182,7 +182,7 @@ def test_what_is_gained_is_told_too() -> None:
     two = summary(50, forward=[10, 10], backward=[25, 25], update=[5, 5], communication=[10, 10])
     base, row = study_of(strong={1: ONE, 2: two})
     assert describe_scaling(row, base) == (
-        "2 processes give 2.00x (100 %): 20 % exposed all-reduce, 20 % won in forward and backward"
+        "2 processes give 2.00x (100 %): 20 % exposed all-reduce, 20 % gained in forward and backward"
     )
 
 
@@ -248,7 +248,7 @@ def test_more_processes_than_cores_or_gpus_and_busy_machines_are_said() -> None:
         (2, "given: x\nfound: no such layer\nfix:   y\n", "no such layer (exit code 2)"),
         (1, "  File x\nValueError: bad\x1b[2J shape\n", "ValueError: bad\\x1b[2J shape"),
         (-9, "step 3\n", "killed (SIGKILL)"),
-        (3, "", "it printed nothing (exit code 3)"),
+        (3, "", "no output (exit code 3)"),
     ],
 )
 def test_the_reason_of_a_failure_is_one_line(code: int, log: str, told: str) -> None:
@@ -354,7 +354,7 @@ def test_two_studies_are_compared_where_they_did_the_same(tmp_path: Path) -> Non
     with pytest.raises(LaunchError, match=r"the model: 'dense' and 'gpt'; the batch size: 8 and 16"):
         compare.match_studies(quad, other)
     apart = complete(tmp_path / "apart", replace(options, precisions=("bf16",)), {1: 1, 2: 1})
-    with pytest.raises(LaunchError, match="no configuration that both have measured"):
+    with pytest.raises(LaunchError, match="no configuration was measured by both"):
         compare.match_studies(quad, apart)
 
 

@@ -62,7 +62,7 @@ def test_a_node_takes_what_the_site_says_or_the_user(
 @pytest.mark.parametrize(
     ("partition", "asked", "told"),
     [
-        (None, ClusterRequest(), "how many processes a node takes"),
+        (None, ClusterRequest(), "the number of processes per node is unknown"),
         (GPUS, ClusterRequest(partition="fast"), "mini has main"),
     ],
 )
@@ -79,8 +79,8 @@ FOUR = Capacity(where="mini", tasks=4, gpus=True, cpus=8, most=4)
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ((1, 32), "at most 4 nodes with 4 processes each: 16"),
-        ((5,), "5 processes are not as many on each of 2 nodes"),
+        ((1, 32), "is 4 nodes per job with 4 processes each: 16"),
+        ((5,), "5 processes can't be split evenly over 2 nodes"),
     ],
 )
 def test_sizes_that_do_not_fit_the_nodes_are_refused(sizes: tuple[int, ...], told: str) -> None:
@@ -294,7 +294,7 @@ def test_where_slurm_is_missing_what_there_is_can_be_read(
 
 def test_what_cannot_be_submitted_is_refused_before_anything_is_made(fakes: Fakes) -> None:
     assert "the sites are" in refused(*ASKED, "--site", "mars").found
-    assert "at most 4 nodes" in refused(*ASKED, "-n", "1,32").found
+    assert "is 4 nodes per job" in refused(*ASKED, "-n", "1,32").found
     assert "no --submit" in refused("scaling", "dense", "--site", "mini").found
     assert "not a length of time" in refused(*ASKED, "--time", "0").found
     assert "a node of main has 4 GPUs" in refused(*ASKED, "--gpus-per-node", "8").found
@@ -357,5 +357,5 @@ def test_nodes_that_fewer_processes_had_and_more_had_not_are_said() -> None:
 
     assert different_nodes_note([repeat("a"), repeat("a", "b")]) is None
     assert different_nodes_note([repeat("c"), repeat("a", "b")]) == (
-        "not all processes had the same nodes, which may differ: 1 on c; 2 on a, b"
+        "not all sizes ran on the same nodes, which may differ in speed: 1 on c; 2 on a, b"
     )

@@ -97,11 +97,11 @@ def test_what_hangs_or_raises_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None
     for limit in (0.5, 5.0, 50.0):  # on a busy machine others may not be done by then
         found = examine_alone(DoctorRequest(limit=limit, run=Path("/proc")))
         bad = {one.what: one.found for one in found.findings if one.state is Severity.FAILURE}
-        if sum("no end within" in why for why in bad.values()) == 1:
+        if sum("not finished within" in why for why in bad.values()) == 1:
             break
     never.set()
     assert bad == {
-        "memory": f"could not be checked: no end within {limit:g} s",
+        "memory": f"could not be checked: not finished within {limit:g} s",
         "cores": "could not be checked: ZeroDivisionError: division by zero",
         "run directory": "could not be checked: IndexError: list index out of range",
     }
@@ -256,12 +256,12 @@ def at(gpu: str = "", **more: Any) -> placement.RankPlacement:
 
 def test_gpus_that_are_shared_or_missing() -> None:
     shared = grave(list(placement.check_placement(seen([at("A"), at("B"), at("A"), at("A")], "xxxy"))))
-    assert shared == [("GPU", Severity.FAILURE, "ranks 0,2 (x) share one GPU, H100")]
+    assert shared == [("GPU", Severity.FAILURE, "ranks 0,2 (x) use the same GPU, H100")]
     (lacking,) = grave(list(placement.check_placement(seen([at("A"), at()]))))
     assert lacking[2] == "rank 1 (node1) compute on the CPU, the others on GPUs"
     assert grave(list(placement.check_placement(seen([at("A"), at("A")])))) == []
     (unused,) = grave(list(placement.check_placement(seen([at(unused="built for the CPU only")]))))
-    assert unused[2].endswith("compute on the CPU, beside GPUs: built for the CPU only")
+    assert unused[2].endswith("compute on the CPU, despite GPUs: built for the CPU only")
     (mixed,) = grave(list(placement.check_placement(seen([at("A"), at("B", model="A100")]))))
     assert mixed[:2] == ("GPU", Severity.WARNING)
 
@@ -313,7 +313,7 @@ def nvml(**more: Any) -> SimpleNamespace:
         ({"DeviceGetTotalEccErrors": FakeError("not supported")}, None, ""),
         ({"DeviceGetTotalEccErrors": 3}, Severity.FAILURE, "3 uncorrected ECC errors"),
         ({"DeviceGetRemappedRows": (0, 1, 0, 1)}, Severity.FAILURE, "rows beyond repair"),
-        ({"DeviceGetRemappedRows": (0, 1, 1, 0)}, Severity.WARNING, "waits to be remapped"),
+        ({"DeviceGetRemappedRows": (0, 1, 1, 0)}, Severity.WARNING, "is pending remapping"),
         (
             {"DeviceGetCurrentClocksThrottleReasons": 0x49},
             Severity.WARNING,
@@ -391,7 +391,7 @@ def test_the_slow_gpu_among_many_is_named() -> None:
     ranks = seen([computed(6e14)] * 7 + [computed(2e14)], "aaaabbbb")
     (found,) = grave(list(compute.check_compute(ranks)))
     assert found[:2] == ("compute", Severity.FAILURE)
-    assert found[2] == "rank 7 (b), cuda:0: 200 TFLOP/s, 33% of what the others reach"
+    assert found[2] == "rank 7 (b), cuda:0: 200 TFLOP/s, 33% of the speed of the others"
     others = [computed(6e14), computed(2e14, "A100"), computed(1e14, compared=False)]
     assert grave(list(compute.check_compute(seen(others)))) == []
 

@@ -152,7 +152,7 @@ def test_a_check_that_hangs_on_one_rank_is_a_line(ranks: Ranks) -> None:
     found = find(ranks, DoctorRequest(quick=True, limit=6), hung_check)
     assert bad(found)["memory"] == (
         Severity.FAILURE,
-        "could not be checked on rank 2 (node2): no end within 6 s",
+        "could not be checked on rank 2 (node2): not finished within 6 s",
     )
 
 
@@ -212,7 +212,7 @@ def test_a_rank_that_stops_is_named_and_strict_ends_the_job(where: str) -> None:
             process.kill()
             process.communicate()
     assert started[0].returncode == 1
-    assert f"rank 1 ({socket.gethostname()}) did not come to the end of a check" in text
+    assert f"rank 1 ({socket.gethostname()}) did not complete a check" in text
 
 
 def by_mpirun(run: str) -> dict[str, object]:

@@ -220,7 +220,7 @@ def test_packages_that_are_not_there_say_what_to_type() -> None:
         ("mpirun (Open MPI) 4.1.4\n\nReport bugs\n", "mpirun (Open MPI) 4.1.4"),
         ("HYDRA build details:\n    Version:      4.0.2\n", "Hydra (MPICH) 4.0.2"),
         ("slurm-wlm 22.05.8\n", "slurm-wlm 22.05.8"),
-        ("", "which does not say its version"),
+        ("", "which does not print its version"),
     ],
 )
 def test_whose_launcher_it_is(said: str, whose: str) -> None:

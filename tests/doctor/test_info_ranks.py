@@ -35,13 +35,13 @@ def say(command: list[str], **more: str) -> str:
 
 
 def check(text: str, launcher: str, ranks: int) -> None:
-    assert text.count("What was chosen, and why") == 1
+    assert text.count("Decisions and their reasons") == 1
     assert re.search(rf"^launcher +{launcher} +\S", text, re.MULTILINE)
     table = text.partition(f"{ranks} ranks\n")[2]
     assert re.findall(r"^(\d+) +\S+ +(\d+) +\d+ +\d+ +\S+", table, re.MULTILINE) == [
         (str(rank), str(rank)) for rank in range(ranks)
     ]
-    assert "Shoal, Python and torch are the same on all." in table
+    assert "Shoal, Python and torch are the same on all ranks." in table
     assert "\x1b" not in text
 
 

@@ -100,7 +100,7 @@ def test_a_dead_link_is_named_and_not_the_rank_behind_it(
     assert "ranks" not in found
     assert re.match(
         r"a can't reach b: \d+ calls to 10\.79\.0\.2, port \d+, by eth0 had no answer of any kind for "
-        r"\d+ s \(the last answer came at \d\d:\d\d:\d\d; .*\), and it is still dead",
+        r"\d+ s \(the last answer came at \d\d:\d\d:\d\d; .*\), and it is still down",
         found["connection"],
     ), found
 

@@ -46,7 +46,7 @@ def test_a_directory_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("rename", Severity.WARNING),
         ("lock", Severity.WARNING),
     ]
-    assert all(text.startswith("rank 1 (node1): refused") for _, _, text in found)
+    assert all(text.startswith("rank 1 (node1): failed") for _, _, text in found)
     assert list(tmp_path.iterdir()) == []
 
 

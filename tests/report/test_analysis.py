@@ -430,7 +430,7 @@ def test_ranks_without_a_step_in_common_are_no_run_without_steps(tmp_path: Path)
     write(tmp_path, simulate(2, 20))
     other = "\n".join(lines(simulate(2, 20), 1, first=20))
     (tmp_path / "events" / "rank-1.jsonl").write_text(other + "\n")
-    assert find_bottleneck(load(tmp_path)).sentence == "The ranks have recorded no step in common."
+    assert find_bottleneck(load(tmp_path)).sentence == "The ranks have not recorded any step in common."
 
 
 @pytest.mark.filterwarnings("error")

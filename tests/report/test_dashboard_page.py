@@ -73,7 +73,7 @@ def running(ranks: int = 4, **changes: Any) -> Snapshot:
         window=200,
         slowest=Slowest(rank=2, host="node0", part="wait", excess=0.05, since=4100),
         saves=CheckpointStatus(step=5000, ago=12, seconds=0.8, blocked=0.03, next_step=5500, due=101.0),
-        restarts=Restarts(count=1, last="the attempt before was preempted by SIGTERM"),
+        restarts=Restarts(count=1, last="the previous attempt was preempted by SIGTERM"),
     )
     return replace(snapshot, **changes)
 
@@ -189,14 +189,14 @@ def test_a_page_of_80_columns_says_all() -> None:
         "52.3 % · step 5,230 · epoch 2.62/5 · 37:12 left",
         "loss 0.1432",
         "throughput 6,000 samples/s",
-        "a step by rank, mean of 200 steps",
+        "step time by rank, mean of 200 steps",
         "410 ms   3.2 GB",
         "D data",
         "w waits for the slowest",
         "rank 2 on node0 in data: 50 ms above the others, since step 4,100",
         "step 5,000, 12 s ago; next 5,500 in 1:41; took 800 ms, 30 ms blocked",
-        "1; the attempt before was preempted by SIGTERM",
-        "q leaves",
+        "1; the previous attempt was preempted by SIGTERM",
+        "q quit",
     ):
         assert words in text
     assert len(shown(running(), 80, 24)) == 24
@@ -219,7 +219,7 @@ def test_a_page_of_40_columns_and_12_lines_still_says_the_main_things() -> None:
         (RunStatus(kind="ended", since=185, reason="after step 9"), "ended 3 min ago"),
         (RunStatus(kind="preempted", since=5, reason="by SIGTERM on rank 0"), "by SIGTERM on rank 0"),
         (RunStatus(kind="failed", since=5, reason="ValueError on rank 1"), "ValueError on rank 1"),
-        (RunStatus(kind="reading"), "being read"),
+        (RunStatus(kind="reading"), "reading events"),
     ],
 )
 def test_it_says_how_the_run_is(state: RunStatus, words: str) -> None:
@@ -282,7 +282,7 @@ def test_the_footer_offers_leaves_where_there_are_some() -> None:
     assert count_turns(running(4), 80, 24, PLAIN) == 0
     assert "↓" not in shown(running(4), 80, 24)[-1]
     assert count_turns(running(64), 80, 24, PLAIN) > 1
-    assert "↑ ↓ leaf through all ranks" in shown(running(64), 80, 24)[-1]
+    assert "↑ ↓ page through all ranks" in shown(running(64), 80, 24)[-1]
     assert any(line.startswith("ranks 0 to ") for line in shown(running(64), 80, 24, leaf=1))
 
 

@@ -211,7 +211,7 @@ def test_restarts_and_their_cause(tmp_path: Path) -> None:
     append(tmp_path, 0, {"event": "preempted", "t": BEGAN + 9, "by": "SIGUSR1", "on": 1, "step": 100})
     write(tmp_path, parts, append=True, began=BEGAN + 100, first=100)
     last = at(tmp_path, 105).restarts.last
-    assert last == "the attempt before was preempted: by SIGUSR1 on rank 1 after step 100"
+    assert last == "the previous attempt was preempted: by SIGUSR1 on rank 1 after step 100"
 
 
 def save(step: int, time: float, **more: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_a_training_from_before_it_begins_until_it_is_preempted(
         screen = terminal.wait(lambda screen: (steps_in(screen) or 0) > 100)
         first = steps_in(screen)
         assert first is not None
-        assert screen[-1].startswith("q leaves")
+        assert screen[-1].startswith("q quit")
         assert max(map(len, screen)) <= 80
         assert "running" in screen[0]
         screen = terminal.wait(lambda screen: (steps_in(screen) or 0) > first)
@@ -137,7 +137,7 @@ def test_many_ranks_on_a_large_terminal_that_is_resized(tmp_path: Path, started:
     with Tmux(tmp_path, 200, 50) as terminal:
         terminal.shoal("watch", str(run))
         screen = terminal.wait(lambda screen: "slowest and" in "\n".join(screen))
-        assert screen[-1].startswith("q leaves · ↑ ↓")
+        assert screen[-1].startswith("q quit · ↑ ↓")
         screen = terminal.wait(lambda screen: any(line.startswith("▸40 node20 D") for line in screen))
         assert "64 ranks on 32 hosts" in screen[0]
         assert max(map(len, screen)) <= 200
@@ -148,7 +148,7 @@ def test_many_ranks_on_a_large_terminal_that_is_resized(tmp_path: Path, started:
         terminal.wait(lambda screen: "slowest and" in "\n".join(screen))
         for width, height in ((80, 24), (40, 12), (120, 40)):
             terminal.resize(width, height)
-            last = "q leaves" if height >= 14 else "saved"
+            last = "q quit" if height >= 14 else "saved"
             terminal.wait(partial(fills, height, last))
         check_drawn_quietly(terminal.written(), 5)
         terminal.press("C-c")

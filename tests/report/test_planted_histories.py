@@ -76,7 +76,7 @@ CASES = {
         },
         sentence="data",
         finding="Ranks wait for data",
-        advice="if workers mostly wait, for a rank has 1 core;",
+        advice="if workers mostly wait, since a rank has 1 core;",
     ),
     "one slow device": Case(
         plants=SLOW_DEVICE,
@@ -95,7 +95,7 @@ CASES = {
     "saves": Case(
         plants=(plant("checkpoint", 0.4, every=20),),
         sentence="checkpoints",
-        finding="Saves keep training waiting",
+        finding="Checkpoints block training",
         advice="run.tick(every=",
     ),
     "saves of one rank": Case(
@@ -113,20 +113,20 @@ CASES = {
     ),
     "lengths that are uneven": Case(
         how={"uneven": 0.6},
-        sentence="ranks that wait for each other",
+        sentence="ranks waiting for each other",
         finding="Ranks wait for each other in turn",
         advice="shoal.TokenBudget(",
     ),
     "few steps of uneven lengths": Case(
         how={"uneven": 0.6, "steps": 40},
-        sentence="ranks that wait for each other",
+        sentence="ranks waiting for each other",
         finding="Ranks wait for each other in turn",
         advice="shoal.TokenBudget(",
     ),
     "the script": Case(
         plants=(plant("other", 10e-3),),
         sentence="the script's own time",
-        finding="What the script does itself",
+        finding="The script's own code",
         advice="profile=",
     ),
     "a slow rank beside a smaller loss of the network": Case(
@@ -209,7 +209,7 @@ def test_a_process_alone_stalls_without_company(tmp_path: Path) -> None:
 
 def test_what_comes_back_in_another_part_is_told_there(tmp_path: Path) -> None:
     found = judged(tmp_path, plant("other", 0.3, every=50))
-    assert found.findings[0].text.startswith("What the script does itself")
+    assert found.findings[0].text.startswith("The script's own code")
     assert "every 50 steps: 300 ms" in found.findings[0].text
 
 

@@ -111,7 +111,7 @@ def test_the_page_and_its_files(run: Path) -> None:
     assert "\x1b" not in html
     assert "\u202e" not in html
     assert "&lt;img src=x onerror=alert(1)&gt;$\\frac\\x1b[31m\\u202eevil" in html
-    for heading in ("Where the time goes", "Stragglers", "Collectives", "Starts and restarts"):
+    for heading in ("Where the time goes", "Stragglers", "Collectives", ">Attempts<"):
         assert heading in html
 
     rows = list(csv.reader(io.StringIO((folder / "step-by-rank.csv").read_text())))
@@ -185,7 +185,7 @@ def test_what_was_done_again_is_in_no_curve_twice(run: Path) -> None:
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([], "no sign for "),
+        ([], "no event for "),
         ([{"event": "end", "reason": "closed", "step": 9}], "ended"),
         (
             [{"event": "preempted", "by": "SIGTERM", "on": 1, "step": 12}],
@@ -203,9 +203,9 @@ def test_how_an_attempt_ended(tmp_path: Path, events: list[dict[str, Any]], word
     attempt = read_history(tmp_path).attempts[0]
     assert attempts.describe_outcome(attempt, last=True, now=BEGAN + 1000).startswith(words)
     now = attempts.describe_outcome(attempt, last=True, now=attempt.seen + 3)
-    assert now.startswith(words if events else "running, last sign 3 s ago")
+    assert now.startswith(words if events else "running, last event 3 s ago")
     later = attempts.describe_outcome(attempt, last=False, now=BEGAN + 1000)
-    assert later == "killed or lost, without a word" or events
+    assert later == "killed or lost, without a final event" or events
 
 
 @pytest.mark.parametrize("made", ["nothing", "empty", "garbage"])
@@ -218,7 +218,7 @@ def test_a_run_of_which_nothing_can_be_told(tmp_path: Path, made: str) -> None:
     result = shoal("report", tmp_path, "--text")
     if made == "nothing":
         assert isinstance(result.exception, CheckpointError)
-        assert "it is no run directory" in result.exception.found
+        assert "it is not a run directory" in result.exception.found
     else:
         assert result.exit_code == 0, result.output
         assert result.output.startswith("Nothing has been recorded yet.")

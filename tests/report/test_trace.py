@@ -146,7 +146,7 @@ def test_a_request_in_the_place_of_one_that_was_seen_comes_after_it(tmp_path: Pa
 
 def test_a_request_for_more_than_memory_holds_is_refused(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
-    with pytest.raises(StepError, match="1,001 steps, and 1,000 are the most"):
+    with pytest.raises(StepError, match="1,001 steps, and the maximum is 1,000"):
         make_timeline(str(tmp_path), "100:1100")
     with pytest.raises(StepError):
         window.check_length(Window(2, 10**15), "profile=(2, 10**15)")
@@ -333,14 +333,16 @@ def test_steps_of_the_older_format_are_drawn_too(tmp_path: Path) -> None:
 
 def test_a_run_is_asked_for_steps_that_are_ahead_of_it(tmp_path: Path) -> None:
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6))
-    assert "the run is at step 10; it was asked" in make_timeline(str(tmp_path), "20:25")
+    assert "the run is at step 10; requested a record of steps 20:25." in make_timeline(
+        str(tmp_path), "20:25"
+    )
     assert window.read_request(tmp_path / "traces") is not None
     assert "coarse" in make_timeline(str(tmp_path), "6:7")
     record(tmp_path / "traces", 0, clock=0, profiler=0, offsets=[Offset(0, 0, 0)])
     assert "of 1 rank" in make_timeline(str(tmp_path), "5:6")
     with pytest.raises(CheckpointError, match="no such steps"):
         write_coarse_trace(tmp_path, 30, 40)
-    with pytest.raises(CheckpointError, match="no run directory"):
+    with pytest.raises(CheckpointError, match="is not a run directory"):
         make_timeline(str(tmp_path / "events"), "5:6")
 
 
@@ -350,7 +352,7 @@ def test_a_run_that_has_ended_is_asked_for_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the run has ended, and its newest step is 10"):
         make_timeline(str(tmp_path), "20:25")
     assert window.read_request(tmp_path / "traces") is None
-    assert "the steps 9:25 as far as 10, coarse" in make_timeline(str(tmp_path), "9:25")
+    assert "steps 9:25 up to 10, coarse" in make_timeline(str(tmp_path), "9:25")
 
 
 def test_a_run_that_went_back_is_asked_for_steps_that_it_takes_again(tmp_path: Path) -> None:
@@ -358,7 +360,9 @@ def test_a_run_that_went_back_is_asked_for_steps_that_it_takes_again(tmp_path: P
     end = {"event": "end", "t": 11.0, "step": 10, "reason": "closed"}
     write_events(tmp_path, 0, block(10.0, wait=[0] * 6), end, start)
     write_events(tmp_path, 1, block(10.0, wait=[0] * 6), end)  # of a start on more ranks
-    assert "the run is at step 7; it was asked" in make_timeline(str(tmp_path), "9:10")
+    assert "the run is at step 7; requested a record of steps 9:10." in make_timeline(
+        str(tmp_path), "9:10"
+    )
 
 
 def test_no_time_in_a_coarse_timeline_is_below_zero_or_none(tmp_path: Path) -> None:
@@ -376,5 +380,5 @@ def test_the_command_makes_a_timeline(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--trace", "6:7"])
     assert done.exit_code == 0
     path = tmp_path / "traces" / "steps-6-7.json.gz"
-    assert done.output.startswith(f"{path}: the steps 6:7, coarse")
+    assert done.output.startswith(f"{path}: steps 6:7, coarse")
     assert steps_of(checked_events(path), 0).keys() == {6, 7}

@@ -186,7 +186,7 @@ class Full:
 
 def test_a_full_disk_ends_its_curves_and_nothing_else(world: shoal.World, tmp_path: Path) -> None:
     """Of several ranks only the first has trackers: the others would wait for it."""
-    with pytest.warns(UserWarning, match="curves end here.*No space left"):
+    with pytest.warns(UserWarning, match="tracker stopped.*No space left"):
         train(world, tmp_path, 9, (Full(), shoal.TensorBoard()))
     assert (tmp_path / "checkpoints/step-8").is_dir()
     assert curve(tmp_path, "half") == [(step, step / 2) for step in range(1, 10)]

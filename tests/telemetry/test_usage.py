@@ -42,7 +42,7 @@ def test_a_job_that_fails_is_told_once_and_the_others_go_on() -> None:
     sampler = UsageSampler(jobs, step=lambda: 7, say=told.append)
     wait_for(lambda: len(ran) > 3 and bool(told))
     sampler.stop()
-    assert told == ["shoal: this is recorded no more: OSError: no such thing"]
+    assert told == ["shoal: this is no longer recorded: OSError: no such thing"]
 
 
 def test_what_is_noted_has_its_time_and_step_and_waits_to_be_taken() -> None:

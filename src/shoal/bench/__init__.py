@@ -1,5 +1,5 @@
-"""Measurements: scaling studies of a model, collectives, data loading, ways to compute.
+"""Measurements: scaling studies of a model, collectives, data loading, eager and compiled modes.
 
-It offers `scaling`, `collectives`, `data_loading` and `compile`, each with its own measurement,
-display and CSV file; only the command line imports them.
+`scaling`, `collectives`, `data_loading` and `compile` each have their own measurement, display and CSV
+file. Only the command line imports them.
 """

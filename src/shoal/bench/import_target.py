@@ -1,4 +1,4 @@
-"""What the user names as `package.module:name` or `path/file.py:name`."""
+"""Import of the target that the user gives as `package.module:name` or `path/file.py:name`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from shoal.util.errors import LaunchError, ShoalError
 
 
 def require_alone(command: str) -> None:
-    """Raises LaunchError for one of several ranks: what is measured is one process."""
+    """Raise LaunchError on one of several ranks: the command measures one process."""
     here = env_vars.placement()
     if here.size > 1:
         raise LaunchError(
             given=f"{command}, on rank {here.rank} of {here.size}",
-            found="it measures one process",
-            fix=f"srun -n 1 {command}, or without a launcher",
+            found="it measures a single process",
+            fix=f"srun -n 1 {command}, or run it without a launcher",
         )
 
 
 def import_named(text: str, what: str) -> Any:
-    """The object that `text` names; `what` is what it should be, for errors.
+    """Import and return the object given by `text`; `what` describes it in errors.
 
-    Modules are looked for from the current directory on, as `python -m` does. A file is imported under
-    its own name, so that what stands under `if __name__ == "__main__":` does not run.
-    Raises LaunchError where there is none, or importing it fails.
+    Modules are searched from the current directory on, as by `python -m`. A file is imported under its
+    own name, so that code under `if __name__ == "__main__":` does not run. Raises LaunchError if there
+    is no such object, or if the import fails.
     """
     place, colon, name = text.rpartition(":")
     if not colon or not name.isidentifier() or not place:
@@ -49,14 +49,14 @@ def import_named(text: str, what: str) -> Any:
         raise LaunchError(
             given=text,
             found=f"{place} has no {name}; it has {', '.join(names[:8]) or 'no functions'}",
-            fix=f"name what returns the {what}",
+            fix=f"use a function that returns the {what}",
         ) from None
 
 
 def call_target(function: Callable[..., Any], text: str, *arguments: Any) -> Any:
-    """What a function of the user's returns; it gets as many of the arguments as it takes.
+    """Call a user's function with as many of the arguments as it takes, and return its result.
 
-    Raises LaunchError, with the place, where it raises.
+    Raises LaunchError, with the place, if it raises.
     """
     try:
         wanted = [
@@ -70,9 +70,9 @@ def call_target(function: Callable[..., Any], text: str, *arguments: Any) -> Any
     if len(wanted) > len(arguments):
         raise LaunchError(
             given=text,
-            found=f"it wants {', '.join(each.name for each in wanted)}; it is given "
-            + ("the world" if arguments else "nothing"),
-            fix="a function around it that needs nothing",
+            found=f"it requires {', '.join(each.name for each in wanted)}; it is called with "
+            + ("the world" if arguments else "no arguments"),
+            fix="wrap it in a function without required arguments",
         )
     try:
         return function(*arguments[: len(wanted)])
@@ -83,14 +83,14 @@ def call_target(function: Callable[..., Any], text: str, *arguments: Any) -> Any
 
 
 def target_error(given: str, error: Exception) -> LaunchError:
-    """The user's own exception as an error that names its place, innermost line of the user's last."""
+    """Return the user's exception as an error with its place, the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     text = str(error).strip()
-    # A worker's exception brings its traceback along, whose last line is the exception itself.
+    # A worker's exception contains its traceback, whose last line is the exception itself.
     line = text.splitlines()[-1] if text else ""
     told = line if line.startswith(type(error).__name__) else f"{type(error).__name__}: {line}"
-    return LaunchError(given=given, found=f"it raises {told}{place}", fix="make it run alone first")
+    return LaunchError(given=given, found=f"it raises {told}{place}", fix="run it alone first")
 
 
 def _imported(place: str, text: str) -> ModuleType:
@@ -98,7 +98,7 @@ def _imported(place: str, text: str) -> ModuleType:
         path = Path(place)
         if not path.is_file():
             raise LaunchError(
-                given=text, found=f"there is no file {path.absolute()}", fix="give the path of a script"
+                given=text, found=f"there is no file {path.absolute()}", fix="use the path of a script"
             )
         return _loaded(path, text)
     folder = str(Path.cwd())
@@ -117,14 +117,14 @@ def _imported(place: str, text: str) -> ModuleType:
 
 
 def _loaded(path: Path, text: str) -> ModuleType:
-    """The file as a module that its own workers can find again."""
+    """Import the file as a module that its own workers can import again."""
     folder = str(path.absolute().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise LaunchError(
-            given=text, found=f"{path} is no Python file", fix="give the path of a script"
+            given=text, found=f"{path} is not a Python file", fix="use the path of a Python script"
         )
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(path.stem)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def processor_name() -> str:
-    """Return the model of the first core; empty where the kernel does not tell."""
+    """Return the model of the first core; empty if the kernel does not report it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

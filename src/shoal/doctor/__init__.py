@@ -1,5 +1,5 @@
-"""Checks of a machine, or of all ranks of a job, before training, and what is installed there.
+"""Checks of a machine, or of all ranks of a job, before training, and information about them.
 
-It offers `runner` for `shoal doctor`, `support_bundle` for its archive and `info` for `shoal info`;
-each check measures in every rank and judges on rank 0.
+`runner` is `shoal doctor`, `support_bundle` makes its archive, and `info` is `shoal info`. Each check
+measures on every rank and judges on rank 0.
 """

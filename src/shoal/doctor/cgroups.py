@@ -7,16 +7,16 @@ from pathlib import Path, PurePosixPath
 
 
 def own_limits() -> tuple[float | None, int | None]:
-    """The tightest limits on this process, of CPU in cores and of memory in bytes; None without one."""
+    """Return the tightest limits on this process, in cores and in bytes of memory; None without one."""
     member = Path("/proc/self/cgroup")
     return cgroup_limits(member.read_text() if member.exists() else "", Path("/sys/fs/cgroup"))
 
 
 def cgroup_limits(membership: str, root: Path) -> tuple[float | None, int | None]:
-    """The tightest limits, of CPU in cores and of memory in bytes, on a process; None if there is none.
+    """Return the tightest limits on a process, in cores and in bytes of memory; None without one.
 
-    `membership` is the text of its /proc/PID/cgroup. A limit may stand at any level, in version 2
-    (one tree) or version 1 (a tree for each controller).
+    `membership` is the text of its /proc/PID/cgroup. A limit may be at any level, in version 2 (one
+    tree) or version 1 (a tree for each controller).
     """
     quotas: list[float] = []
     ceilings: list[int] = []

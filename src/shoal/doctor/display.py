@@ -1,4 +1,4 @@
-"""The report as people read it."""
+"""The report as text for the terminal."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def print_examination(console: Console, found: Examination) -> None:
         rows.append((_MARKS[one.state], one.what, one.found))
         if one.fix:
             rows.append(("", "", f"→ {one.fix}"))
-    headers = ("", "what", "found, and what to type")
+    headers = ("", "check", "result and remedy")
     print_rows(console, f"shoal doctor: {found.verdict()}", headers, rows)
 
 
 def examination_text(found: Examination) -> str:
-    """Return the report as a file holds it."""
+    """Return the report as text for a file."""
     return rendered(lambda console: print_examination(console, found), _COLUMNS)
 
 
 def print_progress(*lines: str) -> None:
-    """Lines beside the report, on stderr."""
+    """Print progress lines on stderr, apart from the report."""
     print_line(plain_console(stderr=True), *lines)

@@ -1,4 +1,4 @@
-"""What an examination found: lines that are ok, a warning or a failure, and what they come to."""
+"""The findings of an examination: lines that are ok, a warning or a failure, and their summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.util.units import counted
 T = TypeVar("T")
 
 FORMAT = 1
-"""Of the report as JSON; it counts up when a reader would have to know."""
+"""Version of the report as JSON; it increases with incompatible changes."""
 
 _NAMED = 3
 
@@ -32,7 +32,7 @@ _GRAVEST = (Severity.FAILURE, Severity.WARNING, Severity.OK)
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """One line of the report: what was looked at, what was found, what to type if it is not ok."""
+    """One line of the report: what was checked, the result, and the remedy if it is not ok."""
 
     what: str
     state: Severity
@@ -41,23 +41,23 @@ class CheckResult:
 
 
 def ok(what: str, found: str) -> CheckResult:
-    """A line on what is in order."""
+    """Return a line about something in order."""
     return CheckResult(what=what, state=Severity.OK, found=found)
 
 
 def warning(what: str, found: str, fix: str) -> CheckResult:
-    """A line on what may cost time or trouble."""
+    """Return a line about something that may cost time or trouble."""
     return CheckResult(what=what, state=Severity.WARNING, found=found, fix=fix)
 
 
 def failure(what: str, found: str, fix: str) -> CheckResult:
-    """A line on what is broken."""
+    """Return a line about something broken."""
     return CheckResult(what=what, state=Severity.FAILURE, found=found, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts(Generic[T]):
-    """What a rank has found out, `facts`, with its number and its host."""
+    """The measurements of a rank, `facts`, with its number and its host."""
 
     rank: int
     host: str
@@ -65,14 +65,14 @@ class RankFacts(Generic[T]):
 
 
 Check: TypeAlias = Callable[[Sequence[RankFacts[T]]], Iterator[CheckResult]]
-"""Judges what all ranks have found out."""
+"""A function that judges the measurements of all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """All findings, the gravest first, with how many ranks of which hosts were looked at, and when.
+    """All findings, the gravest first, with the ranks and hosts that were examined, and the time.
 
-    `began` is in seconds since the epoch, `seconds` is how long it took.
+    `began` is in seconds since the epoch, `seconds` is the duration.
     """
 
     ranks: int
@@ -87,16 +87,16 @@ class Examination:
         object.__setattr__(self, "findings", tuple(ordered))
 
     def count(self, state: Severity) -> int:
-        """How many lines are in this state."""
+        """Return the number of lines in this state."""
         return sum(one.state is state for one in self.findings)
 
     @property
     def failed(self) -> bool:
-        """Whether any line is a failure: what `--strict` stops for."""
+        """Whether any line is a failure, for which `--strict` stops."""
         return self.count(Severity.FAILURE) > 0
 
     def verdict(self) -> str:
-        """What it comes to, in a sentence."""
+        """Return the summary in a sentence."""
         bad = [
             f"{count} {state}{'s' * (count > 1)}"
             for state in _GRAVEST[:2]
@@ -107,19 +107,19 @@ class Examination:
         return f"{' and '.join(bad)}; {fine}" if bad else fine
 
     def plain(self) -> dict[str, Any]:
-        """All of it as JSON holds it."""
+        """Return all of it as JSON values."""
         return {"format": FORMAT, "verdict": self.verdict(), **asdict(self)}
 
 
 def describe_ranks(ranks: Sequence[RankFacts[Any]]) -> str:
-    """Ranks and their hosts in short: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
+    """Return a short text for ranks and hosts: `rank 3 (node2)`, `ranks 0-7 (node1, node2)`."""
     hosts = list(dict.fromkeys(one.host for one in ranks))
     named = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if hosts[_NAMED:] else "")
     return f"rank{'s' * (len(ranks) > 1)} {spans([one.rank for one in ranks])} ({named})"
 
 
 def describe_difference(one: RankDifference, ranks: Sequence[RankFacts[Any]]) -> str:
-    """Return the usual value, on how many ranks it is, and where the others are."""
+    """Return the usual value, the number of ranks that have it, and the values of the others."""
     others = (
         f"{value} on {describe_ranks([ranks[index] for index in indices])}"
         for value, indices in one.others.items()
@@ -128,14 +128,14 @@ def describe_difference(one: RankDifference, ranks: Sequence[RankFacts[Any]]) ->
 
 
 def same_on_all(ranks: Sequence[object]) -> str:
-    """Return the end of a line about what all ranks have in common; empty for one rank."""
+    """Return the end of a line about a value that all ranks have; empty for one rank."""
     return f", the same on all {len(ranks)} ranks" if len(ranks) > 1 else ""
 
 
 def by_host(check: Callable[[Sequence[RankFacts[T]]], Iterable[CheckResult]]) -> Check[T]:
     """Make a check of all ranks from one of the ranks of a host.
 
-    It yields one line where the check finds the same on several hosts.
+    It yields one line if the check finds the same on several hosts.
     """
 
     def check_ranks(ranks: Sequence[RankFacts[T]]) -> Iterator[CheckResult]:

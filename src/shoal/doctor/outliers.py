@@ -1,4 +1,4 @@
-"""Which of many that should be alike is slow."""
+"""Detection of slow devices or links among many that should have the same speed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TypeVar
 K = TypeVar("K", bound=Hashable)
 
 NOTABLE = 0.75
-"""A share of what the others reach below which something may be slow."""
+"""Fraction of the others' rate below which something may be slow."""
 
 HALF = 0.5
-"""Below it the slow one costs all others half of their time."""
+"""Fraction below which a slow one costs all others half of their time."""
 
 _MANY = 5
 _DEVIATIONS = 5.0
@@ -20,12 +20,12 @@ _NORMAL = 1.4826
 
 
 def find_slow(rates: Mapping[K, float]) -> dict[K, float]:
-    """Those that are slow, and their share of the median of the others.
+    """Return the slow ones, with their rate as a fraction of the median of the others.
 
-    Slow is below NOTABLE. Of many it must lie far out as well: by more than five standard deviations,
-    estimated from the median absolute deviation, so that no slow one hides another by the spread that
-    it makes; Leys et al. 2013, "Detecting outliers", J. Exp. Soc. Psychol. 49. Of few the share alone
-    decides, for their spread is unknown.
+    Slow is below NOTABLE. Among many it must also be an outlier: by more than five standard deviations,
+    estimated from the median absolute deviation, so that no slow one hides another by its effect on the
+    spread; Leys et al. 2013, "Detecting outliers", J. Exp. Soc. Psychol. 49. Among few, only the
+    fraction decides, since their spread is unknown.
     """
     found: dict[K, float] = {}
     if len(rates) < 2:

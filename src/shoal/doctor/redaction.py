@@ -1,4 +1,4 @@
-"""Text that may leave the site: secrets masked, people and hosts replaced if that is wanted."""
+"""Redaction of text that leaves the site: secrets are masked, people and hosts replaced on request."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from shoal.util.text import MASK, is_secret, masked
 
-# What a line says below a name: `token=…`, `"api_key": "…"`, `--password …`. The value is looked at
-# where the name is a secret's only: it may be a name with a value itself, and a line may be long.
+# Values after a name: `token=…`, `"api_key": "…"`, `--password …`. The value is examined only if the
+# name is that of a secret: it may be a name with a value itself, and a line may be long.
 _NAMED = re.compile(
     r"""(?<![\w.-])(?:--?)?(?P<name>[A-Za-z_][\w.-]*)\\*["']?[ \t]*(?:=>|[:=])[ \t]*"""
     r"""|(?<![\w-])--(?P<flag>[\w-]+)["']?,?[ \t]+"""
@@ -21,7 +21,7 @@ _VALUE = re.compile(
     r"""(?:\w+\()?[bBfFrRuU]{0,2}(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
     r"""|\\+"[^"\\\n]*\\+"|[^\s,;&'"]+"""
 )
-# Keys that are known by their form, wherever they stand.
+# Keys with a known format, in any place.
 _FORMS = re.compile(
     r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|sk_live_|gsk_|nvapi-|npm_|pypi-|xox[abprs]-|AKIA|ASIA|AIza|ya29\.|wandb_v\d_)[\w./+-]{12,}"
     r"|\b(?i:(?:proxy-)?authorization|(?:set-)?cookie)[\"']?[ \t]*[:=][^\n]*"
@@ -33,13 +33,13 @@ _FORMS = re.compile(
     re.DOTALL,
 )
 _SHORTEST = 6
-"""Shorter secrets are also words; they are masked where their name stands."""
+"""Shorter secrets are also words; they are masked only after their name."""
 
 
 class Redactor:
-    """Masks secrets; with `names`, replaces each of them by what it stands for here.
+    """A function object that masks secrets and replaces each of `names` by its placeholder.
 
-    `secrets` are values that are known to be secret: they are masked wherever they stand.
+    `secrets` are values that are known to be secret: they are masked everywhere.
     """
 
     def __init__(self, secrets: Iterable[str], names: Mapping[str, str] | None = None) -> None:
@@ -53,7 +53,7 @@ class Redactor:
         self._replaced = re.compile(rf"(?<![\w-])(?:{alternatives})(?![\w-])") if longest else None
 
     def text(self, text: str) -> str:
-        """`text` without what should not leave."""
+        """Return `text` without secrets and names."""
         if self._secrets is not None:
             text = self._secrets.sub(MASK, text)
         text = _FORMS.sub(MASK, text)
@@ -64,7 +64,7 @@ class Redactor:
         return text
 
     def tree(self, tree: Any) -> Any:
-        """Plain values as JSON holds them, each text below a name by that name's standards."""
+        """Return JSON values with redacted texts, each by the rules for its key."""
         return self._each(masked(tree))
 
     def _each(self, tree: Any) -> Any:
@@ -92,7 +92,7 @@ def _mask_named(text: str) -> str:
 def stand_ins(
     *, hosts: Iterable[str], addresses: Iterable[str], user: str, home: str
 ) -> dict[str, str]:
-    """What names of hosts, their addresses, a user and a home are replaced by, everywhere alike."""
+    """Return consistent placeholders for names of hosts, their addresses, a user and a home."""
     names: dict[str, str] = {}
     for number, host in enumerate(dict.fromkeys(hosts), 1):
         names[host] = f"host-{number}"

@@ -1,4 +1,4 @@
-"""What the ranks of a job do together, round by round, so that none waits for another for ever."""
+"""Rounds in which the ranks of a job exchange results, so that no rank waits forever for another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 _POLL_SECONDS = 0.01
 _LATE_SECONDS = 5.0
-"""How much later than rank 0 others may end a round: they may have begun it later."""
+"""Additional seconds for other ranks to end a round, since they may have begun it later than rank 0."""
 
 
 class Rounds:
-    """Rank 0 collects what came of a round from all; who has not come by then is missing for good.
+    """Rounds in which rank 0 collects the results of all; a rank that is late is missing for good.
 
-    The exchange goes through a store and not through collectives, in which one that hangs would keep
-    all others. Without a store it is a world of one.
+    The exchange uses a store and not collectives, in which one rank that hangs would block all others.
+    Without a store it is a world of one.
     """
 
     def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
@@ -34,11 +34,11 @@ class Rounds:
         self.rank, self.size = rank, size
         self.missing: tuple[int, ...] = ()
         self.stuck = False
-        """Whether a rank hangs in what all did together."""
+        """Whether a rank hangs in joint work."""
 
     @property
     def going(self) -> bool:
-        """Whether all ranks are here, so that what needs all can be begun. The same on every rank."""
+        """Whether all ranks are here, so that joint work can start. The same on every rank."""
         return not self.missing and not self.stuck
 
     def take(
@@ -49,10 +49,10 @@ class Rounds:
         *,
         together: bool = False,
     ) -> list[dict[str, TimedOutcome]]:
-        """What came of `works` on each rank, in rank order, with nothing of one that is missing.
+        """Return the results of `works` on each rank, in rank order; empty for a missing rank.
 
-        On other ranks than 0 the list is empty. What is done `together` keeps others waiting where it
-        hangs on one; so after that nothing else is begun.
+        On other ranks than 0 the list is empty. If `together` and one rank hangs, the others wait for
+        it. So no other work is started after that.
         """
         deadline = time.monotonic() + limit + _LATE_SECONDS
         mine = beside(works, limit)
@@ -94,12 +94,12 @@ class Rounds:
         except RuntimeError:
             raise LaunchError(
                 given=f"rank {self.rank} of {self.size} in shoal doctor, at {key}",
-                found=f"rank 0 did not go on within {limit:.0f} s, or is gone",
-                fix="see what rank 0 itself has printed",
+                found=f"rank 0 did not continue within {limit:.0f} s, or is gone",
+                fix="read the output of rank 0",
             ) from None
 
     def tell(self, name: str, value: T) -> T:
-        """What rank 0 has to say, on every rank; a value that JSON holds."""
+        """Return rank 0's value on every rank; a value that JSON can hold."""
         if self.store is None:
             return value
         if self.rank == 0:
@@ -109,7 +109,7 @@ class Rounds:
         return told
 
     def end(self) -> None:
-        """Rank 0, which may hold the store, stays until all that are here have heard its last word."""
+        """Keep rank 0, which may hold the store, until all present ranks have its last message."""
         if self.store is None:
             return
         if self.rank:

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TRIES = 3
-"""So often is measured what seems slow."""
+"""Number of measurements of something that seems slow."""
 
 _TOGETHER = 4
-"""So many times the limit of one check is that of measurements which take turns."""
+"""Limit of measurements that take turns, as a multiple of the limit of one check."""
 _INNER = 0.75
-"""The share of its limit for which a check waits for other ranks: so it can say for whom it did."""
+"""Fraction of its limit for which a check waits for other ranks, so that it can report late ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRequest:
-    """What is to be examined.
+    """The options of an examination.
 
     `run`, `data` and `source` are the run directory, the dataset and the folder of the user's source,
-    where these are to be looked at. No check takes longer than `limit` seconds, or four times that if
-    ranks take turns in it; `wait` is how long ranks wait for each other at first. `quick` leaves out
-    what is measured: compute and links.
+    if they are to be checked. No check takes longer than `limit` seconds, or four times that if ranks
+    take turns in it; `wait` is how long ranks wait for each other at the start. `quick` skips the
+    measurements: compute and links.
     """
 
     run: Path | None = None
@@ -52,7 +52,7 @@ class DoctorRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Topic(Generic[T]):
-    """A check: what each rank looks at, and what rank 0 makes of what all have seen.
+    """A check: a function that measures on each rank, and one that judges on rank 0.
 
     `better` makes one measurement of two.
     """
@@ -65,7 +65,7 @@ class Topic(Generic[T]):
 
 @dataclass(kw_only=True)
 class Doctor:
-    """The examination as it goes on: the findings so far, on rank 0."""
+    """An examination in progress, with the findings so far on rank 0."""
 
     request: DoctorRequest
     rounds: Rounds
@@ -74,10 +74,10 @@ class Doctor:
     begun: float = field(default_factory=time.perf_counter)
     findings: list[CheckResult] = field(default_factory=list)
     outcomes: list[dict[str, TimedOutcome]] = field(default_factory=list)
-    """Of the first round, on rank 0."""
+    """Results of the first round, on rank 0."""
 
     def go(self, name: str, topics: Sequence[Topic[Any]]) -> None:
-        """Let all ranks look, and judge it on rank 0."""
+        """Measure on all ranks, and judge on rank 0."""
         works = {topic.name: topic.look for topic in topics}
         outcomes = self.rounds.take(name, works, self.request.limit)
         self.outcomes = self.outcomes or outcomes
@@ -85,9 +85,9 @@ class Doctor:
             self.findings += self._judged(topic, outcomes)
 
     def measure(self, topic: Topic[Any]) -> None:
-        """Let all ranks measure together, and again where something seems slow: what is slow stays so.
+        """Measure on all ranks together, and repeat if something seems slow, as real slowness persists.
 
-        Of all tries the best counts.
+        The best of all tries counts.
         """
         limit = self.request.limit * _TOGETHER
         best: list[dict[str, TimedOutcome]] = []
@@ -105,7 +105,7 @@ class Doctor:
         self.findings += found
 
     def crowded(self) -> list[str]:
-        """The hosts with more ranks than cores, which take turns: what is fast there is chance."""
+        """The hosts with more ranks than cores, which take turns: a fast result there is chance."""
         found = []
         for at in dict.fromkeys(self.hosts):
             ranks = [one for one, name in zip(self.outcomes, self.hosts, strict=False) if name == at]
@@ -144,19 +144,19 @@ class Doctor:
         if seen:
             try:
                 yield from list(topic.judge(seen))
-            except Exception as error:  # whatever it is, the other lines are worth having
+            except Exception as error:  # in any case the other lines are useful
                 yield unchecked_result(topic.name, f": {type(error).__name__}: {error}", hung=False)
 
     def result(self, cut_off: Collection[str] = ()) -> Examination:
-        """What has been found. Ranks on machines that are `cut_off` need no line of their own."""
+        """Return the findings. Ranks on machines that are `cut_off` have no separate line."""
         missing = [RankFacts(rank=one, host=self.hosts[one], facts=None) for one in self.rounds.missing]
         if ranks := [one for one in missing if one.host not in cut_off]:
             self.findings.append(
                 failure(
                     "ranks",
-                    f"{describe_ranks(ranks)} did not come to the end of a check; what needs all was "
-                    "left out",
-                    "see what they have printed; ps and dmesg on their hosts; then shoal doctor again",
+                    f"{describe_ranks(ranks)} did not complete a check; checks that need all ranks "
+                    "were skipped",
+                    "read their output; ps and dmesg on their hosts; then shoal doctor again",
                 )
             )
         known = packages()
@@ -171,10 +171,10 @@ class Doctor:
 
 
 def unchecked_result(what: str, why: str, *, hung: bool) -> CheckResult:
-    """A line on what could not be looked at."""
-    fix = "try the same by hand there; what fails here may fail in training"
+    """Return a line on something that could not be checked."""
+    fix = "try the same by hand there; a failure here may also occur in training"
     if hung:
-        fix = "shoal doctor --limit SECONDS gives it longer; what hangs here may hang in training"
+        fix = "shoal doctor --limit SECONDS sets a longer limit; a hang here may also occur in training"
     return failure(what, f"could not be checked{why}", fix)
 
 
@@ -190,7 +190,7 @@ def _best(
 
 
 def rank_topics(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
-    """What each of so many ranks looks at by itself; nothing of it imports torch."""
+    """Return the checks that each of `ranks` ranks makes by itself; they do not import torch."""
     topics: list[Topic[Any]] = [
         Topic(name="software", look=software.describe_software, judge=software.check_software),
         Topic(name="cores", look=host.describe_cores, judge=host.check_cores),
@@ -216,10 +216,10 @@ def rank_topics(request: DoctorRequest, ranks: int) -> list[Topic[Any]]:
 
 
 def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:
-    """Look at this process alone, or at all ranks of a launch; on other ranks than 0 it is None.
+    """Examine this process alone, or all ranks of a launch; on other ranks than 0 it is None.
 
-    Also whether something hangs still or is missing, so that this process can't leave its world in
-    order. Collective where a launcher started several. Raises ShoalError on a rank that can't join.
+    Also return whether something still hangs or is missing, so that this process can't leave its world
+    properly. Collective if a launcher started several. Raises ShoalError on a rank that can't join.
     """
     try:
         placement = env_vars.placement()
@@ -231,7 +231,7 @@ def examine(request: DoctorRequest) -> tuple[Examination | None, bool]:
 
     try:
         world = init(prepare_timeout=max(request.wait, request.limit * (_TOGETHER + 1)))
-    except Exception as error:  # engines and drivers raise what they like
+    except Exception as error:  # engines and drivers raise any exception
         known = _as_known(error)
         if placement.rank:
             raise known from None
@@ -248,8 +248,8 @@ def _as_known(error: Exception) -> ShoalError:
     lines = str(error).splitlines() or [""]
     return LaunchError(
         given="a world of all ranks",
-        found=f"it could not form: {type(error).__name__}: {lines[0]}",
-        fix="shoal info says what was chosen; nvidia-smi, whether the GPUs answer",
+        found=f"it could not be formed: {type(error).__name__}: {lines[0]}",
+        fix="shoal info prints the choices; nvidia-smi shows whether the GPUs respond",
     )
 
 
@@ -258,7 +258,7 @@ def _unmet(what: str, error: ShoalError) -> CheckResult:
 
 
 def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
-    """Look at this process, after what was found `before`."""
+    """Examine this process; `before` are earlier findings."""
     rounds, hosts = Rounds(None, rank=0, size=1), [socket.gethostname()]
     doctor = Doctor(request=request, rounds=rounds, hosts=hosts, findings=list(before))
     doctor.go("alone", rank_topics(request, 1))
@@ -268,7 +268,7 @@ def examine_alone(request: DoctorRequest, *before: CheckResult) -> Examination:
 
 
 def _compute_of_all() -> Topic[Any]:
-    """The GPUs of this machine beside each other; torch is imported where there are any."""
+    """Return the check of all GPUs of this machine; torch is imported only if there are any."""
     from shoal.doctor.checks import compute
 
     return Topic(
@@ -280,7 +280,7 @@ def _compute_of_all() -> Topic[Any]:
 
 
 def examine_together(world: World, request: DoctorRequest) -> tuple[Examination | None, bool]:
-    """Look at all ranks of a world, once in its life; as `examine`. Collective."""
+    """Examine all ranks of a world, once in its life; as `examine`. Collective."""
     from shoal.doctor.checks import outages
 
     hosts = world.gather(socket.gethostname())
@@ -296,7 +296,7 @@ def examine_together(world: World, request: DoctorRequest) -> tuple[Examination 
 
 
 def _examine_all(world: World, doctor: Doctor) -> None:
-    """The checks in their order; what needs all ranks only while all are there. Collective."""
+    """Run the checks in their order; those that need all ranks only while all are there. Collective."""
     from shoal.doctor.checks import compute, links
     from shoal.doctor.checks import placement as place
 

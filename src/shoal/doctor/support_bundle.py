@@ -1,4 +1,4 @@
-"""One archive to attach to a request for support: what the doctor found, and what surrounds it."""
+"""An archive to attach to a support request: the doctor's findings and their context."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ PREFIXES = (
     "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GOMP_", "PYTHON", "SHOAL_",
     "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_",
 )  # fmt: skip
-"""The environment variables that are told begin so; all others are nobody's business."""
+"""Prefixes of the environment variables that are included; all others are private."""
 
 LINES, TAIL = 200, 1 << 16
 _MOST_LOGS, _MOST_STARTS = 20, 64
 _LOGS = ("*.log", "*.out", "*.err", "log*.txt", "hang-*.txt")
 _HOSTS = ("NODELIST", "HOST", "NODENAME")
-"""In the name of a variable: its value names hosts."""
+"""A variable with this in its name has names of hosts as its value."""
 _FOLDERS = (".", "logs", "jobs/*", "jobs/*/logs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What goes into an archive: texts by their names in it, redacted."""
+    """The contents of an archive: redacted texts by their names in it."""
 
     texts: Mapping[str, str]
 
     def write(self, path: Path) -> list[str]:
-        """Write it to a new file that only its owner can read; a line for each text in it.
+        """Write it to a new file that only its owner can read; return a line for each text in it.
 
-        Raises LaunchError where that file exists or can't be written.
+        Raises LaunchError if that file exists or can't be written.
         """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -57,13 +57,15 @@ class Bundle:
                 with os.fdopen(descriptor, "wb") as file:
                     self._fill(file)
             except OSError:
-                path.unlink(missing_ok=True)  # half of it is of no use, and would be in the way
+                path.unlink(
+                    missing_ok=True
+                )  # an incomplete file is useless, and would block the next try
                 raise
         except OSError as error:
             raise LaunchError(
                 given=f"--bundle {path}",
                 found=error.strerror or str(error),
-                fix="name a file that does not exist yet, in a directory that can be written",
+                fix="use a file that does not exist yet, in a directory that can be written",
             ) from None
         return [f"{name} ({size(len(text.encode()))})" for name, text in self.texts.items()]
 
@@ -74,11 +76,12 @@ class Bundle:
 
 
 def collect_bundle(found: Examination, *, described: str, run: Path | None, anonymous: bool) -> Bundle:
-    """What belongs into a request for support.
+    """Return the contents for a support request.
 
-    `described` is what `shoal info` says. Of a run directory the beginning of each attempt and the
-    ends of log files are taken; no data, no checkpoint, no variable but those of PREFIXES. Secrets are
-    masked; with `anonymous`, names of hosts, their addresses, the user and the home are replaced.
+    `described` is the output of `shoal info`. Of a run directory it includes the start of each attempt
+    and the ends of log files; no data, no checkpoint, and only environment variables with PREFIXES.
+    Secrets are masked. With `anonymous`, names of hosts, their addresses, the user and the home
+    directory are replaced.
     """
     names: dict[str, str] = {}
     if anonymous:
@@ -91,9 +94,9 @@ def collect_bundle(found: Examination, *, described: str, run: Path | None, anon
     redactor = Redactor(env_vars.secrets(), names)
     variables: dict[str, str] = redactor.tree(env_vars.beginning_with(PREFIXES))
     if anonymous:
-        # Lists of hosts in short (node[01-99]) hold names that nobody here knows.
+        # Compact lists of hosts (node[01-99]) contain names that are not known here.
         variables |= {name: MASK for name in variables if any(word in name for word in _HOSTS)}
-    # What is folded into columns could hide a secret: text is redacted before.
+    # Text is redacted before it is wrapped into columns, since a line break could hide a secret.
     lines = [
         replace(one, found=redactor.text(one.found), fix=redactor.text(one.fix))
         for one in found.findings
@@ -124,17 +127,17 @@ def _addresses() -> list[str]:
 
 
 def _user() -> str:
-    with suppress(KeyError, OSError):  # a number without a name, as in containers
+    with suppress(KeyError, OSError):  # a user ID without a name, as in containers
         return getpass.getuser()
     return ""
 
 
 def _starts(run: Path) -> Iterator[dict[str, Any]]:
-    """The beginning of each attempt on each rank, with its configuration."""
+    """Yield the start of each attempt on each rank, with its configuration."""
     for path in list(paths_in(run).values())[:_MOST_STARTS]:
         with suppress(OSError), path.open("rb") as lines:
             for line in lines:
-                if b'"start"' not in line:  # there may be a million of other lines
+                if b'"start"' not in line:  # there may be a million other lines
                     continue
                 event = parse_event(line)
                 if event is not None and event["event"] == "start":
@@ -142,7 +145,7 @@ def _starts(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def _logs(run: Path) -> Iterator[tuple[str, str]]:
-    """The last lines of the newest log files."""
+    """Yield the last lines of the newest log files."""
     logs = {
         path
         for folder in _FOLDERS
@@ -160,5 +163,5 @@ def _tail(path: Path) -> str:
         start = max(0, os.fstat(file.fileno()).st_size - TAIL)
         file.seek(start)
         lines = file.read(TAIL).decode(errors="replace").splitlines(keepends=True)
-    # Half a line could be half a secret, which nobody knows for one.
+    # A truncated line could be part of a secret, which no pattern recognizes.
     return "".join(lines[1 if start else 0 :][-LINES:])

@@ -1,4 +1,4 @@
-"""Work that may hang or raise, done beside: whoever asked goes on when the time is over."""
+"""A time limit for work that may hang or raise: it runs in threads, so the caller can continue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.util.errors import ShoalError
 
 
 class TimedOutcome(TypedDict):
-    """What came of it: a value that JSON holds, or the trouble there was; `hung` if it goes on."""
+    """The outcome of work: a value that JSON holds, or the error; `hung` if it is still running."""
 
     value: Any
     trouble: str
@@ -19,10 +19,9 @@ class TimedOutcome(TypedDict):
 
 
 def beside(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str, TimedOutcome]:
-    """Do all of `works` at once, in threads; what came of each after `limit` seconds at most.
+    """Do all of `works` at once, in threads, and return their outcomes within `limit` seconds.
 
-    What a dead file system holds can't be ended: such a thread is left to itself, and ends with the
-    process.
+    A thread blocked by a dead file system can't be ended. It is abandoned, and ends with the process.
     """
     done: dict[str, TimedOutcome] = {}
     threads = [
@@ -34,8 +33,8 @@ def beside(works: Mapping[str, Callable[[], object]], limit: float) -> dict[str,
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    found = dict(done)  # one that ends just now is late
-    late = TimedOutcome(value=None, trouble=f"no end within {limit:g} s", hung=True)
+    found = dict(done)  # work that ends from now on is late
+    late = TimedOutcome(value=None, trouble=f"not finished within {limit:g} s", hung=True)
     return {name: found.get(name, late) for name in works}
 
 
@@ -44,7 +43,7 @@ def _do(name: str, work: Callable[[], object], done: dict[str, TimedOutcome]) ->
         done[name] = TimedOutcome(value=work(), trouble="", hung=False)
     except ShoalError as error:
         done[name] = TimedOutcome(value=None, trouble=f"{error.found}; {error.fix}", hung=False)
-    except BaseException as error:  # a rank's trouble is a line of the report, whatever it is
+    except BaseException as error:  # any error of a rank is a line of the report
         lines = str(error).splitlines() or [""]
         done[name] = TimedOutcome(
             value=None, trouble=f"{type(error).__name__}: {lines[0]}".rstrip(": "), hung=False

@@ -1,7 +1,7 @@
-"""Reads what runs recorded and judges it: the report page, `shoal watch`, timelines.
+"""Reads and judges the events of runs, for the report page, `shoal watch` and timelines.
 
-It offers `Reader` and `read_history` for the events of a run, `profile` for what steps were spent
-on and `find_bottleneck` for the verdict; pages of plain values are in `html`.
+`Reader` and `read_history` read the events of a run. `profile` returns the time per part of a step,
+`find_bottleneck` the verdict. `html` builds pages from plain values.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all ranks lose together, and the option that would help: data, links, stalls, saves and more."""
+"""Losses that all ranks have in common, such as data, communication, stalls and saves, with advice."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from shoal.report.stragglers import NOTABLE, Straggler
 from shoal.util.units import bandwidth, counted, duration, percent
 
 MUCH = 0.1
-"""The share of the time from which a loss is worth a finding,"""
+"""Fraction of the time from which a loss is reported,"""
 LEAST = {"checkpoint": NOTABLE, STALLS: NOTABLE}
-"""and that of losses that are easily avoided."""
+"""and the fraction for losses that are easily avoided."""
 SAVING = 0.01
-"""The share of the time that saves may take."""
+"""Fraction of the time that saves may take."""
 
 _SHARED = {
     "transfer": (
         "Ranks wait for copies to the device",
-        "shoal.Loader(…, pin_memory=True); smaller types, made floats on the device",
+        "shoal.Loader(…, pin_memory=True); load smaller dtypes and convert to float on the device",
     ),
     "evaluation": (
         "Evaluation takes",
-        "evaluate less often, or on less: shoal.evaluate(…, batches=N)",
+        "evaluate less often, or on fewer batches: shoal.evaluate(…, batches=N)",
     ),
     "other": (
-        "What the script does itself (logging, metrics, the forward pass of its own loop) takes",
-        "shoal.Run(…, profile=(100, 105)), and shoal report RUN --trace 100:105 shows what it is",
+        "The script's own code (logging, metrics, the forward of a custom training loop) takes",
+        "profile it: shoal.Run(…, profile=(100, 105)), then shoal report RUN --trace 100:105",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A finding on a loss, and whether it is large enough to be reported in any case."""
+    """A finding about a loss, and whether the loss is large enough to be reported in any case."""
 
     finding: Finding
     large: bool
@@ -54,7 +54,7 @@ def losses(
     costs: Costs,
     judged: Sequence[Judged],
 ) -> Iterator[Loss]:
-    """Losses in parts for which no single rank is to blame."""
+    """Yield the losses in parts for which no single rank is to blame."""
     for part, share in shares.items():
         left = share if part in (STALLS, UNEVEN) else share - straggler_cost(part, named, costs)
         if part == "computing" or part in COMPUTING or left < NOTABLE:
@@ -69,7 +69,7 @@ def losses(
 
 
 def describe_frequency(each: Stalls) -> str:
-    """How often a stall comes: `every 50 steps`."""
+    """Return how often a stall occurs: `every 50 steps`."""
     if each.period is not None:
         return f"every {each.period:,} steps"
     return f"at step {each.newest:,}" if each.count == 1 else f"in {each.count:,} steps"
@@ -80,7 +80,7 @@ def _step(one: Judged) -> float:
 
 
 def _about(part: str, share: float, history: History, judged: Sequence[Judged]) -> tuple[str, str]:
-    """A sentence on the loss in a part, and what to do about it."""
+    """Return a sentence on the loss in a part, and advice."""
     newest = judged[-1]
     if part == STALLS:
         return _about_stalls(share, history, judged)
@@ -111,18 +111,19 @@ def _about_stalls(share: float, history: History, judged: Sequence[Judged]) -> t
         f"{duration(each.excess)} longer there, {duration(each.usual)} elsewhere."
     )
     return text, (
-        "look for what runs in these steps, such as a garbage collection (gc.freeze() after the first "
-        f"steps), a log or a file: shoal report {history.directory} --trace {each.newest}:{each.newest}"
+        "find out what runs in these steps, such as garbage collection (call gc.freeze() after the "
+        f"first steps), logging or file access: shoal report {history.directory} "
+        f"--trace {each.newest}:{each.newest}"
     )
 
 
 def _about_uneven(share: float) -> tuple[str, str]:
     return (
-        f"Ranks wait for each other in turn, {percent(share)} of the time: none is slower than the "
-        "others for long, but in each step another one is.",
-        "if the samples differ in length, batches of equal numbers of tokens: shoal.Loader(…, "
-        "batch_size=shoal.TokenBudget(lengths, 4096)); else see whether others use these machines: "
-        "shoal doctor",
+        f"Ranks wait for each other in turn, {percent(share)} of the time: no rank is slower for long, "
+        "but in each step another one is.",
+        "if the samples differ in length, use batches of equal numbers of tokens: shoal.Loader(…, "
+        "batch_size=shoal.TokenBudget(lengths, 4096)); otherwise check whether other jobs use these "
+        "machines: shoal doctor",
     )
 
 
@@ -130,27 +131,27 @@ def _about_data(share: float, one: Judged) -> tuple[str, str]:
     text = f"Ranks wait for data {percent(share)} of the time{_everywhere(one.attempt)}"
     found = loader_speed_of(one.attempt, one.profile)
     if found is None:
-        return f"{text}.", "more workers, or less work per sample: shoal.Loader(…, num_workers=N)"
+        return f"{text}.", "use more workers, or reduce work per sample: shoal.Loader(…, num_workers=N)"
     batch = duration(found.seconds)
     if not found.workers:
-        text += f": each rank makes its batches itself, {batch} each"
+        text += f": each rank makes its batches itself, in {batch} each"
     else:
-        text += f": a batch takes a worker {batch}, and a rank has {counted(found.workers, 'worker')}"
+        text += f": a worker takes {batch} per batch, and a rank has {counted(found.workers, 'worker')}"
     return f"{text}.", _more_workers(found)
 
 
 def _more_workers(found: Loading) -> str:
-    """The number of workers that keeps up, if there are cores for it and workers are what is short."""
+    """Return the number of workers that would keep up, or other advice if more workers do not help."""
     if found.enough <= found.workers:
         return (
-            "the workers are fast enough: look for batches that are large to hand over, or late at "
-            "the begin of an epoch; shoal bench data"
+            "the workers are fast enough: check for batches that are slow to transfer between "
+            "processes, or late at the start of an epoch; shoal bench data measures it"
         )
     if found.cores is not None and found.enough > found.cores:
         return (
-            f"shoal.Loader(…, num_workers={found.enough}) would keep up if workers mostly wait, for a "
-            f"rank has {counted(found.cores, 'core')}; else more cores, or less work per sample, such "
-            "as data prepared once; shoal bench data measures it"
+            f"shoal.Loader(…, num_workers={found.enough}) would keep up if workers mostly wait, since "
+            f"a rank has {counted(found.cores, 'core')}; otherwise use more cores, or reduce work per "
+            "sample, for example by preprocessing the data once; shoal bench data measures it"
         )
     return f"shoal.Loader(…, num_workers={found.enough}) would keep up; shoal bench data measures it"
 
@@ -175,7 +176,7 @@ def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
     if len(hosts) > 1:
         text += f", over the network between {join_names(hosts)}"
     elif hosts:
-        text += f", inside of {hosts[0]}"
+        text += f", within {hosts[0]}"
     strategy = attempt.starts.get(min(attempt.starts, default=0), {}).get("strategy", "DDP")
     fewer = (
         'shoal.DDP(compression="auto") or shoal.DiLoCo(sync_every=500) send fewer bytes; '
@@ -183,13 +184,13 @@ def _about_links(share: float, attempt: Attempt) -> tuple[str, str]:
         else ""
     )
     return f"{text}.", (
-        f"{fewer}larger batches send less often; shoal doctor measures each pair of ranks"
+        f"{fewer}larger batches communicate less often; shoal doctor measures each pair of ranks"
     )
 
 
 def _about_saves(share: float, attempt: Attempt) -> tuple[str, str]:
     saves = attempt.said("save")
-    text = f"Saves keep training waiting for {percent(share)} of the time"
+    text = f"Checkpoints block training for {percent(share)} of the time"
     times = [
         (float(event["seconds"]), rank)
         for rank, event in saves
@@ -207,6 +208,6 @@ def _about_saves(share: float, attempt: Attempt) -> tuple[str, str]:
 
 
 def _rounded(steps: float) -> int:
-    """A number of steps that people would choose, not below this one: 700, 3000."""
+    """Return a round number of steps that is at least this one: 700, 3000."""
     unit = 10 ** max(0, math.floor(math.log10(max(1.0, steps))))
     return int(math.ceil(steps / unit) * unit)

@@ -1,4 +1,4 @@
-"""What happened to a run besides its steps: attempts and how they ended, saves, what was done again."""
+"""The attempts of a run: how each ended, its checkpoints, its repeated steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shoal.report.history import Array
 from shoal.util.units import duration
 
 QUIET = 15.0
-"""Seconds without an event after which a run is silent; longer where its steps take long."""
+"""Seconds without an event after which a run is silent; longer if its steps take long."""
 RECENT = 512
-"""Steps that tell how long one takes."""
+"""Number of recent steps from which the duration of a step is estimated."""
 BINS = 240
-"""Points of a curve."""
+"""Number of points of a curve."""
 
 
 @dataclass(frozen=True)
 class BinnedCurve:
-    """A number over steps: its mean, least and greatest value in each of some bins."""
+    """A number over steps: its mean, minimum and maximum in each bin."""
 
     step: Array
     mean: Array
@@ -34,7 +34,7 @@ class BinnedCurve:
 
 @dataclass(frozen=True)
 class Save:
-    """One save: how long it kept the slowest rank waiting, and how long it took at which rank."""
+    """One save: how long it blocked the slowest rank, and how long it took on which rank."""
 
     step: int
     blocked: float
@@ -47,10 +47,10 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedOutcome:
-    """How an attempt said that it ended: on which rank, at which step and when, by what.
+    """How an attempt ended, as its events record it: on which rank, at which step, when and why.
 
-    `by` is a signal or another reason to stop, or the class of an error, which `error` tells apart.
-    What the events lack is None or empty.
+    `by` is a signal or another reason to stop, or, if `error` is set, the class of an error. Fields
+    that the events lack are None or empty.
     """
 
     kind: Literal["ended", "preempted", "interrupted", "failed"]
@@ -61,7 +61,7 @@ class RecordedOutcome:
     error: bool = False
 
     def reason(self, attempt: Attempt) -> str:
-        """Return by what, where and when: `ValueError on rank 3 on node0, after step 50`."""
+        """Return the cause, the rank and the step: `ValueError on rank 3 on node0, after step 50`."""
         after = f"after step {self.step:,}" if self.step is not None else ""
         if self.error:
             return ", ".join(filter(None, (f"{self.by} on {_place(attempt, self.rank)}", after)))
@@ -75,15 +75,15 @@ _ASKED: tuple[Literal["preempted", "interrupted", "failed"], ...] = (
     "interrupted",
     "failed",
 )
-"""Events of a run that was asked to stop, or had to; what follows them is only the end of that."""
+"""Events of a run that was asked to stop, or had to stop. Later events are only consequences."""
 _WORDS = {"failed": "stopped"}
 
 
 def outcome_of(attempt: Attempt) -> RecordedOutcome | None:
-    """Return how an attempt ended; None while no event says that it has.
+    """Return how an attempt ended; None if no event records an end.
 
-    A request to stop counts before errors, and of errors the earliest, since others follow from it. An
-    attempt without either has ended when its lowest rank has closed the run.
+    A request to stop takes precedence over errors. The earliest error counts, since others follow from
+    it. An attempt without either has ended when its lowest rank has closed the run.
     """
     for _, event in attempt.events:
         for kind in _ASKED:
@@ -112,7 +112,7 @@ def _outcome(
 
 
 def describe_outcome(attempt: Attempt, *, last: bool, now: float) -> str:
-    """Return in words how an attempt ended, or that it runs if it is the last one."""
+    """Return in words how an attempt ended, or that it is running if it is the last one."""
     found = outcome_of(attempt)
     if found is not None and found.error:
         return found.reason(attempt)
@@ -124,15 +124,15 @@ def describe_outcome(attempt: Attempt, *, last: bool, now: float) -> str:
         words = _WORDS.get(found.kind, found.kind)
         return f"{words} by {found.by or 'a signal'} on {where}, saved at step {step}"
     if not last:
-        return "killed or lost, without a word"
+        return "killed or lost, without a final event"
     silence = max(0.0, now - attempt.seen)
     if silence <= silence_limit(attempt.ticks(min(attempt.ranks, default=0))[-RECENT:]["wall"]):
-        return f"running, last sign {duration(silence)} ago"
-    return f"no sign for {duration(silence)}: killed, lost or stuck"
+        return f"running, last event {duration(silence)} ago"
+    return f"no event for {duration(silence)}: killed, lost or stuck"
 
 
 def silence_limit(walls: Array) -> float:
-    """Return the seconds without an event after which a run is silent, from those of recent steps."""
+    """Return the seconds without an event after which a run is silent, from recent step times."""
     return max(QUIET, 3 * float(walls.max(initial=0.0)))
 
 
@@ -141,7 +141,7 @@ def _place(attempt: Attempt, rank: int | None) -> str:
 
 
 def last_kept_steps(history: History) -> list[tuple[Attempt, int]]:
-    """The attempts, each with the last of its steps that no later one has done again."""
+    """Return the attempts, each with its last step that no later attempt has repeated."""
     attempts = history.attempts
     return [
         (each, min(each.last, _until(attempts[place + 1 :], each.counting)))
@@ -150,13 +150,13 @@ def last_kept_steps(history: History) -> list[tuple[Attempt, int]]:
 
 
 def _until(later: Sequence[Attempt], name: str | None) -> int:
-    """The last step of a Step's before those that later attempts have taken."""
+    """Return the last step of a Step before those that later attempts have taken."""
     begins = [begin for each in later if (begin := each.first_of(name)) is not None]
     return min(begins, default=1 << 62) - 1
 
 
 def binned_curves(history: History, column: str) -> dict[str, BinnedCurve]:
-    """A column of the first rank's steps by name of the Step, without what was done again."""
+    """Return a column of the first rank's steps, by name of the Step, without repeated steps."""
     pieces: dict[str, list[tuple[Array, Array]]] = {}
     attempts = history.attempts
     for place, attempt in enumerate(attempts):
@@ -193,7 +193,7 @@ def _bounds(count: int) -> Array:
 
 
 def throughput_curve(history: History) -> BinnedCurve | None:
-    """Samples per second of the whole world over steps, without what was done again."""
+    """Return samples per second of all ranks over steps, without repeated steps."""
     steps, sizes, walls = [], [], []
     for attempt, last in last_kept_steps(history):
         rows = attempt.ticks(min(attempt.ranks, default=0))
@@ -210,7 +210,7 @@ def throughput_curve(history: History) -> BinnedCurve | None:
 
 
 def list_saves(attempt: Attempt) -> list[Save]:
-    """The saves of an attempt, in the order of their steps."""
+    """Return the saves of an attempt, in the order of their steps."""
     found: dict[int, dict[int, Event]] = {}
     errors: dict[int, str] = {}
     for rank, event in attempt.said("save"):

@@ -1,4 +1,4 @@
-"""The verdict on a run: one sentence, the shares that it stands on, and what to do about them."""
+"""The verdict on a run: one sentence, the fractions of time behind it, and advice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shoal.util.grouping import group_by
 from shoal.util.units import percent
 
 WORTH = 0.01
-"""The smallest share that is worth a word in the sentence."""
+"""The smallest fraction that the sentence mentions."""
 
 WORDS = {
     "communication": "exposed communication",
@@ -47,18 +47,18 @@ WORDS = {
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
     "other": "the script's own time",
-    UNEVEN: "ranks that wait for each other",
+    UNEVEN: "ranks waiting for each other",
     STALLS: "stalls",
 }
 
 
 @dataclass(frozen=True)
 class BottleneckReport:
-    """What a run's time went into.
+    """Where the time of a run was spent.
 
-    `shares` are parts of the time of all steady steps and add up to one: "computing" is what the steps
-    would take if all ranks computed like a usual one and nothing else took time (`efficient`); the
-    others are what it lost. `stragglers` are those of all attempts, the costliest first.
+    `shares` are fractions of the time of all steady steps and add up to 1. "computing" (also
+    `efficient`) is the time the steps would take if all ranks computed like a usual one and nothing
+    else took time. The others are losses. `stragglers` are those of all attempts, the costliest first.
     """
 
     sentence: str
@@ -70,14 +70,14 @@ class BottleneckReport:
 
 
 def find_bottleneck(history: History, *, last: int | None = None) -> BottleneckReport:
-    """The verdict on all attempts together; with `last` on the newest steps of the last one alone."""
+    """Return the verdict on all attempts; with `last`, on the newest steps of the last attempt only."""
     attempts = history.attempts if last is None else history.attempts[-1:]
     judged = [each for each in (_judged(attempt, last) for attempt in attempts) if each is not None]
     if not judged:
         if history.unread:
             text = f"The events can't be read: {next(iter(history.unread.values()))}."
         elif any(attempt.steps for attempt in attempts):
-            text = "The ranks have recorded no step in common."
+            text = "The ranks have not recorded any step in common."
         elif attempts:
             text = "No step has been recorded yet."
         else:
@@ -113,11 +113,11 @@ def _judged(attempt: Attempt, last: int | None) -> Judged | None:
 
 
 def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
-    """The shares of all time, and those of them that stragglers are to blame for, by who and what.
+    """Return the fractions of all time by part, and those that each straggler costs.
 
-    The time of a step is that of its slowest rank: what a usual rank takes, part by part, and what the
-    slowest has above it. The latter counts as the part's own where it is data, a save and the like,
-    and as the straggler's where it is computing.
+    The time of a step is that of its slowest rank: the time of a usual rank, part by part, and the
+    slowest rank's excess. The excess counts towards the part if it is data, a save and the like, and
+    towards the straggler if it is computing.
     """
     seconds: dict[str, float] = defaultdict(float)
     costs: dict[Culprit, float] = defaultdict(float)
@@ -146,7 +146,7 @@ def _shares(judged: list[Judged]) -> tuple[dict[str, float], Costs]:
         seconds[UNEVEN] += (
             wall - sum(shared.values()) - float(found.average(found.surplus).sum()) * steps
         )
-    kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may leave less than none
+    kept = {part: max(0.0, each) for part, each in seconds.items()}  # noise may make one negative
     total = sum(kept.values()) or 1.0
     shares = {part: float(each / total) for part, each in kept.items()}
     return {"computing": 0.0, **shares}, {key: cost / total for key, cost in costs.items()}
@@ -167,7 +167,7 @@ def _sentence(
     pieces.sort(key=lambda piece: -piece.share)
     said = {culprit_of(each) for piece in pieces[:4] for each in piece.guilty}
     told = [f"{percent(piece.share)} {piece.text}" for piece in pieces[:4]]
-    # Ranks that cost little by themselves, because another is slower still.
+    # These ranks cost little by themselves, because another is slower still.
     also = [each for each in named if culprit_of(each) not in said]
     behind = list(dict.fromkeys(f"{each.place} in {LABELS[each.part]}" for each in also))
     text = f"{percent(efficient)} efficient"
@@ -176,13 +176,13 @@ def _sentence(
     if told:
         text += ": " + ", ".join(told)
     if behind:
-        text += f"; slower than the others too: {join_names(behind)}"
+        text += f"; also slower than the others: {join_names(behind)}"
     return text + "."
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A cause in the sentence: the share that it costs, and the stragglers that it names."""
+    """A cause in the sentence: the fraction that it costs, and the stragglers that it lists."""
 
     share: float
     text: str
@@ -190,7 +190,7 @@ class _Piece:
 
 
 def _slow(named: list[Straggler], costs: Costs) -> Iterator[_Piece]:
-    """What ranks that compute slowly cost, those that are slow in the same parts together."""
+    """Yield the cost of ranks that compute slowly, grouped by the parts in which they are slow."""
     by_rank = group_by((each for each in named if each.part in COMPUTING), lambda each: each.place)
     by_parts: dict[tuple[str, ...], list[Straggler]] = {}
     for own in by_rank.values():
@@ -207,7 +207,7 @@ def _slow(named: list[Straggler], costs: Costs) -> Iterator[_Piece]:
 def _lost(
     shares: Mapping[str, float], named: list[Straggler], costs: Costs, judged: list[Judged]
 ) -> Iterator[_Piece]:
-    """What else is lost, and the ranks to which most of it is owed."""
+    """Yield the other losses, each with the ranks that cause most of it."""
     for part, share in shares.items():
         if part == "computing" or part in COMPUTING:
             continue
@@ -221,7 +221,7 @@ def _lost(
 
 
 def _when(judged: list[Judged]) -> str:
-    """Where and how often computing stalls, of the costliest stalls."""
+    """Return where and how often computing stalls, for the costliest stalls."""
     found = [each for one in judged for each in one.stalls if each.part in COMPUTING]
     each = max(found, key=lambda each: each.cost)
     everywhere = "of all ranks, " if judged[-1].attempt.size > 1 else ""

@@ -1,9 +1,9 @@
-"""What the steps of an attempt were spent on, by rank and over time.
+"""The time of an attempt's steps by part, rank and window.
 
-A rank records how long it waited inside of collectives. Of that, what the rank that waited least did
-too is communication; what others have above it they spent waiting for that rank, the slowest of the
-step. So the time of a step is that of its slowest rank, and what this one had above a usual rank is
-what it cost all others.
+A rank records how long it waited inside collectives. The wait of the rank that waited least is
+communication. Other ranks spent the time above it waiting for that rank, the slowest of the step.
+So the time of a step is that of its slowest rank, and the slowest rank's excess over a usual rank
+is its cost to all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOWN = (
     "evaluation",
     "other",
 )
-"""The parts as people see them; they add up to the time of a step."""
+"""The parts as users see them; they add up to the time of a step."""
 
 LABELS = {
     "forward": "forward",
@@ -49,21 +49,21 @@ LABELS = {
 
 COMPUTING = ("forward", "backward", "update")
 OWN = tuple(part for part in SHOWN if part not in ("communication", "waiting"))
-"""What a rank spends by itself, so that it can be slower in it than others."""
+"""Parts in which a rank can be slower than others, because it spends them on its own work."""
 RARE = ("checkpoint", "evaluation")
-"""What few steps have, and then much of."""
+"""Parts that are long in few steps and absent in the others."""
 
 WINDOWS = 64
 SMALLEST = 16
 COVERED = 0.5
-"""A rank of which fewer of the steps are known is left out."""
+"""A rank with a smaller fraction of the steps is left out."""
 HELD = 1 << 20
-"""Steps times ranks that are looked at at a time."""
+"""Number of (step, rank) pairs processed at a time."""
 
 
 @dataclass(frozen=True)
 class Aligned:
-    """The steps that all ranks of an attempt have recorded, `left_out` being those with too few."""
+    """The steps that all ranks of an attempt have recorded; `left_out` are ranks with too few."""
 
     ranks: tuple[int, ...]
     steps: Array
@@ -72,7 +72,7 @@ class Aligned:
     left_out: tuple[int, ...]
 
     def column(self, name: str, first: int, last: int) -> Array:
-        """One column over a range of steps, a row for each rank."""
+        """Return one column over a range of steps, a row for each rank."""
         found = []
         for rows, where in zip(self._rows, self._where, strict=True):
             chosen = slice(first, last) if isinstance(where, slice) else where[first:last]
@@ -80,7 +80,7 @@ class Aligned:
         return np.stack(found)
 
     def cube(self, first: int, last: int) -> tuple[Array, Array]:
-        """Seconds by part (PARTS and "other"), rank and step; and the wall time by rank and step."""
+        """Return seconds by part (PARTS and "other"), rank and step, and wall time by rank and step."""
         wall = self.column("wall", first, last)
         cube = np.empty((len(PARTS) + 1, *wall.shape), np.float32)
         for index, part in enumerate(PARTS):
@@ -91,12 +91,12 @@ class Aligned:
 
 @dataclass(frozen=True)
 class Profile:
-    """Mean seconds per step in `windows` of steps that follow each other.
+    """Mean seconds per step in consecutive `windows` of steps.
 
     `mean[part, rank, window]` has the parts of SHOWN, `wall[rank, window]` their sum. `usual[part,
-    window]` is the share of a usual rank; `surplus[part, rank, window]` what a rank had above it in
-    the steps in which it was the slowest, spread over all steps of the window. `load[rank, window]` is
-    how long making a batch took; NaN where that was not recorded.
+    window]` is the time of a usual rank. `surplus[part, rank, window]` is a rank's excess over it in
+    the steps in which the rank was the slowest, averaged over all steps of the window. `load[rank,
+    window]` is the time to make a batch; NaN if it was not recorded.
     """
 
     ranks: tuple[int, ...]
@@ -116,22 +116,22 @@ class Profile:
 
     @property
     def steps(self) -> int:
-        """How many steps there are in all windows."""
+        """The number of steps in all windows."""
         return int(self.count.sum())
 
     def average(self, values: Array) -> Array:
-        """Mean over all steps of something that has a value for each window, which come last."""
+        """Return the mean over all steps of values whose last axis is the windows."""
         weights = self.count / max(1, self.count.sum())
         return np.asarray(values @ weights)
 
     def of_rank(self, rank: int) -> dict[str, float]:
-        """Mean seconds per step of one rank, by part."""
+        """Return the mean seconds per step of one rank, by part."""
         means = self.average(self.mean[:, self.ranks.index(rank)])
         return {part: float(each) for part, each in zip(SHOWN, means, strict=True)}
 
 
 def align_ranks(attempt: Attempt) -> Aligned | None:
-    """The steps that the ranks of an attempt have in common; None if there is none."""
+    """Return the steps that the ranks of an attempt have in common; None if there is none."""
     rows = {rank: attempt.ticks(rank) for rank in attempt.ranks}
     most = max((len(each) for each in rows.values()), default=0)
     ranks = tuple(rank for rank, each in rows.items() if len(each) >= max(1, COVERED * most))
@@ -143,7 +143,7 @@ def align_ranks(attempt: Attempt) -> Aligned | None:
     where: list[Array | slice]
     if all(np.array_equal(each[:shortest], steps) for each in numbers):
         where = [slice(None)] * len(ranks)
-    else:  # lines of some were lost
+    else:  # some lines were lost
         steps = reduce(np.intersect1d, numbers)
         where = [np.intersect1d(each, steps, return_indices=True)[1] for each in numbers]
         if not len(steps):
@@ -153,7 +153,7 @@ def align_ranks(attempt: Attempt) -> Aligned | None:
 
 
 def count_warm_up_steps(aligned: Aligned) -> int:
-    """How many of the first steps are not like the rest: compilation, checks, caches that fill."""
+    """Return how many of the first steps differ from the rest: compilation, checks, cold caches."""
     count = len(aligned.steps)
     if count < 4:
         return 0
@@ -167,7 +167,7 @@ def count_warm_up_steps(aligned: Aligned) -> int:
 
 
 def window_edges(first: int, last: int, windows: int | None = None) -> Array:
-    """Where windows of about equal length begin, and the end of the last."""
+    """Return the starts of windows of about equal length, and the end of the last."""
     count = last - first
     if windows is None:
         windows = min(WINDOWS, count // SMALLEST)
@@ -177,10 +177,10 @@ def window_edges(first: int, last: int, windows: int | None = None) -> Array:
 def profile(
     attempt: Attempt, *, last: int | None = None, windows: int | None = None, warm: bool = False
 ) -> Profile | None:
-    """What the steps of an attempt were spent on; None where no rank has recorded any.
+    """Return the time of an attempt's steps by part; None if no rank has recorded a step.
 
-    With `last` only so many of the newest steps; `windows` says into how many they are divided. The
-    first steps, which warm up, count only if `warm`.
+    `last` limits it to the newest steps. `windows` is the number of windows. The first steps, which
+    warm up, count only if `warm`.
     """
     aligned = align_ranks(attempt)
     if aligned is None:
@@ -194,7 +194,7 @@ def profile(
 
 
 def profile_of(aligned: Aligned, bounds: Array) -> Profile:
-    """The same over windows that begin and end at `bounds`."""
+    """Return the same over windows that begin and end at `bounds`."""
     found = [_window(aligned, int(a), int(b)) for a, b in pairwise(bounds)]
     sums = {name: np.stack([each[name] for each in found], axis=-1) for name in found[0]}
     return Profile(
@@ -208,10 +208,10 @@ def profile_of(aligned: Aligned, bounds: Array) -> Profile:
 
 
 def usual_rank(means: Array) -> Array:
-    """What a usual rank has, of values by rank (the last axis): the lower median of the others.
+    """Return the value of a usual rank, from values by rank (the last axis): their lower median.
 
-    For a rank that is slower than most, so that it is no part of what it is compared with: of two
-    ranks the faster one, of three too, since another of them may be slow as well.
+    It is the reference for a rank that is slower than most, so that rank must not affect it: of two
+    ranks it is the faster one, and also of three, since another of them may be slow as well.
     """
     count = means.shape[-1]
     place = max(0, (count - 2) // 2)
@@ -219,7 +219,7 @@ def usual_rank(means: Array) -> Array:
 
 
 def usual_of_others(means: Array) -> Array:
-    """For each rank (the last axis) what a usual one of the others has; for the faster it is more."""
+    """Return for each rank (the last axis) the usual value of the others; for the faster it is more."""
     count = means.shape[-1]
     place = max(0, (count - 2) // 2)
     following = min(place + 1, count - 1)
@@ -229,7 +229,7 @@ def usual_of_others(means: Array) -> Array:
 
 
 def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
-    """Everything that a Profile has of one window."""
+    """Return all fields of a Profile for one window."""
     size = last - first
     own = (len(OWN), len(aligned.ranks))
     total = {"mean": np.zeros((len(SHOWN), own[1])), "wall": np.zeros(own[1])}
@@ -253,16 +253,16 @@ def _window(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
 
 
 def split_steps(first: int, last: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """A range of steps in pieces that are small enough to be looked at together."""
+    """Yield a range of steps in pieces that are small enough to be processed at once."""
     length = max(1, HELD // ranks)
     for begin in range(first, last, length):
         yield begin, min(begin + length, last)
 
 
 def _divided(aligned: Aligned, first: int, last: int) -> tuple[Array, Array, Array, Array]:
-    """Seconds by part of SHOWN, the wall time, how far each rank was the slowest, and with what.
+    """Return seconds by part of SHOWN, wall time, how far each rank was the slowest, and its excess.
 
-    What a rank does after the last collective of a step, its update, makes others wait in the next.
+    A rank's work after the last collective of a step, its update, makes others wait in the next step.
     """
     cube, wall = aligned.cube(first, last)
     inside = cube[COMMUNICATION]
@@ -280,10 +280,10 @@ def _divided(aligned: Aligned, first: int, last: int) -> tuple[Array, Array, Arr
 
 
 def _slowest(inside: Array) -> Array:
-    """How far each rank was the slowest of each step, by the time that it waited in collectives.
+    """Return how far each rank was the slowest of each step, by its time waiting in collectives.
 
-    Where steps have none, as between two averagings of LocalSGD, it is decided by the next that has;
-    and where none follows, every rank has its share.
+    For steps without collectives, such as those between two averagings of local SGD, the next step that
+    has one decides. If none follows, all ranks get an equal fraction.
     """
     ranks, count = inside.shape
     met = np.where(inside.max(axis=0) > 0, np.arange(count), count)
@@ -296,7 +296,7 @@ def _slowest(inside: Array) -> Array:
 
 
 def _progress(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
-    """The loss of the first rank, when its steps ended, and how much was seen."""
+    """Return the loss of the first rank, the times at which its steps ended, and the sample counts."""
     alone = Aligned(aligned.ranks[:1], aligned.steps, aligned._rows[:1], aligned._where[:1], ())
     loss = alone.column("loss", first, last)[0]
     loss = loss[np.isfinite(loss)]

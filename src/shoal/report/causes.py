@@ -1,4 +1,4 @@
-"""What a verdict is made of: attempts as they are judged, findings, and culprits by their cost."""
+"""The elements of a verdict: judged attempts, findings, and stragglers with their costs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from shoal.report.stalls import Stalls
 from shoal.report.stragglers import Straggler
 
 UNEVEN = "uneven"
-"""The share of time that ranks wait for each other in turn."""
+"""The loss from ranks that wait for each other in turn."""
 STALLS = "stalls"
-"""The share of time that computing stalls on all ranks together."""
+"""The loss from stalls of computing on all ranks together."""
 
 Culprit: TypeAlias = tuple[int, str | None, str]
 """A rank, its host, and the part in which it is slower than the others."""
 Costs: TypeAlias = Mapping[Culprit, float]
-"""The share of all time that each culprit costs."""
+"""Fraction of all time that each culprit costs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something worth knowing, what to do or to type next, and the share of all time that it costs."""
+    """A result with advice or the next command, and the fraction of all time that it costs."""
 
     text: str
     advice: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judged:
-    """One attempt: what its steady steps were spent on, and the first ones, which warm up."""
+    """One attempt with the profile of its steady steps and of the first ones, which warm up."""
 
     attempt: Attempt
     profile: Profile
@@ -44,22 +44,22 @@ class Judged:
 
 
 def culprit_of(each: Straggler) -> Culprit:
-    """The key that identifies the same straggler in several attempts."""
+    """Return the key that identifies the same straggler in several attempts."""
     return each.rank, each.host, each.part
 
 
 def straggler_cost(part: str, named: Sequence[Straggler], costs: Costs) -> float:
-    """The share of all time that stragglers cost in one part."""
+    """Return the fraction of all time that stragglers cost in one part."""
     return sum(costs.get(key, 0.0) for key in {culprit_of(each) for each in named if each.part == part})
 
 
 def rank_names(numbers: Sequence[int]) -> str:
-    """Ranks as a sentence names them."""
+    """Return the text for some ranks in a sentence."""
     return f"rank{'s' if len(numbers) > 1 else ''} {join_names(list(map(str, numbers)))}"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """A few names, and how many others there are."""
+    """Return the first few names, and the number of the others."""
     if len(names) > 3:
         names = [*names[:2], f"{len(names) - 2} others"]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

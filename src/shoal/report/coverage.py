@@ -1,4 +1,4 @@
-"""Was every sample seen, and only once? What the events of a run say."""
+"""Check from a run's events that every sample was consumed exactly once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from shoal.telemetry.events import steps_by_rank
 
 
 class Coverage(NamedTuple):
-    """The positions that a run consumed: up to `end`, but for `missed`, and `repeated` ones twice.
+    """Sample positions that a run consumed: all up to `end`, minus `missed`, with `repeated` twice.
 
-    Each is a list of ranges [start, stop) in samples since the start of training. Within an epoch a
-    position is one sample of the dataset.
+    A position counts samples since the start of training. Within an epoch it is one sample of the
+    dataset.
+
+    Attributes:
+        end: First position after all that were consumed.
+        missed: Ranges `(start, stop)` of positions below `end` that no rank consumed, `stop` excluded.
+        repeated: Ranges `(start, stop)` of positions that were consumed more than once, `stop`
+            excluded.
     """
 
     end: int
@@ -21,19 +27,44 @@ class Coverage(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether each position was consumed once and only once."""
+        """Whether each position was consumed exactly once."""
         return not self.missed and not self.repeated
 
 
 def coverage(directory: str | Path, *, step: str | None = None) -> Coverage:
-    """What a run consumed, over all its ranks and attempts, by the shares that its events record.
+    """Return the sample positions that a run consumed, over all its ranks and attempts.
 
-    `directory` is the run's; `step` names one of several Steps, the first unless given. What a killed
-    attempt did after its last checkpoint counts as the attempt after it did it.
+    The positions come from the events of the run. Steps that a killed attempt took after its last
+    checkpoint count once, for the attempt that repeated them.
+
+    Args:
+        directory: The run directory.
+        step: Name of the Step to check, for runs with several. `None`: the first Step in the events.
+            Default: None.
+
+    Returns:
+        The end of the consumed positions, with the missed and the repeated ranges. The end is 0 if the
+        directory has no events.
+
+    Examples:
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> def loss(output, batch):
+        ...     return output.square().sum(), len(output)
+        >>> task = shoal.Task(loss, inputs=lambda batch: batch)
+        >>> options = dict(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> options |= dict(batch_size=8, epochs=1)
+        >>> with TemporaryDirectory() as run:  # doctest: +ELLIPSIS
+        ...     result = shoal.train(
+        ...         torch.nn.Linear(2, 1), task, torch.ones(8, 2), directory=run, **options
+        ...     )
+        ...     shoal.coverage(run)
+        100 % · step 1 · ...
+        Coverage(end=8, missed=[], repeated=[])
     """
     taken = steps_by_rank(Path(directory) / "events")
     name = step if step is not None else next((key for key, _ in taken), "step")
-    # Ranks that share samples, as tensor-parallel ones do, record the same share.
+    # Ranks that process the same samples, as tensor-parallel ones do, record the same range.
     shares = sorted(
         {
             (number, *event["share"])

@@ -1,4 +1,4 @@
-"""Fields of events, read with care: a file may hold what no run has written."""
+"""Validated access to fields of events: a file may contain lines that no run has written."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def integer_in(event: Event, name: str) -> int | None:
 
 
 def text_in(event: Event, name: str) -> str:
-    """Return a field that is a text, or an empty one; at most as much of it as a line holds."""
+    """Return a field that is a string, or an empty one, truncated to the length of a line."""
     value = event.get(name)
     return value[:500] if isinstance(value, str) else ""

@@ -21,10 +21,10 @@ def list_findings(
     costs: Costs,
     judged: list[Judged],
 ) -> list[Finding]:
-    """All findings, the costliest first; what has no cost of its own comes last.
+    """Return all findings, the costliest first; findings without a cost come last.
 
-    A loss that is smaller than what is worth a finding has one all the same if it costs more than
-    the costliest of the others.
+    A loss below the threshold of a finding is reported nevertheless if it costs more than the costliest
+    of the others.
     """
     found = list(_slow_ranks(named, costs))
     small: list[Finding] = []
@@ -37,7 +37,7 @@ def list_findings(
 
 
 def unread_findings(history: History) -> Iterator[Finding]:
-    """The files of ranks that could not be read."""
+    """Yield findings for files of ranks that could not be read."""
     if history.unread:
         numbers, why = sorted(history.unread), next(iter(history.unread.values()))
         yield Finding(
@@ -51,17 +51,17 @@ def _left_out(history: History, newest: Judged) -> Iterator[Finding]:
     if missing:
         yield Finding(
             f"Nothing was recorded by {rank_names(missing)}.",
-            "see whether these ranks reach the run directory",
+            "check whether these ranks can reach the run directory",
         )
     if newest.profile.left_out:
         yield Finding(
-            f"Few steps were recorded by {rank_names(newest.profile.left_out)}, which are left out.",
-            "see whether these ranks could write (df -h)",
+            f"{rank_names(newest.profile.left_out)} recorded few steps and are left out.",
+            "check whether these ranks could write (df -h)",
         )
 
 
 def _slow_ranks(named: list[Straggler], costs: Costs) -> Iterator[Finding]:
-    """A finding for each slow rank and what it is slow in; what it computes together."""
+    """Yield a finding for each slow rank and part; parts of computing are combined."""
     by_rank = group_by(
         _together(named),
         lambda each: (each.rank, each.host, "computing" if each.part in COMPUTING else each.part),
@@ -73,7 +73,7 @@ def _slow_ranks(named: list[Straggler], costs: Costs) -> Iterator[Finding]:
 
 
 def _together(named: list[Straggler]) -> list[Straggler]:
-    """One for each rank and part, though it may have been slower in several attempts."""
+    """Return one straggler per rank and part, even if it was slower in several attempts."""
     found: dict[Culprit, Straggler] = {}
     for each in named:
         before = found.setdefault(culprit_of(each), each)
@@ -95,12 +95,12 @@ def _about(each: Straggler, *, head: bool = False) -> str:
 def _remedy(each: Straggler) -> str:
     where = f" on {each.host}" if each.host is not None else " on its host"
     if each.part == "wait":
-        return f"look at the storage and the cores{where}: shoal doctor"
+        return f"check the storage and the cores{where}: shoal doctor"
     if each.part == "checkpoint":
         return (
-            f"look at the storage{where}: shoal doctor; or save less often: "
+            f"check the storage{where}: shoal doctor; or save less often: "
             "run.tick(every=shoal.YoungDaly(mtbf=…))"
         )
     if each.part in COMPUTING:
-        return f"look for a slow or shared device, or cores in use by others,{where}: shoal doctor"
-    return f"look at what the script does on rank {each.rank} alone"
+        return f"check for a slow or shared device, or cores used by others,{where}: shoal doctor"
+    return f"check what the script does only on rank {each.rank}"

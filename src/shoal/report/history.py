@@ -1,4 +1,4 @@
-"""What was read of a run: by attempt and rank the steps, as arrays, and other events as they are."""
+"""The events of a run in memory: steps by attempt and rank as arrays, other events unchanged."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.telemetry import step_timer
 from shoal.telemetry.events import EventKind
 
 PARTS = step_timer.PARTS[1:]
-"""The parts of a step that a rank records. They do not overlap; what `wall` has beside them is the
-script's own time."""
+"""The parts of a step that a rank records. They do not overlap. The rest of `wall` is the script's
+own time."""
 
 STEP = np.dtype(
     [
@@ -31,8 +31,7 @@ STEP = np.dtype(
 )
 """One step of one rank: `time` of its tick in seconds since the epoch, durations in seconds.
 
-`load` is how long making its batch took, in the worker that made it if there are workers; NaN before
-format 3.
+`load` is the time to make the batch, in the worker if the loader has workers; NaN before format 3.
 """
 
 USAGE = np.dtype(
@@ -48,14 +47,14 @@ USAGE = np.dtype(
         ("cpu", "f8"),
     ]
 )
-"""One look at what a rank uses, in bytes, watts, joules and cores; NaN where nothing was said."""
+"""One sample of a rank's usage, in bytes, watts, joules and cores; NaN if it was not recorded."""
 
 Array = NDArray[Any]
 Event = Mapping[str, Any]
 
 
 class GrowingArray:
-    """An array that grows at its end; what it holds stays where it is for those who look at it."""
+    """An array that grows at its end, without moving rows to which others hold views."""
 
     def __init__(self, kind: np.dtype[Any]) -> None:
         self._held = np.empty(0, kind)
@@ -76,10 +75,10 @@ class GrowingArray:
         self._held, self._count = rows, len(rows)
 
     def append(self, count: int) -> Array:
-        """`count` further rows of zeros, to be filled in."""
+        """Append `count` rows of zeros, and return them to be filled in."""
         end = self._count + count
         if end > len(self._held):
-            # Pages that nobody has written to take no memory, so that room for twice as many is free.
+            # Pages that were never written take no memory, so reserving twice the size is free.
             grown = np.zeros(max(2 * end, 1024), self._held.dtype)
             grown[: self._count] = self.all
             self._held = grown
@@ -87,17 +86,17 @@ class GrowingArray:
         return self._held[end - count : end]
 
     def shorten(self, keep: int) -> None:
-        """Forget all but the newest `keep` rows once there are twice as many."""
+        """Drop all but the newest `keep` rows once there are twice as many."""
         if self._count > 2 * keep:
             self._held, self._count = self.all[-keep:].copy(), keep
 
 
 @dataclass
 class TrafficTotal:
-    """What one rank sent by one kind of collective in one group, over an attempt.
+    """The traffic of one rank by one kind of collective in one group, over an attempt.
 
-    `bytes` are those of its own tensors, `seconds` from the begin to the end of each call, added up.
-    `algorithm` and `bus` are bytes per second. `exact` is False where times are estimated.
+    `bytes` are those of the rank's own tensors. `seconds` is the sum of the durations of all calls.
+    `algorithm` and `bus` are bytes per second. `exact` is False if times are estimated.
     """
 
     calls: int = 0
@@ -105,26 +104,26 @@ class TrafficTotal:
     seconds: float = 0.0
     exact: bool = True
     moved: float = 0.0
-    """Bus bandwidth times seconds, added up."""
+    """Bus bandwidth times seconds, summed over calls."""
 
     @property
     def algorithm(self) -> float:
-        """Bytes of a call over the seconds that it took."""
+        """The bytes of all calls divided by their seconds."""
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def bus(self) -> float:
-        """What the links carried, in comparison with which hardware is rated."""
+        """The bus bandwidth, the number to compare with the rating of the hardware."""
         return self.moved / self.seconds if self.seconds > 0 else 0.0
 
 
 TrafficKey = tuple[str, str, int, str]
-"""The kind of a collective, its group, how many ranks that has, and the backend."""
+"""The kind of a collective, its group, the number of ranks in it, and the backend."""
 
 
 @dataclass
 class Attempt:
-    """One start of the run: all that its ranks have recorded until they ended or were killed."""
+    """One start of the run: all events of its ranks until they ended or were killed."""
 
     began: float
     starts: dict[int, Event] = field(default_factory=dict)
@@ -133,34 +132,34 @@ class Attempt:
     traffic: dict[tuple[int, TrafficKey], TrafficTotal] = field(default_factory=dict)
     events: list[tuple[int, Event]] = field(default_factory=list)
     seen: float = 0.0
-    """When the last event of any rank was written."""
+    """Time of the last event of any rank."""
 
     @property
     def size(self) -> int:
-        """How many ranks there were, whether or not all have left a file."""
+        """The number of ranks, whether or not all have left a file."""
         said = [start["size"] for start in self.starts.values() if type(start.get("size")) is int]
         return max([*said, len(self.ranks)], default=0)
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of which something was read."""
+        """The ranks with at least one event."""
         return sorted({*self.starts, *(rank for rank, _ in self.steps)})
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of which nothing was read."""
+        """The ranks without any event."""
         there = set(self.ranks)
         return [rank for rank in range(min(self.size, 1 << 20)) if rank not in there]
 
     @property
     def counting(self) -> str | None:
-        """The name of the Step by which steps are counted: of several the one with most of them."""
+        """The name of the Step that counts the steps: of several, the one with most steps."""
         tracks = ((name, rows) for (_, name), rows in self.steps.items() if len(rows))
         newest = {name: int(rows.all["step"][-1]) for name, rows in tracks}
         return max(newest, key=lambda name: newest[name], default=None)
 
     def first_of(self, name: str | None) -> int | None:
-        """The first step that the Step of this name took; None if it has taken none."""
+        """Return the first step that the Step of this name took; None if it has taken none."""
         tracks = (rows for (_, own), rows in self.steps.items() if own == name and len(rows))
         return min((int(rows.all["step"][0]) for rows in tracks), default=None)
 
@@ -181,26 +180,26 @@ class Attempt:
 
     @property
     def measured(self) -> bool:
-        """Whether communication was told apart from computing, as it is from format 2 on."""
+        """Whether communication was measured apart from computing, as since format 2."""
         return any(self.format(rank) > 1 for rank in self.starts)
 
     def format(self, rank: int) -> int:
-        """The format that a rank wrote in; 1 where it did not say so."""
+        """Return the format in which a rank wrote; 1 if its events do not record one."""
         said = self.starts.get(rank, {}).get("format")
         return said if type(said) is int else 1
 
     def workers(self, rank: int) -> int:
-        """The loader's worker processes of a rank; 0 where it has none, or said nothing of them."""
+        """Return the number of loader workers of a rank; 0 if it has none or did not record them."""
         said = self.starts.get(rank, {}).get("workers")
         return said if type(said) is int and said > 0 else 0
 
     def host(self, rank: int) -> str | None:
-        """The host that a rank ran on, as far as it is known."""
+        """Return the host of a rank; None if it is unknown."""
         host = self.starts.get(rank, {}).get("host")
         return host[:200] if isinstance(host, str) and host else None
 
     def place(self, rank: int) -> str:
-        """A rank as people call it: `rank 2 on node7`."""
+        """Return the name of a rank in texts: `rank 2 on node7`."""
         host = self.host(rank)
         return f"rank {rank}" if host is None else f"rank {rank} on {host}"
 
@@ -209,10 +208,10 @@ class Attempt:
         return [(rank, event) for rank, event in self.events if event["event"] == kind]
 
     def ticks(self, rank: int) -> Array:
-        """The steps of a rank, one row for each tick.
+        """Return the steps of a rank, one row for each tick.
 
-        Where several Steps take one batch, as a GAN's do, only the first has a `wall`; what the others
-        took is added to its row. Rows are numbered by the Step with most steps.
+        If several Steps take one batch, as in a GAN, only the first has a `wall`; the times of the
+        others are added to its row. Rows are numbered by the Step with most steps.
         """
         tracks = [rows.all for (owner, _), rows in self.steps.items() if owner == rank and len(rows)]
         if not tracks:
@@ -222,17 +221,17 @@ class Attempt:
 
 @dataclass
 class History:
-    """All that was read of a run directory."""
+    """All events of a run directory."""
 
     directory: Path
     attempts: list[Attempt] = field(default_factory=list)
-    """In the order in which the ranks wrote of them: clocks of hosts may be wrong, or set back."""
+    """In the order in which the ranks recorded them, since clocks of hosts may be wrong or set back."""
     files: int = 0
-    """How many ranks have left a file."""
+    """Number of ranks that have left a file."""
     skipped: int = 0
-    """Lines that are no events; a kill leaves one."""
+    """Number of lines that are no events; a kill leaves one."""
     unread: dict[int, str] = field(default_factory=dict)
-    """Ranks whose file could not be read to its end, and why."""
+    """Ranks whose file could not be read completely, with the reason."""
 
     @property
     def latest(self) -> Attempt | None:
@@ -241,11 +240,11 @@ class History:
 
     @property
     def world(self) -> int:
-        """How many ranks the last attempt has."""
+        """The number of ranks of the last attempt."""
         return self.latest.size if self.latest is not None else 0
 
     def join(self, other: History) -> None:
-        """Add what was read of other ranks."""
+        """Add the events of other ranks."""
         before = None
         for theirs in other.attempts:
             ours = before = self.attempt(theirs.began, after=before)
@@ -260,9 +259,10 @@ class History:
         self.unread |= other.unread
 
     def attempt(self, began: float, *, after: Attempt | None = None) -> Attempt:
-        """The attempt that began at a time; a new one if there is none yet.
+        """Return the attempt that began at a time; a new one if there is none yet.
 
-        A rank has written of it `after` another one. What no file has both of is ordered by time.
+        `after` is the attempt that the same rank recorded before it. Attempts that no file has in
+        common are ordered by time.
         """
         known = next((each for each in self.attempts if each.began == began), None)
         if known is not None:
@@ -276,17 +276,18 @@ class History:
 
 def _merged(tracks: list[Array]) -> Array:
     every = np.concatenate(tracks)
-    # Times are written in whole microseconds: the rows of one tick lie at most one apart.
+    # Times are written in whole microseconds: the rows of one tick differ by at most one.
     every = every[np.argsort(every["time"] + 5e-6 * (every["wall"] <= 0), kind="stable")]
     heads = np.flatnonzero(every["wall"] > 0)
     if not len(heads):
         return every
-    every, heads = every[heads[0] :], heads - heads[0]  # of an earlier tick, whose first was let go
+    # Rows before the first head belong to an earlier tick, whose first row was dropped.
+    every, heads = every[heads[0] :], heads - heads[0]
     owners = np.searchsorted(heads, np.arange(len(every)), side="right") - 1
     merged = every[heads]
     for part in PARTS:
         merged[part] = np.bincount(owners, weights=every[part], minlength=len(heads))
-    # One that is not taken on every batch has smaller numbers, which would stand between the others.
+    # A Step that is not taken on every batch has smaller numbers, which would be out of order here.
     np.maximum.at(merged["step"], owners, every["step"])
     np.maximum.accumulate(merged["step"], out=merged["step"])
     return np.asarray(merged)

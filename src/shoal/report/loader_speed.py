@@ -1,4 +1,4 @@
-"""Whether the ranks' loaders keep up: what their workers take for a batch, and how many would do."""
+"""Check whether the loaders of the ranks keep up, and how many workers would be enough."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shoal.report.breakdown import SHOWN, Profile, usual_of_others, usual_rank
 from shoal.report.history import Array, Attempt
 
 OTHERS = 0.5
-"""The share of a rank's wait that would be left with the loader of a usual other rank, from which on
-the loaders of all ranks are the cause."""
+"""If this fraction of a rank's wait would remain with the loader of a usual other rank, the loaders
+of all ranks are the cause."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How a usual rank loads: with so many `workers` (0: by itself), each `seconds` for a batch.
+    """Loading on a usual rank: the number of `workers` (0: the rank itself), `seconds` for a batch.
 
-    `enough` is how many workers would keep up with everything else that a step does, `cores` what
-    the rank has; None where that is not known.
+    `enough` is the number of workers that would keep up with the rest of a step, `cores` the number of
+    cores of the rank; None if it is unknown.
     """
 
     workers: int
@@ -30,7 +30,7 @@ class Loading:
 
 
 def loader_speed_of(attempt: Attempt, found: Profile) -> Loading | None:
-    """How a usual rank of an attempt loads; None where ranks did not record it."""
+    """Return the loading of a usual rank of an attempt; None if the ranks did not record it."""
     loads = found.average(found.load)
     if not np.isfinite(loads).all():
         return None
@@ -47,11 +47,11 @@ def loader_speed_of(attempt: Attempt, found: Profile) -> Loading | None:
 
 
 def all_loaders_slow(attempt: Attempt, found: Profile, place: int) -> bool:
-    """Whether the wait of one rank for data is due to loaders that are too slow on all ranks.
+    """Return whether the loaders of all ranks are too slow, and cause the wait of one rank for data.
 
     Ranks with workers wait in turn: while one waits for its batch, the others wait for that rank in a
-    collective, and their workers catch up. So a loader that is a little slower than the others takes
-    all of the wait upon itself. The workers' own time for a batch tells what would be left of it.
+    collective, and their workers catch up. So a loader that is a little slower than the others gets
+    all of the wait. The workers' own time for a batch determines how much of the wait would remain.
     """
     workers = np.array([attempt.workers(rank) for rank in found.ranks])
     loads = found.average(found.load)
@@ -64,6 +64,6 @@ def all_loaders_slow(attempt: Attempt, found: Profile, place: int) -> bool:
 
 
 def _busy(found: Profile) -> Array:
-    """Seconds of a step of each rank, without waits for data and for ranks that wait for data."""
+    """Return seconds per step of each rank, without waits for data and for ranks that wait for data."""
     waits = found.mean[SHOWN.index("wait")] + found.mean[SHOWN.index("waiting")]
     return found.average(found.wall - waits)

@@ -1,4 +1,4 @@
-"""Reads the events of a run, and reads on while it runs."""
+"""Reads the events of a run, and continues to read while it runs."""
 
 from __future__ import annotations
 
@@ -35,43 +35,43 @@ from shoal.util.errors import CheckpointError
 
 BLOCK = 4 << 20
 LARGE = 64 << 20
-"""Bytes of events from which further processes are worth their start."""
+"""Bytes of events from which starting more reader processes pays off."""
 MOST_PROCESSES = 8
 LONGEST = 64 << 20
-"""Bytes of a line; what is longer was not written by a run."""
+"""Maximum length of a line in bytes; a longer line was not written by a run."""
 NEVER = 1e11
-"""Seconds since the epoch: no run lasts into the year 5138."""
+"""Latest valid time in seconds since the epoch: no run lasts into the year 5138."""
 MOST_STEPS = 4
-"""Steps that may share a tick before too few of each are kept."""
+"""Number of Steps that may have a tick in common before too few steps of each are kept."""
 _FROM_RANK_0 = {"log", "evaluation"}
-"""Events that all ranks write alike, or of which people see rank 0's."""
+"""Events that are the same on all ranks, or of which only rank 0's are shown."""
 
 
 @dataclass
 class _File:
-    """How far one rank's file has been read."""
+    """How far the file of one rank has been read."""
 
     path: Path
     rank: int
     offset: int = 0
     attempt: Attempt | None = None
     waiting: list[Event] = field(default_factory=list)
-    """What was written before the attempt that it belongs to had begun."""
+    """Events from before the start of the attempt to which they belong."""
     single: list[dict[str, Any]] = field(default_factory=list)
-    """Steps of the format in which each had a line."""
+    """Steps of the format that has one line per step."""
 
 
 class Reader:
-    """Reads a run directory, or the `events` in it; `poll` reads what has been written since.
+    """A reader of a run directory, or of `events` in it; `poll` reads the events written since.
 
-    Files may be missing, empty, cut anywhere, or hold what no run has written: what can be read is in
-    `history`, what can't is counted there. `only` is the one rank to be read, if not all are. Raises
-    CheckpointError where there are no events at all.
+    Files may be missing, empty, truncated, or contain lines that no run has written. `history`
+    holds all that can be read and counts the rest. `only` limits reading to one rank. Raises
+    CheckpointError if there are no events at all.
 
-    Whoever looks for long gives `keep`: of the steps of each rank only the newest are held then, twice
-    so many at most; of other events the newest too, and no numbers that were logged. `seen` is called
-    with steps as they are read: their attempt, the rank, the name of the Step, and the rows; of the
-    lowest rank all are.
+    A reader that runs for long takes `keep`: then only the newest steps of each rank are held, at most
+    twice that number, only the newest other events, and no logged values. `seen` is called with steps
+    as they are read: their attempt, the rank, the name of the Step, and the rows. It gets all steps of
+    the lowest rank.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Reader:
             )
 
     def poll(self) -> bool:
-        """Read on in all files; whether anything was new."""
-        # A file that shrank is one of another run in the same place.
+        """Read new events in all files; return whether there were any."""
+        # A file that shrank belongs to another run in the same place.
         if any(0 < _size(each.path) < each.offset for each in self._files.values()):
             self._files.clear()
             self.history = History(self.history.directory)
@@ -112,7 +112,7 @@ class Reader:
         return new
 
     def paths(self) -> dict[int, Path]:
-        """The files of events, by rank."""
+        """Return the event files, by rank."""
         found = paths_in(self.history.directory)
         return {rank: path for rank, path in found.items() if self._only in (None, rank)}
 
@@ -140,7 +140,7 @@ class Reader:
         if kind == "start":
             began = float(event.get("began", time))
             if not np.isfinite(began):
-                raise ValueError("an attempt that began at no time")
+                raise ValueError("an attempt without a start time")
             file.attempt = self.history.attempt(began, after=file.attempt)
             file.attempt.starts[file.rank] = event
             file.attempt.events += [(file.rank, waiting) for waiting in file.waiting]
@@ -159,7 +159,7 @@ class Reader:
             file.attempt.seen = max(file.attempt.seen, time)
 
     def _flush(self, file: _File) -> None:
-        """Take the steps that had lines of their own, in runs of one name."""
+        """Take the steps that had one line each, grouped by name."""
         single, file.single = file.single, []
         while single:
             name = single[0].get("name")
@@ -185,7 +185,7 @@ class Reader:
             self._seen(attempt, file.rank, name, added)
 
     def _shorten(self, file: _File) -> None:
-        """Let go of what is old in a file's attempt, where little is to be kept."""
+        """Drop old steps and events of a file's attempt if little is to be kept."""
         if self._keep is None or file.attempt is None:
             return
         for (rank, _), rows in file.attempt.steps.items():
@@ -202,9 +202,9 @@ class Reader:
 
 
 def read_history(directory: str | Path) -> History:
-    """All that there is to read just now; of a large run by several processes, each a rank at a time.
+    """Return all events so far; several processes read a large run, one rank at a time each.
 
-    Raises CheckpointError where there are no events at all.
+    Raises CheckpointError if there are no events at all.
     """
     reader = Reader(directory)
     paths = reader.paths()
@@ -235,8 +235,8 @@ def _absence(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory"
     if not directory.is_dir():
-        return "it is a file, and a run is a directory"
-    return "no events in it (events/rank-0.jsonl, and so on): it is no run directory, or has not begun"
+        return "it is a file, not a run directory"
+    return "no events in it (events/rank-0.jsonl, …): it is not a run directory, or has not started"
 
 
 def _suggestion(directory: Path) -> str:
@@ -246,11 +246,11 @@ def _suggestion(directory: Path) -> str:
         inside = []
     if inside:
         return f"a run in it: {', '.join(str(each) for each in inside[:5])}"
-    return "the directory that the script gives to shoal.Run, as in `shoal report runs/a`"
+    return "use the directory that the script passes to shoal.Run, as in `shoal report runs/a`"
 
 
 def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
-    """The whole lines that a file has since been given; one that is not ended yet is left for later."""
+    """Yield the complete new lines of a file; an incomplete last line is left for later."""
     try:
         with file.path.open("rb") as data:
             data.seek(file.offset)
@@ -267,14 +267,14 @@ def _blocks(file: _File, history: History) -> Iterator[list[bytes]]:
                     kept = b""
                     history.skipped += 1
         history.unread.pop(file.rank, None)
-    except FileNotFoundError:  # gone: as if it had never been there
+    except FileNotFoundError:  # deleted: as if it had never existed
         return
     except OSError as error:
         history.unread[file.rank] = error.strerror or str(error)
 
 
 def _newest(lines: list[bytes], keep: int) -> list[bytes]:
-    """The lines that are no blocks of steps, and of these the newest, which hold `keep` steps."""
+    """Return the lines other than blocks of steps, and the newest blocks, which hold `keep` steps."""
     found, count = [], 0
     for line in reversed(lines):
         steps = count_steps(line)
@@ -309,7 +309,7 @@ def _add_traffic(attempt: Attempt, rank: int, event: Mapping[str, Any]) -> None:
         seconds, size = float(each["seconds"]), float(each["bytes"])
         bus = float(each.get("bus", 0.0) or 0.0)
         if not np.isfinite([seconds, size, bus]).all():
-            raise ValueError("a collective of no length")
+            raise ValueError("a collective without a duration")
         sums = attempt.traffic.setdefault(
             (rank, (kind, group, int(each["ranks"]), backend)), TrafficTotal()
         )

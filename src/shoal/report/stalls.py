@@ -1,8 +1,8 @@
-"""Steps in which all ranks together take much longer than usual, and how often they come.
+"""Steps in which all ranks together take much longer than usual, and how often they occur.
 
-A rank that is slow alone shows in comparison with the others. What holds up all of them at the same
-step, such as a garbage collection every 50th step, shows in comparison with the other steps only: the
-mean of a part over steps is above its median.
+A single slow rank shows in comparison with the others. A stall of all ranks in the same step, such as
+garbage collection every 50th step, shows only in comparison with other steps: the mean of a part
+over steps is above its median.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from shoal.report.breakdown import COMPUTING, Aligned, split_steps
 from shoal.report.history import PARTS, Array
 
 RARELY = 1 / 8
-"""The largest share of the steps that may be stalls; more of them are how the steps are."""
+"""The largest fraction of the steps that may be stalls; more of them are normal steps."""
 LONG = 0.5
-"""A stall takes longer than the median by this share of a step at least,"""
+"""A stall takes longer than the median by at least this fraction of a step,"""
 UNLIKELY = 6.0
 """and by this many standard deviations of the other steps."""
 REGULAR = 0.75
-"""The share of the distances between stalls that have to be equal for them to have a period."""
+"""The fraction of the distances between stalls that must be equal for them to have a period."""
 STILL_EQUAL = 0.1
-"""How much such distances may differ, a step at least."""
+"""The tolerance for these distances, at least one step."""
 TOGETHER = (COMPUTING, *((part,) for part in ("communication", "wait", "transfer", "other")))
-"""What stalls are sought in: parts of one tuple together, since a stall falls into any of them."""
+"""Parts in which stalls are searched for; those of one tuple together, as a stall may hit any."""
 
 
 @dataclass(frozen=True)
 class Stalls:
     """Steps of an attempt in which every rank took much longer over some part than it usually does.
 
-    `part` is that part, or the one of computing with most of it. There are `count` such steps, `newest`
-    the last of them, one every `period` steps if they are regular. Each took `excess` seconds more
-    than the `usual` seconds. `cost` is what that adds to the mean of all steps, in seconds per step.
+    `part` is that part, or the part of computing with the largest excess. There are `count` such steps;
+    `newest` is the last of them; `period` is their distance in steps if they are regular. Each took
+    `excess` seconds more than the `usual` seconds. `cost` is the increase of the mean of all steps, in
+    seconds per step.
     """
 
     part: str
@@ -47,12 +48,12 @@ class Stalls:
 
 
 def find_stalls(aligned: Aligned, first: int, last: int, step: float) -> list[Stalls]:
-    """The stalls of all ranks from one place in the steps to another; `step` is a step's median."""
+    """Return the stalls of all ranks in a range of the steps; `step` is the median time of a step."""
     shared = _shared(aligned, first, last)
     work = aligned.column("counted", first, last)[0]
     known = np.isfinite(work) & (work > 0)
     share = np.ones(last - first)
-    if known.any():  # a longer batch takes longer by right
+    if known.any():  # a longer batch takes longer, which is no stall
         share[known] = np.maximum(1.0, work[known] / np.median(work[known]))
     found = []
     for parts in TOGETHER:
@@ -82,7 +83,7 @@ def find_stalls(aligned: Aligned, first: int, last: int, step: float) -> list[St
 
 
 def _period(steps: Array) -> int | None:
-    """How many steps lie between one of these and the next, if mostly the same number does."""
+    """Return the distance between these steps, if mostly the same."""
     gaps = np.diff(steps)
     if len(gaps) < 2:
         return None
@@ -92,7 +93,7 @@ def _period(steps: Array) -> int | None:
 
 
 def _shared(aligned: Aligned, first: int, last: int) -> dict[str, Array]:
-    """By part what every rank took at least, step by step."""
+    """Return by part the minimum over ranks, step by step."""
     found = [_least(aligned, begin, end) for begin, end in split_steps(first, last, len(aligned.ranks))]
     return {part: np.concatenate([each[part] for each in found]) for part in found[0]}
 

@@ -1,4 +1,4 @@
-"""Ranks that are slower than the others in something: which, in what, since when, by how much."""
+"""Ranks that are slower than the others: which ranks, in which part, since when, and by how much."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shoal.report.history import Array, Attempt
 from shoal.report.loader_speed import all_loaders_slow
 
 NOTABLE = 0.03
-"""The share of a step from which being slower is worth a word."""
+"""The fraction of a step from which a slower rank is reported."""
 CLEAR = 0.1
-"""How much slower than what the others take, where that is much itself."""
+"""The fraction of the others' time by which a rank must be slower, if that time is long itself."""
 CERTAIN = 5.0
-"""By how many standard errors a rank's mean has to exceed that of the others,"""
+"""The number of standard errors by which a rank's mean must exceed that of the others,"""
 CHOSEN = 1.5
-"""and by how many times more of them in a stretch of steps, of which there are many to choose from."""
+"""and its multiplier for a segment of the steps, since there are many segments to choose from."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Straggler:
     """A rank that was slower than the others in one part of its steps.
 
     `since` is the first of these steps, `until` the last if it ended before the attempt did. In a step
-    it took `excess` seconds more than the `usual` seconds of the others. `cost` is what that added to
-    all steps of the attempt, in seconds per step: less than it might, where another rank was slower
-    still.
+    it took `excess` seconds more than the `usual` seconds of the others. `cost` is the increase of the
+    time of all steps of the attempt, in seconds per step. It is less than the excess if another rank
+    was slower still.
     """
 
     rank: int
@@ -43,12 +43,12 @@ class Straggler:
 
     @property
     def place(self) -> str:
-        """Which rank, and where: `rank 2 on node7`."""
+        """The rank and its host: `rank 2 on node7`."""
         return f"rank {self.rank}" if self.host is None else f"rank {self.rank} on {self.host}"
 
 
 class Segment(NamedTuple):
-    """A stretch of values, its end excluded, in which they are higher than around it."""
+    """A range of values, its end excluded, that are higher than those around it."""
 
     start: int
     stop: int
@@ -56,10 +56,10 @@ class Segment(NamedTuple):
 
 
 def find_raised(values: Array, least: float) -> Segment | None:
-    """The stretch in which `values` are above `least`, if there is one that is no accident.
+    """Return the segment in which `values` are above `least`, if it is statistically significant.
 
-    The two levels, inside and outside, are those with the smallest squares of what is left (a change
-    point on each side). Single values that stand out alone change nothing.
+    The two levels, inside and outside, minimize the squared residuals (a change point on each side).
+    Single outliers have no effect.
     """
     count = len(values)
     calm, noise = _calmed(values), _noise(values)
@@ -68,17 +68,17 @@ def find_raised(values: Array, least: float) -> Segment | None:
     if count >= 3:
         start, stop = _stretch(calm)
         outside = np.delete(calm, slice(start, stop))
-        # Among so many stretches the shorter ones are the more often high by accident.
+        # Among many segments, the shorter ones are more often high by chance.
         chance = noise * (1 + 5 / (stop - start) ** 0.5)
         clear = len(outside) > 0 and calm[start:stop].mean() - outside.mean() >= max(least, chance)
-        if not clear or _trimmed(outside) > bound:  # slow all along, if at all
+        if not clear or _trimmed(outside) > bound:  # slow in all steps, if at all
             start, stop = 0, count
     level, middle = _trimmed(values[start:stop]), float(np.median(values[start:stop]))
     return Segment(start, stop, level) if min(level, middle) > bound else None
 
 
 def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
-    """The same, also where values are high so rarely that only means over several of them show it."""
+    """Return the same, also where values are high so rarely that only means over several show it."""
     for size in (1, 4, 16):
         groups = len(values) // size
         if size > 1 and groups < 3:
@@ -91,7 +91,7 @@ def find_raised_at_any_scale(values: Array, least: float) -> Segment | None:
 
 
 def find_stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[Straggler]:
-    """All ranks that are notably slower in some part, the costliest first."""
+    """Return all ranks that are notably slower in some part, the costliest first."""
     if len(found.ranks) < 2:
         return []
     step = float(np.median(found.wall.mean(axis=0)))
@@ -113,11 +113,11 @@ def find_stragglers(attempt: Attempt, aligned: Aligned, found: Profile) -> list[
 
 
 def _lasting(aligned: Aligned, found: Profile, part: str, place: int, segment: Segment) -> bool:
-    """Whether a rank is slower by more than chance gives, by the scatter of the steps themselves.
+    """Return whether a rank is slower by more than chance explains, given the scatter of the steps.
 
-    Where samples differ in length, each rank is the slowest in some steps, and over few steps the mean
-    of one of them is well above the others'. A rank that stalls now and then scatters too, but the
-    others do not.
+    If samples differ in length, each rank is the slowest in some steps, and over few steps the mean of
+    one of them is well above the others'. A rank that stalls occasionally scatters too, but the others
+    do not.
     """
     begin, end = np.searchsorted(
         aligned.steps, [found.first[segment.start], found.last[segment.stop - 1] + 1]
@@ -160,7 +160,7 @@ def _straggler(
 
 
 def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> int:
-    """The step between two at which a rank became slower: where the squares left are smallest."""
+    """Return the step between two at which a rank became slower: the least-squares change point."""
     begin, end = np.searchsorted(aligned.steps, [first, last + 1])
     taken = _column(aligned, part, int(begin), int(end))
     values = taken[place] - usual_of_others(taken.T).T[place]
@@ -176,7 +176,7 @@ def _exact(aligned: Aligned, place: int, part: str, first: int, last: int) -> in
 def _rare(
     attempt: Attempt, aligned: Aligned, found: Profile, part: str, step: float
 ) -> list[Straggler]:
-    """Ranks that take longer over what few steps have, such as a save: judged by these steps alone."""
+    """Return ranks that are slower in rare work, such as a save, judged by the steps that have it."""
     begin = int(np.searchsorted(aligned.steps, found.first[0]))
     taken = _column(aligned, part, begin, len(aligned.steps))
     steps = aligned.steps[begin:]
@@ -217,7 +217,7 @@ def _column(aligned: Aligned, part: str, first: int, last: int) -> Array:
 
 
 def _calmed(values: Array) -> Array:
-    """Values of which none stands out alone: each is the middle one of itself and its neighbours."""
+    """Return values without single outliers: the median of each value and its neighbours."""
     if len(values) < 3:
         return values
     padded = np.concatenate([values[1:2], values, values[-2:-1]])
@@ -225,20 +225,20 @@ def _calmed(values: Array) -> Array:
 
 
 def _noise(values: Array) -> float:
-    """How far values scatter, whatever the steps between their levels."""
+    """Return the scatter of values, regardless of changes of their level."""
     if len(values) < 3:
         return 0.0
     return float(np.median(np.abs(np.diff(values)))) * 1.4826 / 2**0.5
 
 
 def _trimmed(values: Array) -> float:
-    """The mean without the highest tenth: one long wait is no habit."""
+    """Return the mean without the highest tenth, since one long wait is not typical."""
     kept = np.sort(values)[: max(1, int(0.9 * len(values)))]
     return float(kept.mean())
 
 
 def _stretch(values: Array) -> tuple[int, int]:
-    """Begin and end of the stretch that is best told apart from the rest, as the higher one."""
+    """Return start and end of the segment that differs most from the rest, as the higher one."""
     count = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     start, stop = np.triu_indices(count + 1, 1)

@@ -1,4 +1,4 @@
-"""What a report says, as plain values: for `--json`, and for the tables and figures of both forms."""
+"""The contents of a report as plain values, for `--json` and for the tables and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.telemetry.events import Plain
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast the last attempt is, over its steady steps; None where it is not known."""
+    """The speed of the last attempt over its steady steps; None for what is not known."""
 
     step: float
     samples: float
@@ -29,7 +29,7 @@ class Rates:
 
 
 def compute_rates(attempt: Attempt, found: Profile) -> Rates:
-    """Seconds per step, samples per second, and of what the device could do, the share."""
+    """Return seconds per step, samples per second, and the fraction of the device's peak FLOPS."""
     step = float(found.average(found.wall).mean())
     samples = float(found.average(found.samples)) / step if step > 0 else 0.0
     counts = found.counted[np.isfinite(found.counted)]
@@ -37,7 +37,7 @@ def compute_rates(attempt: Attempt, found: Profile) -> Rates:
     said = attempt.said("flops")
     event: Mapping[str, Any] = said[0][1] if said else {}
     per_sample, peak = _per_sample(attempt), number_in(event, "peak") or 0.0
-    # Of a model that is divided among ranks each computes a part of it.
+    # If a model is sharded over ranks, each computes a part of it.
     flops = per_sample * samples / max(1, attempt.size) if np.isfinite(per_sample) else None
     return Rates(
         step,
@@ -51,7 +51,7 @@ def compute_rates(attempt: Attempt, found: Profile) -> Rates:
 
 
 def _per_sample(attempt: Attempt) -> float:
-    """What all Steps compute for a sample; one that is not taken on every batch counts so much less."""
+    """Return the FLOPs of all Steps per sample; a Step not taken on every batch counts for less."""
     rank = min(attempt.ranks, default=0)
     said = {
         event.get("name"): count
@@ -65,7 +65,7 @@ def _per_sample(attempt: Attempt) -> float:
 
 
 def summarize_run(history: History, verdict: BottleneckReport) -> dict[str, Plain]:
-    """Everything that the report stands on, by name; durations in seconds."""
+    """Return all values behind the report, by name; durations in seconds."""
     found: dict[str, Plain] = {
         "run": str(history.directory),
         "verdict": verdict.sentence,

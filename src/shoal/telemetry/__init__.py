@@ -1,5 +1,5 @@
-"""What a rank records while it runs: events, step times, collectives, usage, profiler windows.
+"""The records of a rank while it runs: events, step times, collectives, usage, profiler windows.
 
-It offers `events.Events` to write a rank's file and the only parser of it, `step_timer` for where a
-step's time goes, and `clock_offset` to compare the clocks of ranks; it needs no process group.
+`events.Events` writes a rank's file, and `events` has the only parser of it. `step_timer` measures the
+parts of a step, and `clock_offset` compares the clocks of ranks. No process group is needed.
 """

@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart, by asking rank 0 for the time (Cristian 1989; NTP)."""
+"""The offsets of the ranks' clocks from rank 0's, by round trips (Cristian 1989; NTP)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 TRIPS = 10
 _PATIENCE = timedelta(seconds=20)
-"""How long a rank waits for another one to come to the same step."""
+"""How long a rank waits for another one to reach the same step."""
 
 
 class Trip(NamedTuple):
-    """When a question was sent, what the other clock said, when that came back; in ns."""
+    """Times of sending a request, of the other clock's reply, and of its arrival; in ns."""
 
     sent: int
     answered: int
@@ -23,7 +23,7 @@ class Trip(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """What is to be added to this rank's clock to give rank 0's, at `at` by its own; in ns."""
+    """The time to add to this rank's clock to get rank 0's, measured at `at` by its own; in ns."""
 
     at: int
     offset: int
@@ -31,14 +31,14 @@ class Offset(NamedTuple):
 
 
 def best_offset(trips: Sequence[Trip]) -> Offset:
-    """The offset by the quickest trip. The answer lies within it, so half of it is the uncertainty."""
+    """Return the offset by the quickest trip. Half of its duration is the uncertainty."""
     trip = min(trips, key=lambda trip: trip.received - trip.sent)
     middle = (trip.sent + trip.received) // 2
     return Offset(trip.sent, trip.answered - middle, (trip.received - trip.sent + 1) // 2)
 
 
 def offset_at(offsets: Sequence[Offset], time: float) -> float:
-    """The offset at a time, on the line through the first and the last that were measured."""
+    """Return the offset at a time, on the line through the first and the last measurement."""
     first, last = offsets[0], offsets[-1]
     if last.at <= first.at:
         return float(first.offset)
@@ -46,9 +46,9 @@ def offset_at(offsets: Sequence[Offset], time: float) -> float:
 
 
 def measure_offset(store: Store, rank: int, size: int, clock: Callable[[], int]) -> Offset | None:
-    """Return this rank's offset, by several trips through the store; all ranks leave together.
+    """Return this rank's offset, by several trips through the store; all ranks return together.
 
-    None where another rank did not come.
+    Returns None if another rank did not take part.
     """
     from torch.distributed import DistStoreError
 
@@ -67,9 +67,9 @@ def measure_offset(store: Store, rank: int, size: int, clock: Callable[[], int])
 def answer_trips(
     store: Store, ranks: Iterable[int], clock: Callable[[], int], limit: timedelta
 ) -> None:
-    """Give `ranks`, one after the other, the time of this rank's clock.
+    """Send the time of this rank's clock to `ranks`, one after the other.
 
-    Raises DistStoreError where one does not ask within the limit.
+    Raises DistStoreError if a rank does not ask within the limit.
     """
     for rank in ranks:
         for trip in range(TRIPS):
@@ -78,9 +78,9 @@ def answer_trips(
 
 
 def ask_offset(store: Store, rank: int, clock: Callable[[], int], limit: timedelta) -> Offset:
-    """Return the offset of this rank's clock from the one that answers.
+    """Return the offset of this rank's clock from that of the rank that answers.
 
-    Raises DistStoreError where no answer comes within the limit.
+    Raises DistStoreError if no answer arrives within the limit.
     """
     return best_offset([_ask(store, f"{rank}/{trip}", clock, limit) for trip in range(TRIPS)])
 

@@ -1,12 +1,12 @@
-"""Bytes and seconds of each kind of collective, from what torch's flight recorder keeps anyway.
+"""Bytes and seconds of each kind of collective, from the records of torch's flight recorder.
 
-So nothing is spent in a collective. Calls and bytes are exact as long as the recorder holds all of a
-window; of more than it holds, the newest stand for all. How long a collective over Gloo took nobody
-records. But how many are under way can be asked for microseconds, and that number, summed over time,
-is the time that all of them took together (Little 1961).
+A collective therefore takes no extra time. Calls and bytes are exact as long as the recorder holds all
+of a window; otherwise the newest calls represent all. The duration of a collective over Gloo is not
+recorded. But the number of running collectives can be queried in microseconds, and that number, summed
+over time, is the total time of all of them (Little 1961).
 
-Bandwidths are those of NVIDIA's nccl-tests (PERFORMANCE.md): *algorithm* is bytes by seconds, *bus*
-that times what the busiest link carries of it, so that it can be compared with the hardware's.
+Bandwidths are those of NVIDIA's nccl-tests (PERFORMANCE.md): *algorithm* is bytes by seconds. *bus* is
+that times the fraction that the busiest link carries, so it is comparable with the hardware's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
 }
 _MOST_AT_ONCE = 64
-"""Of more operations under way than these, each look counts the oldest, which are those that run."""
+"""If more operations than these are running, each look counts the oldest, which are executing."""
 
 
 class CollectiveKind(NamedTuple):
-    """What is summed: one operation of one group."""
+    """The key of a sum: one operation of one group."""
 
     operation: str
     group: str
@@ -46,26 +46,26 @@ class CollectiveKind(NamedTuple):
 
 @dataclass
 class Sum:
-    """What the calls of a kind come to; `seconds` are None where nobody knows them."""
+    """The sum over the calls of a kind; `seconds` is None if unknown."""
 
     calls: float = 0
     bytes: float = 0
     seconds: float | None = 0.0
     recorded: bool = True
-    """Whether the recorder has the times; else they are from looking how many were under way."""
+    """Whether the recorder has the times; otherwise they are estimated from running calls."""
     all: bool = True
-    """Whether every call was there to be counted."""
+    """Whether every call was counted."""
 
 
 def kind_of(call: CollectiveCall) -> CollectiveKind:
-    """The kind of a call: `_all_gather_base` and `allgather_coalesced` are all-gathers."""
+    """Return the kind of a call: `_all_gather_base` and `allgather_coalesced` are all-gathers."""
     name = call.operation.lower().split(" ")[0].lstrip("_")
     name = name.removesuffix("_coalesced").removesuffix("_base")
     return CollectiveKind(_NAMES.get(name, name), call.group, call.backend)
 
 
 def size_of(call: CollectiveCall, operation: str, ranks: int) -> int:
-    """The bytes of a call as nccl-tests count them: of the whole, where each rank has a part of it."""
+    """Return the bytes of a call as nccl-tests count them: of the full tensor, not of one part."""
     if operation in _GATHERS:
         return call.received or call.sent * ranks
     if operation in _SCATTERS:
@@ -74,14 +74,14 @@ def size_of(call: CollectiveCall, operation: str, ranks: int) -> int:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What part of the bytes the busiest link carries."""
+    """Return the fraction of the bytes that the busiest link carries."""
     if operation == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if operation in _SHARED else 1.0
 
 
 class CollectiveStats:
-    """What this rank sends and receives from now on, window by window."""
+    """The traffic of this rank from now on, window by window."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -89,16 +89,16 @@ class CollectiveStats:
         self._waiting: dict[str, set[int]] = {}
         self._under_way: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._looked = self._begun = clock()
-        # What has been recorded before, by worlds that are over too, is none of this.
+        # Earlier records, also of earlier worlds, do not count.
         for call in flight_recorder.recorded_calls({}):
             self._after[call.recorder] = max(call.record, self._after.get(call.recorder, -1))
 
     def look(self) -> None:
-        """See what is under way; at times that have nothing to do with those of steps."""
+        """Sample the running collectives, at times that do not correlate with steps."""
         self.see(flight_recorder.group_progress())
 
     def see(self, progress: Mapping[str, GroupProgress]) -> None:
-        """What was under way stands for the time since it was looked at before."""
+        """Attribute the time since the last look to the collectives that were running then."""
         now = self._clock()
         passed, self._looked = now - self._looked, now
         for key, (begun, ended) in progress.items():
@@ -119,7 +119,7 @@ class CollectiveStats:
         return self.count(flight_recorder.recorded_calls(self._after | oldest), sizes)
 
     def count(self, calls: Iterable[CollectiveCall], sizes: Mapping[str, int]) -> dict[str, Any]:
-        """The fields for these calls; `sizes` are how many ranks the groups have."""
+        """Return the fields for these calls; `sizes` are the numbers of ranks of the groups."""
         now = self._clock()
         passed, self._begun = now - self._begun, now
         by_recorder = group_by(calls, lambda call: call.recorder)

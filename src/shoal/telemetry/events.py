@@ -1,13 +1,13 @@
-"""The events of a rank: where its file lies, the writer, and the only parser.
+"""The events of a rank: the path of the file, the writer, and the only parser.
 
 The file format is the interface between a run and its readers. Each line is a complete JSON object with
 `"event"`, of which `EventKind` lists the kinds that Shoal writes, and `"t"` (seconds since the epoch).
 Steps come in blocks, a line of columns for some hundred of them: `step_columns` returns their arrays,
 and `read_events` yields them one by one. A killed process can cut its last line in two; the next
-attempt starts on a fresh line, and readers skip what does not parse.
+attempt starts on a fresh line, and readers skip lines that they cannot parse.
 
-A disk that takes nothing just now, being full, does not end a run: what is to be recorded is kept in
-memory, up to a bound, until it does.
+If the disk is full, the run continues: events are kept in memory, up to a bound, until they can be
+written.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
-"""What JSON holds."""
+"""A value that JSON can hold."""
 
 FORMAT = 3
-"""Readers also take 1, in which each step had a line, and 2, which had no "load"."""
+"""Readers also accept format 1, with one line per step, and format 2, without "load"."""
 FLUSH_STEPS = 512
 FLUSH_SECONDS = 2.0
 KEPT_BYTES = 16 << 20
-"""Some 150,000 steps, while the disk takes nothing; what comes after these is lost."""
+"""Size of some 150,000 steps that are kept while the disk is full; later ones are lost."""
 
 EventKind: TypeAlias = Literal[
     "start",
@@ -63,15 +63,15 @@ EventKind: TypeAlias = Literal[
 """The kinds of events that readers know; a script may record others with `Run.note`."""
 
 MALFORMED = (ValueError, TypeError, OverflowError, KeyError, RecursionError)
-"""What `step_columns` and `json.loads` raise for what no run has written."""
+"""Errors that `step_columns` and `json.loads` raise for lines that no run has written."""
 
 _TIMES = ("wall", *PARTS[1:])
 _LONG_AGO = 1e9
-"""Seconds above which a duration is none."""
+"""Maximum of a valid duration, in seconds."""
 _LONG_LINE = 1 << 12
 """Bytes of a line from which it is a block of steps."""
 _NOT_NEEDED = re.compile(rb'"(?:first|share|norm)": ?\[[\[\]\d.eE+\-, nul]*\], ?')
-"""Columns that a report does not need, a third of all numbers; a name can't hold their quotes."""
+"""Columns that a report does not need, a third of all numbers; a name can't contain their quotes."""
 _STEPS = re.compile(rb'\{"event": ?"steps"')
 _NUMBERS = re.compile(rb'"step": ?\[[\d, ]*\]')
 
@@ -80,9 +80,9 @@ Row: TypeAlias = tuple[int, int, int, tuple[int, int], float, Spent, float, floa
 """A step: its number, first, size, share, the time, spent, loss, norm, counted, load.
 
 Positions are in samples since the start of training, the time in seconds since the epoch. `spent` is
-what the timeline has come to: the time of a step is that since the step before. `load` is the seconds
-that making the batch took. A plain tuple, since to make one with names takes longer than all else
-that keeping it does.
+the timeline's total: the time of a step is the difference from the step before. `load` is the seconds
+that making the batch took. It is a plain tuple, since creating a named tuple takes longer than the
+rest of recording a step.
 """
 _TIME: Final = 4
 
@@ -90,7 +90,7 @@ _TIME: Final = 4
 class Events:
     """An append-only file of events. Steps are kept in memory and written in blocks.
 
-    Raises OSError where the file can't be written, or is a symbolic link.
+    Raises OSError if the file can't be written, or is a symbolic link.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,12 +110,12 @@ class Events:
             os.write(self._file, b"\n")
 
     def begin(self, spent: Spent) -> None:
-        """The steps to come begin where so much had been spent."""
+        """Set the timeline's total from which the next steps are measured."""
         self.flush()
         self._begun, self._spent = spent, {}
 
     def step(self, name: str, row: Row) -> None:
-        """Record a step; at most FLUSH_STEPS or FLUSH_SECONDS of them are lost by a kill."""
+        """Record a step; a kill loses at most FLUSH_STEPS or FLUSH_SECONDS of steps."""
         self._steps[name].append(row)
         self._kept += 1
         if self._kept >= FLUSH_STEPS or row[_TIME] - self._flushed > FLUSH_SECONDS:
@@ -128,15 +128,15 @@ class Events:
         self._hand_over(f"{json.dumps(without_nonfinite(event))}\n".encode())
 
     def flush(self) -> None:
-        """Hand everything recorded so far to the operating system: a killed process loses none."""
+        """Pass all recorded events to the operating system, so that a kill loses none of them."""
         if self._kept or self._waiting:
-            # First, so that what is interrupted here is never written twice.
+            # First, so that an interruption here never writes them twice.
             steps, self._steps, self._kept = self._steps, defaultdict(list), 0
             self._hand_over(b"".join(self._line(name, rows) for name, rows in steps.items()))
         self._flushed = time.time()
 
     def close(self) -> None:
-        """Flush and close; closing twice is fine."""
+        """Flush and close; closing twice is allowed."""
         if self._file >= 0:
             self.flush()
             os.close(self._file)
@@ -171,7 +171,7 @@ class Events:
         else:
             self._lost += len(lines)
         try:
-            while self._waiting:  # a disk that fills up takes a part
+            while self._waiting:  # a disk that fills up accepts a part
                 del self._waiting[: os.write(self._file, self._waiting)]
             self._refused = False
         except OSError as error:
@@ -195,13 +195,13 @@ def paths_in(directory: str | Path) -> dict[int, Path]:
             number = path.stem.removeprefix("rank-")
             if number.isascii() and number.isdecimal() and len(number) < 8 and path.is_file():
                 found[int(number)] = path
-    except OSError:  # no directory, or none that may be listed
+    except OSError:  # no directory, or no permission to list it
         return {}
     return dict(sorted(found.items()))
 
 
 def parse_event(line: bytes, *, brief: bool = False) -> dict[str, Any] | None:
-    """Return the event of a line, or None where it holds none.
+    """Return the event of a line, or None if it holds none.
 
     With `brief`, a block of steps may lack the columns that a report does not need.
     """
@@ -213,7 +213,7 @@ def parse_event(line: bytes, *, brief: bool = False) -> dict[str, Any] | None:
 
 
 def count_steps(line: bytes) -> int | None:
-    """Return how many steps a line holds, without parsing it; None where it is not a block of steps."""
+    """Return the number of steps in a line, without parsing it; None if it is not a block of steps."""
     if _STEPS.match(line) is None:
         return None
     column = _NUMBERS.search(line)
@@ -221,12 +221,12 @@ def count_steps(line: bytes) -> int | None:
 
 
 def step_columns(block: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Return the columns of a block of steps: "step", "time", and those of the others that it has.
+    """Return the columns of a block of steps: "step", "time", and the others that the block has.
 
-    Times are in seconds. Those that no clock measures, negative or NaN, are 0. Raises one of MALFORMED
-    where it is not a block of steps.
+    Times are in seconds. Invalid ones, negative or NaN, are replaced by 0. Raises one of MALFORMED if
+    it is not a block of steps.
     """
-    import numpy as np  # not for those who only write
+    import numpy as np  # not needed by processes that only write
 
     number = np.array(block["step"], np.int64)
     count = len(number)
@@ -244,10 +244,10 @@ def step_columns(block: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 def single_step_columns(steps: list[dict[str, Any]], begun: float | None) -> dict[str, NDArray[Any]]:
-    """Return the columns of steps of format 1, which had a line each.
+    """Return the columns of steps of format 1, which had one line each.
 
-    How long a step took follows from the one before; `begun` is the time of the step before the first.
-    Raises one of MALFORMED where they are not steps.
+    The duration of a step follows from the one before; `begun` is the time of the step before the
+    first. Raises one of MALFORMED if they are not steps.
     """
     import numpy as np
 
@@ -257,7 +257,7 @@ def single_step_columns(steps: list[dict[str, Any]], begun: float | None) -> dic
         "time": np.array([step["t"] for step in steps], np.float64),
     }
     if not np.isfinite(columns["time"]).all():
-        raise ValueError("steps at no time")
+        raise ValueError("steps without a time")
     for name in ("loss", "size"):
         columns[name] = _column([step.get(name) for step in steps], count)
     known = np.zeros(count)
@@ -270,11 +270,11 @@ def single_step_columns(steps: list[dict[str, Any]], begun: float | None) -> dic
 
 
 def durations(values: object, count: int, per_second: float = 1.0) -> NDArray[np.float64]:
-    """Return lengths of time in seconds; 0 for what is none. ValueError where there are not `count`."""
+    """Return durations in seconds; 0 for invalid ones. Raise ValueError if there are not `count`."""
     import numpy as np
 
     found = _column(values, count) / per_second
-    if not (found.min(initial=0) >= 0 and found.max(initial=0) <= _LONG_AGO):  # nor where one is NaN
+    if not (found.min(initial=0) >= 0 and found.max(initial=0) <= _LONG_AGO):  # also if one is NaN
         found = np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0).clip(0.0, _LONG_AGO)
     return found
 
@@ -289,9 +289,9 @@ def _column(values: object, count: int) -> NDArray[np.float64]:
 
 
 def read_events(path: str | Path, *, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the events of one file in order, without the lines that a kill cut in two.
+    """Yield the events of one file in order, without incomplete lines from a kill.
 
-    Steps come one by one, as "step", times in seconds, whatever the format. With `last`, only the
+    Steps come one by one, as "step", times in seconds, in any format. With `last`, yield only the
     events in that many bytes at the end of the file.
     """
     with Path(path).open("rb") as lines:
@@ -305,7 +305,7 @@ def read_events(path: str | Path, *, last: int | None = None) -> Iterator[dict[s
 
 
 def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a block; none where it is not what this module writes."""
+    """Yield the steps of a block; none if this module has not written it."""
     try:
         columns = step_columns(block)
     except MALFORMED:
@@ -328,11 +328,11 @@ def _single_steps(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict[str, Any]]]:
-    """Return the record of each rank of each step, by (name, step): of the last attempt that took it.
+    """Return the record of each rank of each step, by (name, step), from the last attempt that took it.
 
-    What a killed attempt did after its last checkpoint is done again by the next, perhaps on fewer
-    ranks; so a record counts if it is of the same attempt as rank 0's last one. `directory` is a
-    run's, or the `events` in it.
+    The next attempt repeats the steps that a killed one took after its last checkpoint, and may have
+    fewer ranks. So a record counts if it is of the same attempt as rank 0's last one. `directory` is a
+    run directory, or the `events` in it.
     """
     found: dict[tuple[str, int], dict[int, tuple[Any, dict[str, Any]]]] = {}
     for rank, path in paths_in(directory).items():
@@ -350,7 +350,7 @@ def steps_by_rank(directory: str | Path) -> dict[tuple[str, int], dict[int, dict
 
 
 def _is_step(event: Mapping[str, Any]) -> bool:
-    """Whether it says what every step says; a line of somebody else's may not."""
+    """Return whether an event has the fields of a step; a line from another program may not."""
     share = event.get("share")
     return (
         isinstance(event.get("name"), str)
@@ -361,7 +361,7 @@ def _is_step(event: Mapping[str, Any]) -> bool:
 
 
 def without_nonfinite(value: Plain) -> Plain:
-    """The value as JSON holds it, which has no word for NaN and infinity: None in their place."""
+    """Return the value as JSON can hold it, with None in place of NaN and infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""What torch's flight recorder, or a process group of Shoal's own, knows of this process's collectives.
+"""This process's collectives, from torch's flight recorder or one of Shoal's process groups.
 
 The recorder is on by default, for Gloo and for NCCL, and keeps the newest 2,000: operation, sizes,
-dtypes and whether each has ended. Sending and receiving on Gloo are not in it; they only count. How
-long each took Gloo never records, and NCCL with TORCH_NCCL_ENABLE_TIMING=1 only.
+dtypes and whether each has ended. Sends and receives on Gloo are not in it; only their number is
+known. Gloo never records durations, and NCCL only with TORCH_NCCL_ENABLE_TIMING=1.
 
-Writing the records out keeps Python's lock, for some 15 ms where there are 2,000; asking how far each
-group has come takes microseconds.
+Dumping the records holds Python's GIL, for some 15 ms with 2,000 of them; querying the progress of
+each group takes microseconds.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _BYTES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     "ComplexDouble": 16,
 }
-"""Of an element; those that are not here (float8, packed ones) have one."""
+"""Bytes per element; types that are not listed (float8, packed ones) have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a process group, the `number`-th, and whether it has ended here.
+    """One collective of a process group, the `number`-th, and whether it has ended on this rank.
 
-    `tensors` says what it was called with, such as "float32[4]".
+    `tensors` describes its arguments, such as "float32[4]".
     """
 
     group: str
@@ -61,7 +61,7 @@ class Collective:
 
 
 class CollectiveEntry(NamedTuple):
-    """A collective, when it was begun, in ns since 1970, and by which thread."""
+    """A collective, its start in ns since 1970, and the thread that began it."""
 
     begun: int
     thread: str
@@ -69,12 +69,11 @@ class CollectiveEntry(NamedTuple):
 
 
 class CollectiveCall(NamedTuple):
-    """One operation, sends and receives included where they are recorded, as traffic counts it.
+    """One operation as traffic counts it, including sends and receives if they are recorded.
 
-    `record` numbers what one `recorder` has recorded, without gaps; `number` is the count of the group,
-    which `group_progress` knows as `key`.
-    `sent` and `received` are the bytes of the tensors that go in and come out on this rank, as far as
-    they are recorded. `seconds` are None where the recorder knows no times.
+    `record` numbers the records of one `recorder`, without gaps. `number` is the count of the group,
+    which `group_progress` knows as `key`. `sent` and `received` are the bytes of the tensors that go in
+    and come out on this rank, if they are recorded. `seconds` is None if the recorder has no times.
     """
 
     recorder: str
@@ -91,7 +90,7 @@ class CollectiveCall(NamedTuple):
 
 
 class GroupProgress(NamedTuple):
-    """How many operations a group has begun, and how many of them have ended."""
+    """The number of operations that a group has begun, and of those that have ended."""
 
     begun: int
     ended: int
@@ -106,16 +105,16 @@ class RecordingGroup(Protocol):
     """A process group whose calls pass neither torch's flight recorder nor its dispatcher."""
 
     def recorded(self) -> list[CollectiveEntry]:
-        """What the recorder would know of it, oldest first."""
+        """Return the collectives that the recorder would have, oldest first."""
 
     def calls(self) -> list[CollectiveCall]:
-        """The same as traffic counts it, oldest first."""
+        """Return the same as traffic counts it, oldest first."""
 
     def compare(self, check: Check) -> None:
         """Call `check` before each collective from now on."""
 
     def allow(self, seconds: float) -> None:
-        """Give each operation that begins from now on so much time."""
+        """Set the timeout of each operation that begins from now on."""
 
 
 def newest_records() -> dict[str, int]:
@@ -140,12 +139,12 @@ def oldest_outstanding(after: Mapping[str, int], threads: Collection[str]) -> Co
 
 
 def group_ranks() -> dict[str, list[int]]:
-    """The process groups of this process by name, with their ranks in the world."""
+    """Return the process groups of this process by name, with their ranks in the world."""
     return {name: dist.get_process_group_ranks(group) for group, name in process_groups().items()}
 
 
 def recorded_calls(after: Mapping[str, int]) -> list[CollectiveCall]:
-    """What each recorder has, oldest first; of one that `after` names, what it recorded later."""
+    """Return the calls of each recorder, oldest first; for recorders in `after`, only later ones."""
     found = [
         _call(name, entry)
         for name, dump in recorder_dumps().items()
@@ -157,9 +156,9 @@ def recorded_calls(after: Mapping[str, int]) -> list[CollectiveCall]:
 
 
 def group_progress() -> dict[str, GroupProgress]:
-    """How far the groups over Gloo have come, by their keys.
+    """Return the progress of the groups over Gloo, by their keys.
 
-    Of NCCL's groups the recorder learns that with a delay longer than most collectives.
+    For NCCL's groups the recorder learns of it later than most collectives take.
     """
     dump = recorder_dumps().get("_dump_fr_trace_json")
     if dump is None:
@@ -174,12 +173,12 @@ def group_progress() -> dict[str, GroupProgress]:
 
 
 def operation_counts() -> list[int]:
-    """How many operations each process group has begun, sending and receiving included."""
+    """Return the number of operations that each group has begun, including sends and receives."""
     return [operations_begun(group) for group in process_groups()]
 
 
 def describe_tensors(sizes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> str:
-    """Tensors as people write them: "float32[4]", "float32[4] and 2 more"."""
+    """Return a text for tensors: "float32[4]", "float32[4] and 2 more"."""
     if not sizes:
         return ""
     text = f"{_DTYPES.get(dtypes[0], dtypes[0])}{list(sizes[0])}"
@@ -198,7 +197,7 @@ def _entries(after: Mapping[str, int]) -> list[CollectiveEntry]:
 
 
 def recording_groups() -> Iterator[RecordingGroup]:
-    """The process groups of this process that keep their own records."""
+    """Yield the process groups of this process that keep their own records."""
     known: list[object] = list(process_groups())
     return (group for group in known if isinstance(group, RecordingGroup))
 
@@ -208,9 +207,9 @@ def _dumped() -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _above(text: bytes, number: int) -> list[Mapping[str, Any]]:
-    """The entries of a dump with numbers above one: no others are parsed where that one is still there.
+    """Return the entries of a dump with numbers above one; only these are parsed if possible.
 
-    Entries have no objects inside, so that what ends one and the list of them can be found.
+    Entries contain no objects, so the end of an entry and of the list can be found.
     """
     known = text.rfind(b'"record_id":%d,' % number)
     if known >= 0:

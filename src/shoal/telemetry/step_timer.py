@@ -1,7 +1,7 @@
-"""Where a rank's time goes. At each moment it belongs to one part, from one mark to the next.
+"""The time of a rank by part. At each moment it belongs to one part, from one mark to the next.
 
-Loader, step, engines, saves and evaluation mark what begins. A mark ends the part before, so parts are
-disjoint and add up to all the time there was, whatever was marked.
+Loader, step, engines, saves and evaluation mark the start of a part. A mark ends the part before, so
+parts are disjoint and add up to the total time, whatever is marked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = (
     "checkpoint",
     "evaluation",
 )
-"""What time is spent on; `other` is what nobody marked, the script's own."""
+"""The parts of time; `other` is time without a mark, the script's own."""
 (
     OTHER,
     WAIT,
@@ -43,21 +43,21 @@ PARTS = (
 CLOCK = 0
 
 Spent: TypeAlias = tuple[int, ...]
-"""What a clock showed, then how much has been spent on each of PARTS until then; nanoseconds."""
+"""A clock value, then the time spent on each of PARTS until then; nanoseconds."""
 
 UNRESOLVED = 256
-"""So many marks on a device are kept before it is asked how far it is."""
+"""Number of marks on a device that are kept before the device is queried."""
 
 
 class Timeline:
-    """The parts of one rank's time, by the clock of the host.
+    """The parts of one rank's time, by the host's clock.
 
-    `spent` is a clock, then nanoseconds by part, only ever more of them. It is one list of integers,
-    since a mark is made some eight times in a step.
+    `spent` is a clock value, then nanoseconds by part, which only increase. It is one list of integers,
+    since about eight marks are made in a step.
     """
 
     hosts = True
-    """Whether `take` goes by the clock of the host, as `spent` does."""
+    """Whether `take` uses the host's clock, as `spent` does."""
 
     def __init__(self) -> None:
         self.spent = [perf_counter_ns(), *(0 for _ in PARTS)]
@@ -66,7 +66,7 @@ class Timeline:
         self._paused: Spent | None = self.take()
 
     def enter(self, part: int) -> int:
-        """From now on time belongs to `part`. Returns the part before, to enter that again."""
+        """Assign the time from now on to `part`. Return the part before, to enter it again."""
         if self._held:
             return part
         spent, before = self.spent, self._part
@@ -82,7 +82,7 @@ class Timeline:
 
     @contextmanager
     def during(self, part: int) -> Iterator[None]:
-        """All time inside belongs to `part`, whatever is marked there."""
+        """Assign all time inside to `part`, whatever is marked there."""
         with self.within(part):
             held, self._held = self._held, True
             try:
@@ -91,25 +91,25 @@ class Timeline:
                 self._held = held
 
     def take(self) -> Spent:
-        """What had been spent when the last mark was made."""
+        """Return the time spent by part until the last mark."""
         self._paused = None
         return tuple(self.spent)
 
     def pause(self) -> Spent:
-        """Until `begin`, or else `take`, time belongs to nothing. Returns what was spent before."""
+        """Assign no time to any part until `begin` or `take`. Return the time spent before."""
         self.enter(self._part)
         self._paused = self.take()
         return self._paused
 
     def begin(self) -> None:
-        """Time counts from now on, if it has been paused."""
+        """Resume the measurement if it was paused."""
         if self._paused is not None:
             self.spent[:] = perf_counter_ns(), *self._paused[1:]
             self._paused = None
 
 
 class Within:
-    """The context of `Timeline.within`: a class, since a generator's would take twice as long."""
+    """The context of `Timeline.within`: a class, since a generator would take twice as long."""
 
     __slots__ = ("_before", "_part", "_timeline")
 
@@ -125,25 +125,25 @@ class Within:
 
 
 class Event(Protocol):
-    """What is recorded in the queue of a device: torch.cuda.Event, with timing."""
+    """An event in the queue of a device: torch.cuda.Event, with timing."""
 
     def record(self) -> object:
-        """Note the time when all is done that has been queued."""
+        """Record the time at which all queued work is done."""
 
     def query(self) -> bool:
-        """Whether that has come."""
+        """Return whether that work is done."""
 
     def elapsed_time(self, end: Self, /) -> float:
-        """Milliseconds from this event to a later one."""
+        """Return the milliseconds from this event to a later one."""
 
 
 class DeviceTimeline(Timeline):
-    """The parts of one rank's time, by the clock of its device, which is never waited for.
+    """The parts of one rank's time, by the clock of its device, without waiting for it.
 
-    A mark is an event in the device's queue: what is queued after it belongs to the part, and so does
-    the time for which the queue is empty. `spent`, on which results rest, stays the host's; `take`
-    has the device's, as far as that is known to have come. It comes as far as the one number that
-    each step fetches anyway, so a step's time is that from one fetch to the next.
+    A mark is an event in the device's queue: work queued after it belongs to the part, and so does the
+    time for which the queue is empty. `spent`, on which results are based, stays the host's. `take` has
+    the device's time up to the last event known to be done. That event is the fetch of the one number
+    that each step fetches anyway, so the time of a step is that from one fetch to the next.
     """
 
     hosts = False
@@ -156,20 +156,20 @@ class DeviceTimeline(Timeline):
         super().__init__()
 
     def enter(self, part: int) -> int:
-        """As by the clock of the host; and an event in the device's queue."""
+        """Enter a part as on the host's clock, and put an event into the device's queue."""
         if self._held:
             return part
         self._mark(part)
         return super().enter(part)
 
     def take(self) -> Spent:
-        """What the device has spent, as far as it is known without waiting for it."""
+        """Return the device's time by part, as far as it is known without waiting for it."""
         host = super().take()
         self._resolve()
         return (host[CLOCK], *self._known)
 
     def begin(self) -> None:
-        """As by the clock of the host."""
+        """Resume, as on the host's clock."""
         if self._paused is not None:
             self._known[:] = self._paused[1:]
             self._free += [event for event, _ in self._marks]
@@ -195,7 +195,7 @@ class DeviceTimeline(Timeline):
 
 
 def timeline_of(device: torch.device) -> Timeline:
-    """By the device's own clock on CUDA, where work is only queued; elsewhere by the host's."""
+    """Return a timeline on the device's clock for CUDA, where work is queued, else on the host's."""
     if device.type != "cuda":
         return Timeline()
     import torch
@@ -204,12 +204,12 @@ def timeline_of(device: torch.device) -> Timeline:
 
 
 def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:
-    """By "wall" and part, the microseconds by which each of `spent` exceeds the one before.
+    """Return by "wall" and part the microseconds by which each of `spent` exceeds the one before.
 
-    Not by "other". And "at", how long before the last each was. What is only zeros is left out.
-    Rounding does not add up: the sum over all is that of the first and the last.
+    "other" is left out. "at" is the time before the last one. Columns with only zeros are left out.
+    Rounding errors do not add up: the sum of a column is the difference of the first and the last.
     """
-    import numpy as np  # not for those who only read
+    import numpy as np  # not needed by processes that only read
 
     table = np.fromiter(chain.from_iterable(spent), np.int64).reshape(len(spent), -1)
     micros = np.ascontiguousarray(table.T) // 1000
@@ -220,14 +220,14 @@ def columns(spent: Sequence[Spent]) -> dict[str, NDArray[np.int64]]:
 
 
 class TickTimes:
-    """What several steps in one tick are charged with: their own time; the first one with all else."""
+    """The times of several steps in one tick: each has its own; the first also has the rest."""
 
     def __init__(self, begun: Spent) -> None:
         self._begun = self._last = begun
         self._charged: dict[str, list[int]] = {}
 
     def charge(self, spent: Spent, own: Mapping[str, Mapping[int, int]]) -> dict[str, Spent]:
-        """Of `spent` until this tick, and nanoseconds by part of the others' own, each one's sums."""
+        """Split `spent` until this tick into the sums of each step; `own` is in nanoseconds by part."""
         if not own:
             return {}
         rest = [now - was for now, was in zip(spent, self._last, strict=True)]

@@ -1,4 +1,4 @@
-"""Curves for people: numbers of a run handed to TensorBoard or W&B, continued after a restart."""
+"""Trackers: metrics of a run sent to TensorBoard or W&B, continued after a restart."""
 
 from __future__ import annotations
 
@@ -16,34 +16,41 @@ from shoal.util.regular_file import replace
 
 
 class Writer(Protocol):
-    """An open tracker, on rank 0 alone."""
+    """An open tracker, on rank 0 only."""
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of one optimizer step."""
 
     def flush(self) -> None:
-        """Hand over everything so far: a checkpoint follows, behind which a run never goes back."""
+        """Pass on all metrics so far: a checkpoint follows, and the run never goes back before it."""
 
     def close(self) -> None:
-        """Hand over what is left."""
+        """Pass on the remaining metrics."""
 
 
 class Tracker(Protocol):
-    """Frozen options of a tracker; `open` brings it to life for a run's directory.
+    """Frozen options of a tracker; `open` starts it for a run directory.
 
-    `step` is where the run goes on: what was recorded beyond it will be recorded again.
+    `step` is the step at which the run resumes: later records of an earlier attempt will be repeated.
     """
 
     def open(self, directory: Path, step: int) -> Writer:
-        """The writer of a run that goes on at `step`."""
+        """Return the writer of a run that resumes at `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """Event files in `tensorboard/` of the run directory: `tensorboard --logdir runs`."""
+    """Tracker that writes TensorBoard event files into `tensorboard/` of the run directory.
+
+    View them with `tensorboard --logdir runs`. Needs the package `tensorboard`. A `Run` without
+    `trackers=` uses it if that package is installed.
+
+    Examples:
+        >>> trackers = [shoal.TensorBoard()]  # for shoal.Run("runs/a", …, trackers=trackers)
+    """
 
     def open(self, directory: Path, step: int) -> Writer:
-        """Go on at `step`; what an earlier attempt recorded beyond it is hidden."""
+        """Continue at `step`; later records of an earlier attempt are hidden."""
         _require("tensorboard", "TensorBoard")
         return _TensorBoard(directory / "tensorboard", step)
 
@@ -67,10 +74,21 @@ class _TensorBoard:
 
 @dataclass(frozen=True, kw_only=True)
 class WandB:
-    """One run of Weights & Biases for one run directory, however often it is started.
+    """Tracker that records a run directory as one run of Weights & Biases, over all restarts.
 
-    `mode` is wandb's own: "online", "offline" or "disabled". The key comes from `wandb login`. What a
-    process of W&B's holds back when all is killed (offline up to 32 KiB) is in the run's events only.
+    Log in with `wandb login` first. Needs the package `wandb`. If the process of W&B is killed, the
+    values that it has not written yet (offline up to 32 KiB) are only in the run's events.
+
+    Args:
+        project: Name of the W&B project.
+        name: Name of the W&B run. `None`: W&B chooses one. Default: None.
+        mode: "online", "offline" or "disabled", as in `wandb.init`. `None`: wandb's own default, from
+            its settings. Default: None.
+
+    Examples:
+        >>> tracker = shoal.WandB(project="digits", mode="offline")
+        >>> tracker.project
+        'digits'
     """
 
     project: str
@@ -78,14 +96,14 @@ class WandB:
     mode: str | None = None
 
     def open(self, directory: Path, step: int) -> Writer:
-        """Go on in the same W&B run; steps that it has already are not sent twice."""
+        """Continue the same W&B run; steps that it already has are not sent twice."""
         _require("wandb", "W&B")
         return _WandB(self, directory, step)
 
 
 class _WandB:
-    """W&B takes no step twice. A resumed run repeats the steps after its checkpoint with the same
-    numbers, so they are left out until it is beyond what was sent: no curve jumps back."""
+    """W&B does not accept a step twice. A resumed run repeats the steps after its checkpoint with the
+    same numbers, so they are skipped until it is beyond the last step sent: no curve jumps back."""
 
     def __init__(self, options: WandB, directory: Path, step: int) -> None:
         import wandb
@@ -109,18 +127,18 @@ class _WandB:
         self._run.log(dict(values), step=step)
         if step > self.sent:
             self.sent = step
-            # A process that is killed here must not leave half a note.
+            # A process that is killed here must not leave an incomplete note.
             replace(self._note, json.dumps({"id": self.id, "sent": step}))
 
     def flush(self) -> None:
-        """Nothing is kept here; the process of W&B has it."""
+        """Do nothing: the process of W&B has all values."""
 
     def close(self) -> None:
         self._run.finish()
 
 
 def default_trackers() -> tuple[Tracker, ...]:
-    """TensorBoard where it is installed, else none."""
+    """Return TensorBoard if it is installed, else none."""
     return (TensorBoard(),) if find_spec("tensorboard") else ()
 
 
@@ -129,19 +147,19 @@ def _require(package: str, name: str) -> None:
         raise LaunchError(
             given=f"a run tracked by {name}",
             found=f"the package {package} is not installed",
-            fix=f"pip install {package}, or leave it out of Run(trackers=…)",
+            fix=f"pip install {package}, or remove it from Run(trackers=…)",
         )
 
 
 class Curves:
-    """The trackers of one run: opened with the first number, on rank 0; nothing elsewhere."""
+    """The trackers of one run: opened with the first metric, on rank 0 only."""
 
     def __init__(self, directory: Path, trackers: Sequence[Tracker], *, first: bool) -> None:
         self._directory = directory
         self._trackers = trackers if first else ()
         self._writers: list[Writer] | None = None
         self.begins = 0
-        """The step at which this attempt goes on."""
+        """The step at which this attempt resumes."""
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of one optimizer step."""
@@ -155,13 +173,13 @@ class Curves:
                 writer.write(values, step)
 
     def flush(self) -> None:
-        """Hand over everything so far."""
+        """Pass on all metrics so far."""
         for writer in [*(self._writers or ())]:
             with self._left_out(writer):
                 writer.flush()
 
     def close(self) -> None:
-        """Close what was opened; closing twice is fine."""
+        """Close the open trackers; closing twice is allowed."""
         for writer in self._writers or ():
             with self._left_out(None):
                 writer.close()
@@ -169,10 +187,10 @@ class Curves:
 
     @contextmanager
     def _left_out(self, writer: Writer | None) -> Iterator[None]:
-        """A full disk does not end a run, of which only rank 0 has curves: it goes on without."""
+        """Drop a tracker if the disk is full: the run continues without it."""
         try:
             yield
         except OSError as error:
-            warnings.warn(f"curves end here, the events go on: {error}", stacklevel=4)
+            warnings.warn(f"tracker stopped, events are still recorded: {error}", stacklevel=4)
             if writer is not None and self._writers is not None:
                 self._writers.remove(writer)

@@ -1,4 +1,4 @@
-"""`shoal bench comm`: the collectives of this job, or of N processes here, into a machine file."""
+"""`shoal bench comm`: measure the collectives of this job, or of N local processes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from shoal.util.tables import plain_console, print_line, print_path
 from shoal.util.units import binary_size
 
 BACKENDS = ("mpi", "nccl", "gloo")
-"""In this order: the first of those that are measured is the world's own, others stand beside it."""
+"""In order of preference: the first of those that are measured is the world's own, others are added."""
 JOIN_SECONDS = 60.0
-"""How long ranks wait for each other: nobody prepares data here."""
+"""How long ranks wait for each other; it can be short, since no rank prepares data here."""
 GRACE = 30.0
-"""How long ranks have, after Ctrl-C, to end their sample and write what there is."""
+"""How long ranks have, after Ctrl-C, to end their sample and write the results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesOptions:
-    """What is measured and where it goes. No backend means the one that a script would get."""
+    """The measurements and their files. Without backends, the one that a script would get is used."""
 
     backends: tuple[str, ...]
     operations: tuple[str, ...]
@@ -72,7 +72,7 @@ def parse_options(
     csv: Path | None,
     json: bool,
 ) -> CollectivesOptions:
-    """What was asked for on the command line, checked. Raises LaunchError."""
+    """Return the checked options of the command line. Raises LaunchError."""
     named = _names(backends, BACKENDS, "--backend")
     _check_numbers(repeats, seconds)
     for path in (out, csv):
@@ -92,16 +92,16 @@ def parse_options(
 
 
 def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> int:
-    """Measure in this job, or in so many processes on this machine; the exit code.
+    """Measure in this job, or in `processes` on this machine, and return the exit code.
 
-    Raises LaunchError where there is nobody to talk to, or a backend can't work here.
+    Raises LaunchError for a single process, or if a backend can't work here.
     """
     here = env_vars.placement()
     if here.size > 1 and processes is not None:
         raise LaunchError(
             given=f"shoal bench comm -n {processes}, on rank {here.rank} of {here.size}",
-            found=f"{here.launcher} has started all ranks already",
-            fix="leave -n out",
+            found=f"{here.launcher} has already started all ranks",
+            fix="remove -n",
         )
     if here.size > 1:
         _check_backends(asked.backends)
@@ -109,13 +109,13 @@ def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> i
     if processes is None or processes < 2:
         raise LaunchError(
             given="shoal bench comm" + (f" -n {processes}" if processes is not None else ""),
-            found="one process, which has nobody to talk to",
-            fix="shoal bench comm -n 2, or one for each rank: srun shoal bench comm",
+            found="a single process has no other to communicate with",
+            fix="shoal bench comm -n 2, or one process per rank: srun shoal bench comm",
         )
     if "mpi" in asked.backends:
         raise LaunchError(
             given=f"shoal bench comm -n {processes} --backend {','.join(asked.backends)}",
-            found="processes that Shoal starts are no ranks of MPI",
+            found="processes that Shoal starts are not ranks of MPI",
             fix=f"mpirun -n {processes} shoal bench comm --backend {','.join(asked.backends)}",
         )
     _check_backends(asked.backends)
@@ -125,19 +125,19 @@ def benchmark_collectives(asked: CollectivesOptions, processes: int | None) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring:
-    """What each process runs that is started here."""
+    """The function that each local process runs."""
 
     request: CollectivesOptions
     name: str = "shoal-bench-comm"
     safe_path: bool = False
 
     def run(self) -> None:
-        """Measure, with the other ranks. A signal has reached the launcher too, which exits with it."""
+        """Measure with the other ranks. A signal also reaches the launcher, which exits with it."""
         measure_on_ranks(self.request)
 
 
 def measure_on_ranks(asked: CollectivesOptions) -> int:
-    """Join the ranks that a launcher started, and measure. Rank 0 tells; the exit code."""
+    """Join the ranks that a launcher started, measure, print on rank 0; return the exit code."""
     first = asked.backends[0] if asked.backends else None
     device = "cpu" if first in ("mpi", "gloo") else None
     with (
@@ -208,10 +208,10 @@ def _report(
     left_out: Sequence[tuple[str, str, int]],
     pairs: link_speed.Pairs | None,
 ) -> None:
-    """Write the files and tell, on rank 0."""
+    """Write the files and print the results, on rank 0."""
     console = plain_console()
     if not machine.series:
-        print_line(plain_console(stderr=True), "Ended before anything was measured: no file.")
+        print_line(plain_console(stderr=True), "Ended before the first measurement: no file written.")
         return
     path = asked.out or Path(_file_name(machine))
     write_machine_file(machine, path)
@@ -243,13 +243,13 @@ def _device_name(device: torch.device) -> str:
 
 
 def _names(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
-    """Names of a list with commas, in the order in which they are known; LaunchError for others."""
+    """Return names from a list with commas, in the order of `known`; raise LaunchError for others."""
     given = [name.strip() for name in text.split(",") if name.strip()]
     for name in given:
         if name not in known:
             raise LaunchError(
                 given=f"{option} {text}",
-                found=f"{name!r} is none of {', '.join(known)}",
+                found=f"{name!r} is not one of {', '.join(known)}",
                 fix=f"{option} {known[-1] if option == '--backend' else known[0]}",
             )
     return tuple(name for name in known if name in given)
@@ -259,7 +259,7 @@ def _check_numbers(repeats: int, seconds: float) -> None:
     if repeats < 1 or not 0 < seconds <= 86400:
         raise LaunchError(
             given=f"--repeats {repeats} --seconds {seconds:g}",
-            found="repeats are 1 or more, and seconds above 0, a day at most",
+            found="--repeats must be 1 or more, and --seconds above 0 and at most a day",
             fix="for example --repeats 20 --seconds 30",
         )
 
@@ -271,12 +271,12 @@ def _check_folder(path: Path) -> None:
             found=f"there is no directory {path.parent.absolute()}"
             if not path.parent.is_dir()
             else "it is a directory",
-            fix=f"mkdir -p {path.parent}, or give another file",
+            fix=f"mkdir -p {path.parent}, or use another file",
         )
 
 
 def _check_backends(backends: Sequence[str]) -> None:
-    """Raises LaunchError for NCCL where there is none, or no GPU."""
+    """Raise LaunchError for NCCL if torch lacks it or there is no GPU."""
     if "nccl" not in backends:
         return
     if not dist.is_nccl_available() or not torch.cuda.is_available():
@@ -291,7 +291,7 @@ def _check_backends(backends: Sequence[str]) -> None:
 
 
 def _check_memory(largest: int, processes: int, backends: int) -> None:
-    """Two tensors of the largest size for each process and backend have to fit."""
+    """Raise LaunchError unless two tensors of the largest size fit for each process and backend."""
     needed, free = 2 * largest * processes * backends, psutil.virtual_memory().available
     if needed > free:
         raise LaunchError(

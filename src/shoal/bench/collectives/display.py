@@ -1,4 +1,4 @@
-"""What `shoal bench comm` tells of a machine: a sentence, then tables."""
+"""The output of `shoal bench comm`: a sentence, then tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.util.tables import print_line, print_rows
 from shoal.util.units import bandwidth, binary_size, duration, percent, two_digits
 
 MOST_RANKS = 8
-"""Of more ranks than that a matrix is no table any more."""
+"""Maximum number of ranks for which a matrix is printed."""
 
 
 def print_measurements(
     console: Console, machine: MachineFile, left_out: Sequence[tuple[str, str, int]]
 ) -> None:
-    """Print what was measured."""
+    """Print the measurements."""
     print_line(console, describe_backends(machine))
     print_line(console, *_remarks(machine, left_out), "")
     _show_fits(console, machine)
@@ -31,20 +31,20 @@ def print_measurements(
         if own:
             _show_matrix(
                 console,
-                f"Time of a call through {backend}",
+                f"Time of a call over {backend}",
                 own,
                 lambda _, it: duration(it.seconds, fixed=True),
             )
             _show_matrix(
                 console,
-                f"Bandwidth of the bus through {backend}",
+                f"Bus bandwidth over {backend}",
                 own,
                 lambda series, it: bandwidth(series.bus_bandwidth(it)),
             )
 
 
 def describe_backends(machine: MachineFile) -> str:
-    """The first sentence: what each backend gives, and how they compare."""
+    """Return the first sentence: the bandwidth of each backend, and how they compare."""
     backends = list(dict.fromkeys(series.backend for series in machine.series))
     sentences = [_sentence(_main(machine, backend)) for backend in backends]
     hosts = len(set(machine.hosts))
@@ -57,7 +57,7 @@ def describe_backends(machine: MachineFile) -> str:
 
 
 def _main(machine: MachineFile, backend: str) -> CollectiveSeries:
-    """What a backend is judged by: the all_reduce of data parallelism, or whatever was measured."""
+    """Return the series by which a backend is judged: all_reduce, or another if it is missing."""
     own = [series for series in machine.series if series.backend == backend]
     return min(own, key=lambda each: (each.operation != "all_reduce", each.operation == "barrier"))
 
@@ -77,7 +77,7 @@ def _sentence(series: CollectiveSeries) -> str:
 
 
 def compare_backends(one: CollectiveSeries, other: CollectiveSeries) -> str:
-    """How another backend compares with one at the smallest and the largest size of both."""
+    """Return how another backend compares with one at the smallest and the largest size of both."""
     known = {point.bytes: point.seconds for point in one.points}
     common = [point for point in other.points if point.bytes in known]
     ratios = [
@@ -96,18 +96,18 @@ def compare_backends(one: CollectiveSeries, other: CollectiveSeries) -> str:
 
 def _remarks(machine: MachineFile, left_out: Sequence[tuple[str, str, int]]) -> Iterator[str]:
     if not machine.complete:
-        yield "It was ended early: these are the samples until then."
+        yield "The measurement was ended early: these are the samples until then."
     for backend, operation in dict.fromkeys((backend, name) for backend, name, _ in left_out):
         sizes = [size for other, name, size in left_out if (other, name) == (backend, operation)]
         yield (
-            f"{operation} through {backend}: {binary_size(min(sizes))} and more would have taken too "
+            f"{operation} over {backend}: {binary_size(min(sizes))} and more would have taken too "
             "long (--seconds)."
         )
 
 
 def _show_fits(console: Console, machine: MachineFile) -> None:
     headers = ("backend", "operation", "latency", "bandwidth", "error", "points", "spread")
-    title = "The line time = latency + bytes / bandwidth, and how far points are off"
+    title = "Fit of time = latency + bytes / bandwidth, and its error"
     print_rows(console, title, headers, map(_fit_cells, machine.series), right=headers[2:])
 
 
@@ -116,7 +116,7 @@ def _fit_cells(series: CollectiveSeries) -> tuple[str, ...]:
     latency = speed = error = ""
     if fit is not None:
         latency, error = duration(fit.latency, fixed=True), percent(fit.error, tenths=True)
-        speed = "no limit seen" if fit.bandwidth is None else bandwidth(fit.bandwidth)
+        speed = "no limit measured" if fit.bandwidth is None else bandwidth(fit.bandwidth)
     elif series.operation == "barrier":
         latency = duration(series.points[0].seconds, fixed=True)
     spread = percent(statistics.median(point.spread for point in series.points), tenths=True)
@@ -135,7 +135,7 @@ def _show_matrix(
     cells = {
         (series.operation, point.bytes): cell(series, point)
         for series in own
-        for point in reversed(series.points)  # the first of several of one size counts
+        for point in reversed(series.points)  # of several with one size the first counts
     }
     rows = (
         (binary_size(size), *(cells.get((series.operation, size), "") for series in own))
@@ -145,10 +145,10 @@ def _show_matrix(
 
 
 def print_links(console: Console, measured: Pairs) -> None:
-    """What pairs of ranks give each other: what is slow, and all of it where they are few."""
+    """Print the slow pairs of ranks, and all pairs if they are few."""
     odd = slow(measured)
     if not odd and len(measured.hosts) > 2:
-        print_line(console, "No link between two ranks is slower than a third of what others give.")
+        print_line(console, "No link between two ranks is more than 3 times slower than the others.")
     for each in odd:
         print_line(
             console,
@@ -163,7 +163,7 @@ def print_links(console: Console, measured: Pairs) -> None:
         (str(sender), *("" if it is None else bandwidth(it) for it in row))
         for sender, row in enumerate(measured.bandwidth)
     )
-    title = f"From rank to rank, {binary_size(measured.bytes)} and an answer"
+    title = f"From rank to rank, {binary_size(measured.bytes)} and a reply"
     print_rows(console, title, headers, rows, right=headers)
 
 

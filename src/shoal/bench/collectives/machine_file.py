@@ -1,7 +1,7 @@
-"""What a machine's network was measured to give, as a file: collectives by size, and pairs of ranks.
+"""The machine file: measured collectives of a machine by size, and pairs of ranks.
 
-`shoal bench comm` writes such files. They are JSON with a version; what is read is checked, so that
-whoever plans with its numbers need not.
+`shoal bench comm` writes these files. They are JSON with a version. Reading validates them, so that
+users of the numbers need not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.util.errors import ShoalError
 
 FORMAT, VERSION = "shoal machine", 1
 LEAST_POINTS = 3
-"""Through two points a line always fits."""
+"""A line through two points always fits, so more are needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Point:
 
     @property
     def spread(self) -> float:
-        """The distance between the quartiles as a share of the median."""
+        """The distance between the quartiles as a fraction of the median."""
         return (self.high - self.low) / self.seconds
 
 
@@ -43,8 +43,8 @@ class Point:
 class Fit:
     """time = latency + bytes / bandwidth (Hockney 1994), in seconds and bytes/s.
 
-    `bandwidth` is None where larger messages took no longer. `error` is the root of the mean squared
-    error, relative to what was measured.
+    `bandwidth` is None if larger messages took no longer. `error` is the root of the mean squared
+    relative error.
     """
 
     latency: float
@@ -52,16 +52,16 @@ class Fit:
     error: float
 
     def seconds(self, bytes: int) -> float:
-        """What a message of so many bytes is expected to take."""
+        """Return the expected time of a message of this size."""
         return self.latency + (bytes / self.bandwidth if self.bandwidth else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSeries:
-    """One operation through one backend, over sizes, in the memory of the CPU or of GPUs ("cuda").
+    """One operation over one backend and several sizes, in the memory of the CPU or of GPUs ("cuda").
 
-    Bytes are counted as NCCL's tests do: of the whole tensor that is reduced, gathered or scattered;
-    in all_to_all of what one rank sends, in send_recv of one message. A barrier has no bytes.
+    Bytes are counted as in NCCL's tests: of the full tensor that is reduced, gathered or scattered; in
+    all_to_all, of the tensor that one rank sends; in send_recv, of one message. A barrier has no bytes.
     """
 
     backend: str
@@ -72,11 +72,11 @@ class CollectiveSeries:
     fit: Fit | None = None
 
     def algorithm_bandwidth(self, point: Point) -> float:
-        """Bytes per second of a call."""
+        """Return bytes per second of a call."""
         return point.bytes / point.seconds
 
     def bus_bandwidth(self, point: Point) -> float:
-        """Bytes per second over the busiest link of a ring, which the hardware limits.
+        """Return bytes per second over the busiest link of a ring, which the hardware limits.
 
         The factors are those of NCCL's tests (doc/PERFORMANCE.md there).
         """
@@ -95,11 +95,11 @@ class LinkTable:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFile:
-    """What was measured, where, when and with what. `hosts` is where each rank was.
+    """The results of a measurement, with place, time and versions. `hosts` has the host of each rank.
 
     `device` is the kind on which ranks compute, `cores` and `threads` are those of rank 0, `interface`
-    is the network's, empty within one machine. `measured` is when it began (ISO 8601, UTC), `seconds`
-    how long it took; `complete` is False where it was interrupted.
+    is the network's, empty within one machine. `measured` is the start (ISO 8601, UTC), `seconds` the
+    duration; `complete` is False if it was interrupted.
     """
 
     measured: str
@@ -119,10 +119,10 @@ class MachineFile:
 
 
 def fit_line(points: Sequence[Point]) -> Fit | None:
-    """The line through points whose relative errors are least; None of fewer than LEAST_POINTS.
+    """Return the line with the least relative errors; None for fewer than LEAST_POINTS points.
 
-    Sizes and times span orders of magnitude: absolute errors would leave the small ones to chance.
-    Neither latency nor time per byte is below 0.
+    Sizes and times span orders of magnitude: absolute errors would neglect the small ones. Neither
+    latency nor time per byte is negative.
     """
     if len({point.bytes for point in points}) < LEAST_POINTS:
         return None
@@ -145,12 +145,12 @@ def fit_line(points: Sequence[Point]) -> Fit | None:
 
 
 def machine_json(machine: MachineFile) -> str:
-    """The machine as one line of JSON."""
+    """Return the machine as one line of JSON."""
     return json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)})
 
 
 def write_machine_file(machine: MachineFile, path: Path) -> None:
-    """Write a machine file, whole or not at all."""
+    """Write a machine file atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(machine)}, indent=1)
     try:
@@ -161,26 +161,28 @@ def write_machine_file(machine: MachineFile, path: Path) -> None:
         raise ShoalError(
             given=str(path),
             found=f"it can't be written: {error.strerror}",
-            fix="-o FILE, in a directory where you may write and there is room",
+            fix="-o FILE, in a directory with write permission and free space",
         ) from None
 
 
 def read_machine_file(path: Path) -> MachineFile:
-    """The machine that a file describes.
+    """Return the machine that a file describes.
 
-    Raises ShoalError where the file can't be read, is no machine file or a newer one, or where
-    something in it can't be.
+    Raises ShoalError if the file can't be read, is not a machine file or has a newer version, or if a
+    value is invalid.
     """
     try:
         found = json.loads(path.read_text())
     except OSError as error:
         raise _wrong(path, f"it can't be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise _wrong(path, "it is no JSON") from None
+        raise _wrong(path, "it is not JSON") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise _wrong(path, "it is no machine file")
+        raise _wrong(path, "it is not a machine file")
     if found.get("version") != VERSION:
-        raise _wrong(path, f"its version is {found.get('version')!r}, known here is {VERSION}")
+        raise _wrong(
+            path, f"its version is {found.get('version')!r}; the supported version is {VERSION}"
+        )
     try:
         machine: MachineFile = _value(MachineFile, found, "")
         _check(machine)
@@ -190,15 +192,15 @@ def read_machine_file(path: Path) -> MachineFile:
 
 
 class _WrongError(Exception):
-    """Something in a file that can't be, in words."""
+    """An invalid value in a file, in words."""
 
 
 def _wrong(path: Path, found: str) -> ShoalError:
-    return ShoalError(given=str(path), found=found, fix="measure anew: shoal bench comm")
+    return ShoalError(given=str(path), found=found, fix="measure again: shoal bench comm")
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
-    """A value of JSON as a value of a type; _WrongError where it is another."""
+    """Convert a JSON value to a type; raise _WrongError if it does not fit."""
     if is_dataclass(kind):
         return _object(kind, value, where)
     origin, of = get_origin(kind), get_args(kind)
@@ -206,19 +208,19 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else _value(of[0], value, where)
     if origin is tuple:
         if not isinstance(value, list):
-            raise _WrongError(f"{where} is no list")
+            raise _WrongError(f"{where} is not a list")
         return tuple(_value(of[0], each, f"{where}[{index}]") for index, each in enumerate(value))
     accepted = (int, float) if kind is float else (kind,)
     if type(value) not in accepted:
-        raise _WrongError(f"{where} is {value!r:.60}, and no {kind.__name__}")
+        raise _WrongError(f"{where} is {value!r:.60}, not {kind.__name__}")
     if kind in (int, float) and not (math.isfinite(value) and value >= 0):
-        raise _WrongError(f"{where} is {value!r}, and no finite number of 0 or more")
+        raise _WrongError(f"{where} is {value!r}, not a finite number of at least 0")
     return value
 
 
 def _object(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise _WrongError(f"{where} is no object")
+        raise _WrongError(f"{where} is not an object")
     hints, prefix = get_type_hints(kind), where + "." * bool(where)
     missing = [field.name for field in fields(kind) if field.name not in value]
     if missing:
@@ -227,7 +229,7 @@ def _object(kind: Any, value: Any, where: str) -> Any:
 
 
 def _check(machine: MachineFile) -> None:
-    """Raise _WrongError for values that are each right and together can't be."""
+    """Raise _WrongError for values that are valid separately but not together."""
     ranks = len(machine.hosts)
     for number, series in enumerate(machine.series):
         where = f"series[{number}]"

@@ -1,7 +1,7 @@
-"""What collectives take, by size and backend, on the ranks of a world.
+"""The times of collectives, by size and backend, on the ranks of a world.
 
-All ranks do the same in the same order. Before each sample they agree to go on, in one small
-all-reduce; that is also what lets them begin together.
+All ranks do the same in the same order. Before each sample they agree to continue, in one small
+all-reduce, which also makes them start together.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ OPERATIONS = (
     "barrier",
 )
 LEAST = 3
-"""Samples of a point."""
+"""Minimum number of samples of a point."""
 SAMPLE_SECONDS = 0.002
-"""A sample is as many calls as take so long: a single short one would be lost in the clock's noise."""
+"""Duration of a sample, in several calls: a single short call would be lost in the clock's noise."""
 _MOST_CALLS = 50
 _ELEMENT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How much is measured: samples of each point, within so many seconds in all."""
+    """Limits: the samples of each point, and the seconds in total."""
 
     repeats: int
     seconds: float
@@ -46,7 +46,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What was measured, which sizes of which series took too long, and whether nobody ended it."""
+    """The results, the sizes of each series that took too long, and whether it ran to its end."""
 
     series: tuple[CollectiveSeries, ...]
     left_out: tuple[tuple[str, str, int], ...]
@@ -60,18 +60,18 @@ class BackendGroup:
         self.backend = backend
         self.ranks, self.rank = world.size, world.rank
         self.group = world.group if own else dist.new_group(backend=backend)
-        # Gloo and MPI are measured with what is in the CPU's memory: they have no other way.
+        # Gloo and MPI are measured with CPU memory, the only kind that they send.
         self.device = world.device if backend == "nccl" else torch.device("cpu")
         elements = self.elements(largest)
         self._mine = torch.empty(elements, device=self.device).fill_(0)
         self._others = torch.empty(elements, device=self.device).fill_(0)
 
     def elements(self, bytes: int) -> int:
-        """As many as fill so many bytes, and can be divided among the ranks."""
+        """Return the number of elements that fill these bytes and can be split over the ranks."""
         return self.ranks * max(1, round(bytes / _ELEMENT / self.ranks))
 
     def call(self, operation: str, bytes: int) -> Callable[[], object]:
-        """What does the operation once, and returns when it is done on the CPU."""
+        """Return a function that runs the operation once, and returns when it is done on the CPU."""
         group, count = self.group, self.elements(bytes)
         whole, other = self._mine[:count], self._others[:count]
         part = other[: count // self.ranks]
@@ -89,7 +89,7 @@ class BackendGroup:
         return calls[operation]
 
     def _pass_on(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """To the next rank, from the one before, both at once."""
+        """Send to the next rank and receive from the one before, both at once."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         both = [
             dist.P2POp(dist.isend, sent, after, group=self.group),
@@ -99,7 +99,7 @@ class BackendGroup:
             work.wait()
 
     def timed(self, call: Callable[[], object], times: int) -> float:
-        """Seconds of a call, of so many after each other."""
+        """Return the seconds per call, of several calls one after the other."""
         begun = time.perf_counter()
         for _ in range(times):
             call()
@@ -120,7 +120,7 @@ class Probe:
         self.samples: list[float] = []
 
     def warm_up(self, world: World) -> None:
-        """Connect, and find out how many calls make a sample."""
+        """Connect, and determine the number of calls of a sample."""
         self._call()
         self.expected = _largest(world, self.place.timed(self._call, 1))
         self.times = min(_MOST_CALLS, max(1, math.ceil(SAMPLE_SECONDS / self.expected)))
@@ -142,11 +142,11 @@ def measure_collectives(
 ) -> Measurement:
     """Measure all operations of all backends over sizes in bytes; collective.
 
-    The first of the backends is the world's own. The time of a call is that of the rank that it took
-    longest. Each sample is a few calls; samples of all points take turns, so that what else the machine
-    does at some time falls on all of them. Sizes are left out, from above, where LEAST samples would
-    not fit into the time. `asked_to_stop` may become true on any rank; then all stop, with what they
-    have. `tell` gets a line on how long it will take.
+    The first of the backends is the world's own. The time of a call is that of the slowest rank. Each
+    sample is a few calls. The samples of all points take turns, so that other load on the machine
+    affects all of them. The largest sizes are left out if LEAST samples would not fit into the time.
+    `asked_to_stop` may become true on any rank; then all stop, with the results so far. `tell` gets a
+    line with the expected duration.
     """
     for _ in range(CHECKED_STEPS + 1):
         # In its first steps a world compares each collective, in another collective.
@@ -159,11 +159,11 @@ def measure_collectives(
     probes, left_out = _warm(world, places, operations, sizes, clock)
     pause = statistics.median(clock.pause() for _ in range(LEAST))
     round_seconds = sum(probe.times * probe.expected + pause for probe in probes) or 1.0
-    # Agreed on, since the clock decides.
+    # Rank-independent, since the clock decides.
     repeats = world.broadcast(max(LEAST, min(bounds.repeats, int(clock.left / round_seconds))))
     tell(
         f"{len(probes)} points, {repeats} samples of each: about {repeats * round_seconds:.0f} s more; "
-        "Ctrl-C ends it with what is there"
+        "Ctrl-C ends it and keeps the results so far"
     )
     complete = _sample(probes, repeats, clock)
     return Measurement(
@@ -172,7 +172,7 @@ def measure_collectives(
 
 
 class _Clock:
-    """How long measuring may go on: ranks decide it together."""
+    """The time limit; the ranks decide together."""
 
     def __init__(self, world: World, seconds: float, asked_to_stop: Callable[[], bool]) -> None:
         self._world, self._asked = world, asked_to_stop
@@ -180,21 +180,21 @@ class _Clock:
 
     @property
     def left(self) -> float:
-        """Seconds, as this rank sees it."""
+        """The seconds left on this rank."""
         return self._ends - time.perf_counter()
 
     def left_everywhere(self) -> float:
-        """Seconds, as all ranks see it: the least of theirs."""
+        """Return the seconds left on all ranks: the minimum."""
         return -_largest(self._world, -self.left)
 
     def pause(self) -> float:
-        """How long it takes to agree to go on, which comes on top of each sample."""
+        """Return the time to agree to continue, which is added to each sample."""
         begun = time.perf_counter()
         self.goes_on()
         return time.perf_counter() - begun
 
     def goes_on(self) -> bool:
-        """Whether nobody was asked to stop; the same on all ranks, which begin together after it."""
+        """Return whether no rank was asked to stop; all ranks agree, and start together after it."""
         return not _largest(self._world, float(self._asked()))
 
 
@@ -205,7 +205,7 @@ def _warm(
     sizes: Sequence[int],
     clock: _Clock,
 ) -> tuple[list[Probe], list[tuple[str, str, int]]]:
-    """The probes that fit into the time, warmed up, from small to large; and those that don't."""
+    """Return the probes that fit into the time, warmed up, from small to large; and the others."""
     probes: list[Probe] = []
     left_out: list[tuple[str, str, int]] = []
     largest: dict[tuple[BackendGroup, str], Probe] = {}
@@ -229,11 +229,11 @@ def _warm(
 
 
 def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
-    """Take the samples, while there is time; whether no rank was asked to stop."""
+    """Take the samples while there is time; return whether no rank was asked to stop."""
     for number in range(repeats):
         if number >= LEAST and clock.left_everywhere() <= 0:
             return True
-        # To and fro, so that no probe always follows the same other one.
+        # In alternating directions, so that no probe always follows the same other one.
         for probe in probes if number % 2 == 0 else reversed(probes):
             if not clock.goes_on():
                 return False
@@ -242,8 +242,8 @@ def _sample(probes: Sequence[Probe], repeats: int, clock: _Clock) -> bool:
 
 
 def _series(world: World, probes: Sequence[Probe]) -> Iterable[CollectiveSeries]:
-    """The medians over samples of what the slowest rank took."""
-    # Of what was ended before its first sample there is the call that it was warmed up with.
+    """Yield the medians over samples of the slowest rank's times."""
+    # A probe that was ended before its first sample has the call of its warm-up.
     everyones = world.gather([probe.samples or [probe.expected] for probe in probes])
     points: dict[tuple[str, str, str], list[Point]] = {}
     for number, probe in enumerate(probes):
@@ -267,7 +267,7 @@ def _series(world: World, probes: Sequence[Probe]) -> Iterable[CollectiveSeries]
 
 
 def summarize_samples(bytes: int, samples: Sequence[float]) -> Point:
-    """The median and the quartiles of samples."""
+    """Return the median and the quartiles of samples."""
     median = statistics.median(samples)
     low, high = median, median
     if len(samples) > 1:
@@ -276,6 +276,6 @@ def summarize_samples(bytes: int, samples: Sequence[float]) -> Point:
 
 
 def _largest(world: World, value: float) -> float:
-    """The largest of all ranks."""
+    """Return the largest value of all ranks."""
     tensor = torch.tensor(value, dtype=torch.float64, device=world.device)
     return float(world.all_reduce(tensor, "max").item())

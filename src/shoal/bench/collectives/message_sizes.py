@@ -1,4 +1,4 @@
-"""The sizes of messages that `--sizes` asks for."""
+"""The message sizes of `--sizes`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LARGEST = 1 << 40
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return sizes in bytes, ascending: of `1KiB,1MiB`, or of `1KiB:64MiB` each fourfold of the last.
+    """Return sizes in bytes, ascending: `1KiB,1MiB` as they are, `1KiB:64MiB` by factors of 4.
 
-    Units are powers of 1024. Raises LaunchError where a part is not a size, or is 0.
+    Units are powers of 1024. Raises LaunchError if a part is not a size, or is 0.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -34,7 +34,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _size(text: str, given: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise _wrong(given, f"{text.strip()!r} is no size")
+        raise _wrong(given, f"{text.strip()!r} is not a size")
     count = int(float(match[1]) * _UNITS[match[2].lower()])
     if not 0 < count <= _LARGEST:
         raise _wrong(given, f"{text.strip()!r} is not between 1 byte and {binary_size(_LARGEST)}")
@@ -45,5 +45,5 @@ def _wrong(given: str, found: str) -> LaunchError:
     return LaunchError(
         given=f"--sizes {given}",
         found=found,
-        fix="--sizes 1KiB:64MiB, or some of your choice: --sizes 4KiB,1MiB",
+        fix="--sizes 1KiB:64MiB, or a list of sizes: --sizes 4KiB,1MiB",
     )

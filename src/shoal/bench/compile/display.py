@@ -1,4 +1,4 @@
-"""What measured ways to compute say: which is faster, and from how many calls on. Pure functions."""
+"""Sentences on measured modes: which is faster, and from how many calls on. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.util.units import duration, two_digits
 
 PYTHON = "Python loop"
 SAME = 1.05
-"""Less than that is no difference."""
+"""Smaller differences are ignored."""
 EQUAL = 1e-4
 """Results that differ by more, relative to the largest value, are not the same."""
 
@@ -19,8 +19,8 @@ EQUAL = 1e-4
 class Mode:
     """One way to compute a subject: seconds of a call (median, quartiles) and of the first one.
 
-    `difference` is the largest of its results from those of torch's operations, relative to the
-    largest value. `seconds` is None where there is nothing but a `reason` why not.
+    `difference` is the largest difference of its results from those of torch's operations, relative to
+    the largest value. If it could not run, `seconds` is None and `reason` has the reason.
     """
 
     subject: str
@@ -35,7 +35,7 @@ class Mode:
 
 
 def mode_advice(found: Sequence[Mode]) -> list[str]:
-    """A sentence for each subject, and one for each way that gave other results."""
+    """Return a sentence for each subject, and one for each mode with other results."""
     said = [_sentence(subject, found) for subject in dict.fromkeys(mode.subject for mode in found)]
     said += [
         f"{mode.way} gives other results for {mode.subject}: they differ by {mode.difference:.0e}."
@@ -46,7 +46,7 @@ def mode_advice(found: Sequence[Mode]) -> list[str]:
 
 
 def _sentence(subject: str, found: Sequence[Mode]) -> str:
-    """How others compare with torch's operations run one by one."""
+    """Return how the other modes compare with torch's operations run one by one."""
     own = {mode.way: mode for mode in found if mode.subject == subject}
     usual = own.get("torch operations") or own.get("eager")
     if usual is None or usual.seconds is None:

@@ -1,4 +1,4 @@
-"""`shoal bench modes`: the same computed by a Python loop, by torch, by TorchScript, compiled.
+"""`shoal bench modes`: the same function as a Python loop, torch operations, TorchScript, compiled.
 
 The toy function squares five numbers ten times, as examples of TorchScript do, and then many numbers. A
 model is run forward and backward, as training does.
@@ -46,7 +46,7 @@ Call = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class CompileOptions:
-    """What is measured; `model` None for the toy function alone."""
+    """The subjects of the measurement; `model` None for the toy function alone."""
 
     model: str | None
     batch: int
@@ -56,17 +56,17 @@ class CompileOptions:
 
 
 def benchmark_modes(asked: CompileOptions) -> int:
-    """Measure and tell; the exit code. Raises LaunchError for what can't be measured."""
+    """Measure, print, and return the exit code. Raises LaunchError for invalid options."""
     if asked.batch < 1 or not 0 < asked.seconds <= 86400:
         raise LaunchError(
             given=f"--batch {asked.batch} --seconds {asked.seconds:g}",
-            found="a batch has 1 sample or more, and the time is above 0 seconds, a day at most",
+            found="--batch must be 1 or more, and --seconds above 0 and at most a day",
             fix="for example --batch 32 --seconds 10",
         )
     require_alone("shoal bench modes")
     screen = plain_console(stderr=True)
     world = init()
-    try:  # not `with`, which would say where in this file an error came through
+    try:  # not `with`, which would add a line of this file to the traceback
         subjects = {TOY.format(count): _toy(count) for count in NUMBERS}
         if asked.model is not None:
             subjects[asked.model] = _ways(*_model(asked.model, asked.batch, world), world.device)
@@ -74,8 +74,8 @@ def benchmark_modes(asked: CompileOptions) -> int:
         with InterruptFlag() as interrupts:
             print_line(
                 screen,
-                f"about {asked.seconds:.0f} s, and what compiling takes, a minute perhaps; Ctrl-C ends "
-                "it with what is there",
+                f"about {asked.seconds:.0f} s, plus time to compile, up to a minute; Ctrl-C ends it "
+                "and keeps the results so far",
             )
             for subject, ways in subjects.items():
                 share = asked.seconds / len(subjects)
@@ -85,14 +85,14 @@ def benchmark_modes(asked: CompileOptions) -> int:
     if any(mode.seconds is not None for mode in found):
         _report(asked, found)
     else:
-        print_line(screen, "Ended before anything was measured.")
+        print_line(screen, "Ended before the first measurement.")
     return 128 + interrupts.asked if interrupts.asked else 0
 
 
 def _toy(count: int) -> dict[str, Callable[[], Call]]:
-    """What makes each way to compute the toy function.
+    """Return the builders of each way to compute the toy function.
 
-    Its numbers are close to 1, or there would be nothing but zeros to compare.
+    Its numbers are close to 1; otherwise all results would be 0 or infinite.
     """
     numbers = 1 - torch.rand(count, generator=torch.Generator().manual_seed(0)) / 1000
     plain = numbers.tolist()
@@ -125,12 +125,12 @@ def _squared_by_python(values: list[float]) -> list[float]:
 
 
 def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """The model, and what computes its loss over one batch."""
+    """Return the model, and a function that computes its loss over one batch."""
     subject = parse_subject(text)
     if isinstance(subject, ScriptSubject):
         raise LaunchError(
             given=text,
-            found="a script, of which no model can be taken",
+            found="it is a script, and no model can be imported from it",
             fix="dense, gpt, resnet-small, or module:function for a function that returns "
             "(model, task, dataset)",
         )
@@ -154,7 +154,7 @@ def _model(text: str, batch: int, world: World) -> tuple[nn.Module, Callable[[nn
 def _ways(
     model: nn.Module, loss: Callable[[nn.Module], Tensor], device: torch.device
 ) -> dict[str, Callable[[], Call]]:
-    """What makes each way to run a model forward and backward; each has a copy of it."""
+    """Return the builders of each way to run a model forward and backward, on its own copy."""
 
     def running(way: Callable[[nn.Module], Any]) -> Call:
         own = copy.deepcopy(model)
@@ -162,7 +162,7 @@ def _ways(
         parameters = [each for each in own.parameters() if each.requires_grad]
 
         def call() -> list[Tensor]:
-            torch.manual_seed(0)  # for dropout: ways are compared
+            torch.manual_seed(0)  # for dropout, since the modes are compared
             for each in parameters:
                 each.grad = None
             value = loss(ready)
@@ -186,14 +186,14 @@ def _measure(
     seconds: float,
     interrupts: InterruptFlag,
 ) -> list[Mode]:
-    """All ways of one subject: first calls, then samples in turns."""
+    """Measure all modes of one subject: first calls, then samples in turns."""
     runners: list[_Runner] = []
     failed: list[Mode] = []
     for way, prepare in ways.items():
         if interrupts.asked:
             failed.append(Mode(subject=subject, way=way, reason="ended before it began"))
             continue
-        interrupts.at_once = True  # nobody waits for a compiler after Ctrl-C
+        interrupts.at_once = True  # Ctrl-C must not wait for a compiler
         try:
             runners.append(_Runner(way, prepare))
         except (Exception, KeyboardInterrupt) as error:
@@ -217,12 +217,12 @@ class _Runner:
     def __init__(self, way: str, prepare: Callable[[], Call]) -> None:
         self.way = way
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # TorchScript is deprecated, and still what many have
+            warnings.simplefilter("ignore")  # TorchScript is deprecated, but many still have it
             begun = time.perf_counter()
             self._call = prepare()
             self.result = [each.clone() for each in self._call()]
             self.first = time.perf_counter() - begun
-        # TorchScript looks at the first calls, and rewrites what it runs.
+        # TorchScript profiles the first calls, and rewrites its graph.
         for _ in range(_LEAST):
             self._call()
         begun = time.perf_counter()
@@ -240,8 +240,8 @@ class _Runner:
         self.samples.append((time.perf_counter() - begun) / self._times)
 
     def mode(self, subject: str, usual: _Runner | None) -> Mode:
-        """In figures, compared with the results of another."""
-        # The first is that of a single call, which counts where there is no other.
+        """Return the figures, compared with the results of another runner."""
+        # The first sample is a single call, which counts only if there is no other.
         samples = self.samples[1:] or self.samples
         low = high = statistics.median(samples)
         if len(samples) > 1:
@@ -259,7 +259,7 @@ class _Runner:
 
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference of any tensor, relative to the largest value in it."""
+    """Return the largest difference of any tensor, relative to the largest value in it."""
     differences = [
         float((one - other).abs().max() / other.abs().max().clamp_min(1e-30))
         for one, other in zip(found, expected, strict=True)
@@ -269,7 +269,7 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line that says something; compilers put a lot around it."""
+    """Return the first meaningful line of the message; compilers surround it with many others."""
     if isinstance(error, KeyboardInterrupt):
         return "ended by Ctrl-C"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

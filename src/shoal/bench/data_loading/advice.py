@@ -1,4 +1,4 @@
-"""What measured input pipelines say about the number of workers. Pure functions."""
+"""Advice on the number of workers from measured input pipelines. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shoal.bench.data_loading.measure import Trial
 from shoal.util.units import duration, percent, two_digits
 
 ENOUGH = 0.9
-"""A number of workers that gives so much of the best is as good: the rest is noise."""
+"""Numbers of workers with this fraction of the best rate count as equally good, within noise."""
 BUSY = 0.85
-"""Of a core, or of all: hardly anything is left."""
+"""Fraction of a core, or of all cores, from which it counts as busy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,40 +25,40 @@ class LoaderTrials:
 
     @property
     def rate(self) -> float:
-        """Samples per second, the median."""
+        """The median of samples per second."""
         return statistics.median(trial.rate for trial in self.trials)
 
     @property
     def spread(self) -> float:
-        """The distance between the slowest and the fastest trial as a share of the median."""
+        """The range of the trials as a fraction of the median."""
         rates = [trial.rate for trial in self.trials]
         return (max(rates) - min(rates)) / self.rate
 
     @property
     def first(self) -> float:
-        """Seconds to the first batch, the median."""
+        """The median of seconds to the first batch."""
         return statistics.median(trial.first for trial in self.trials)
 
     @property
     def memory(self) -> int | None:
-        """Bytes that a worker has for itself, the most."""
+        """The largest number of bytes that a worker has for itself."""
         return max((trial.memory for trial in self.trials if trial.memory is not None), default=None)
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Cores that this process used, and those of its workers."""
+        """The cores used by this process, and by its workers."""
         mine = statistics.median(trial.busy for trial in self.trials)
         return mine, statistics.median(trial.workers_busy for trial in self.trials)
 
     @property
     def machine(self) -> float:
-        """The share of all cores of this machine that was busy, with whatever."""
+        """The fraction of all cores of this machine that was busy with anything."""
         return statistics.median(trial.machine for trial in self.trials)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What training takes: so many samples of this process in so many seconds, without waiting."""
+    """The need of training: the samples of this process in the given seconds, without waiting."""
 
     samples: int
     seconds: float
@@ -71,7 +71,7 @@ class Need:
 
 
 def worker_advice(measured: Sequence[LoaderTrials], cores: int, need: Need | None) -> list[str]:
-    """Sentences: of each batch size the best number of workers and why not more; what is needed."""
+    """Return sentences: for each batch size the best number of workers and the reason; the need."""
     by_size: dict[int, dict[int, LoaderTrials]] = {}
     for each in measured:
         by_size.setdefault(each.batch_size, {})[each.workers] = each
@@ -90,7 +90,7 @@ def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: i
     if chosen and 0 in found:
         text += f", {two_digits(best.rate / found[0].rate)} times as many as 0"
     if not more:
-        return f"{text}; more were not measured." if len(found) > 1 else f"{text}."
+        return f"{text}; higher numbers were not measured." if len(found) > 1 else f"{text}."
     following = found[more[0]]
     change = following.rate / best.rate
     gives = "no more" if change >= ENOUGH else f"{two_digits(change)} times as many"
@@ -98,19 +98,18 @@ def _best(size: int, found: Mapping[int, LoaderTrials], cores: int, *, one_of: i
 
 
 def _why(best: LoaderTrials, following: LoaderTrials, cores: int) -> str:
-    """Why more workers were of no use, from what was busy meanwhile."""
+    """Return why more workers did not help, from what was busy meanwhile."""
     mine, theirs = following.busy
     if mine + theirs >= BUSY * cores:
         return "the core is busy" if cores == 1 else f"the {cores} cores are busy"
     if following.machine >= BUSY:
         return "other processes keep this machine busy"
     if mine >= BUSY:
-        return "this process takes no more from them"
+        return "this process can't receive more from them"
     if best.workers == 0:
-        return "handing samples over costs more than loading them"
-    return (
-        f"{percent((mine + theirs) / cores)} of the cores' time is used: they wait for disk or network"
-    )
+        return "transferring samples between processes costs more than loading them"
+    used = percent((mine + theirs) / cores)
+    return f"{used} of the cores' time is used: they wait for disk or network"
 
 
 def _enough(found: Mapping[int, LoaderTrials], need: Need) -> str:
@@ -123,6 +122,6 @@ def _enough(found: Mapping[int, LoaderTrials], need: Need) -> str:
     workers, best = max(found.items(), key=lambda item: item[1].rate)
     waiting = 1 - best.rate / need.rate
     return (
-        f"{asked}: none is enough. With num_workers={workers} training would wait {percent(waiting)} "
-        "of its time for data."
+        f"{asked}: no number is enough. With num_workers={workers} training would wait for data "
+        f"{percent(waiting)} of its time."
     )

@@ -1,4 +1,4 @@
-"""`shoal bench data`: the input pipeline alone, over numbers of workers and batch sizes."""
+"""`shoal bench data`: measure the input pipeline alone, for several workers and batch sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_WORKERS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoadingOptions:
-    """What is measured, and where figures go. Empty lists stand for a choice by the machine."""
+    """The measurements, and the files for their figures. Empty lists: choose by the machine."""
 
     target: str
     workers: tuple[int, ...]
@@ -46,11 +46,11 @@ class DataLoadingOptions:
 
 
 def benchmark_data_loading(asked: DataLoadingOptions) -> int:
-    """Measure and tell; the exit code. Raises ShoalError for what can't be measured."""
+    """Measure, print, and return the exit code. Raises ShoalError for invalid options."""
     _check(asked)
     need = _need(asked)
     world = init()
-    try:  # not `with`, which would say where in this file an error came through
+    try:  # not `with`, which would add a line of this file to the traceback
         return _measure_and_tell(asked, world, need)
     finally:
         world.close()
@@ -65,8 +65,8 @@ def _measure_and_tell(asked: DataLoadingOptions, world: World, need: Need | None
     with InterruptFlag() as interrupts:
         print_line(
             screen,
-            f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it with what "
-            "is there",
+            f"{count} combinations, {_ROUNDS} rounds: about {seconds:.0f} s; Ctrl-C ends it and keeps "
+            "the results so far",
         )
         try:
             parts = measure_stages(loaders[0], _STAGES_SHARE * asked.seconds / 2)
@@ -78,7 +78,7 @@ def _measure_and_tell(asked: DataLoadingOptions, world: World, need: Need | None
     if found:
         _report(asked, found, parts, world.placement.cores, need)
     else:
-        print_line(screen, "Ended before anything was measured.")
+        print_line(screen, "Ended before the first measurement.")
     return 128 + interrupts.asked if interrupts.asked else 0
 
 
@@ -88,7 +88,7 @@ def _measure(
     workers: Sequence[int],
     asked_to_stop: Callable[[], bool],
 ) -> list[LoaderTrials]:
-    """The trials of all combinations, which take turns."""
+    """Return the trials of all combinations, which take turns."""
     combinations = [(loader, count) for loader in loaders for count in workers]
     length = (1 - _STAGES_SHARE) * asked.seconds / (_ROUNDS * len(combinations))
     trials: dict[tuple[int, int], list[Trial]] = {}
@@ -105,7 +105,7 @@ def _measure(
 
 
 def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
-    """A Loader for each batch size, of what the user's function returns."""
+    """Return a Loader for each batch size, from the result of the user's function."""
     found = import_named(asked.target, "dataset")
     if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
         found = call_target(found, asked.target, world)
@@ -113,8 +113,8 @@ def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
         if asked.batch_sizes and asked.batch_sizes != (found.batch_size,):
             raise DataError(
                 given=f"--batch-size with {asked.target}",
-                found=f"a Loader, whose batch size is {found.batch_size}",
-                fix="leave --batch-size out, or return the dataset",
+                found=f"it returns a Loader, whose batch size is {found.batch_size}",
+                fix="remove --batch-size, or return the dataset",
             )
         return [found]
     try:
@@ -123,22 +123,22 @@ def _loaders(asked: DataLoadingOptions, world: World) -> list[Loader]:
             for batch_size in asked.batch_sizes or (BATCH_SIZE,)
         ]
     except DataError as error:
-        error.given = f"{asked.target}, which gives a {type(found).__name__}"
+        error.given = f"{asked.target}, which returns a {type(found).__name__}"
         raise
     except Exception as error:
         raise target_error(asked.target, error) from error
 
 
 def _usual_workers(loader: Loader, cores: int) -> tuple[int, ...]:
-    """0, 1 and powers of two, up to twice the cores: where more are of no use has to be seen."""
+    """Return 0, 1 and powers of two, up to twice the cores, to include numbers that do not help."""
     if isinstance(loader.feed, Flow):
-        return 0, 1  # it is read by one process, whatever is asked for
+        return 0, 1  # a single process reads it in any case
     powers = [1 << power for power in range(_MOST_WORKERS.bit_length())]
     return 0, *(count for count in powers if count <= min(_MOST_WORKERS, 2 * cores))
 
 
 def _need(asked: DataLoadingOptions) -> Need | None:
-    """What training takes, as it was given or as a run recorded it."""
+    """Return the need of training, as given or as recorded by a run."""
     if asked.step_time is not None:
         return Need(
             samples=(asked.batch_sizes or (BATCH_SIZE,))[0], seconds=asked.step_time, source="Training"
@@ -155,7 +155,7 @@ def _need(asked: DataLoadingOptions) -> Need | None:
         raise DataError(
             given=f"--run {asked.run}",
             found="its events have no step of rank 0",
-            fix="a run that has taken steps, or --step-time SECONDS",
+            fix="use a run that has taken steps, or --step-time SECONDS",
         )
     idle = ticks["wait"] + ticks["checkpoint"] + ticks["evaluation"]
     working = ["transfer", "forward", "backward", "communication", "update"]
@@ -180,7 +180,7 @@ def _check(asked: DataLoadingOptions) -> None:
             given=f"--workers {_list(asked.workers)} --batch-size {_list(asked.batch_sizes)} "
             f"--seconds {asked.seconds:g}"
             + (f" --step-time {asked.step_time:g}" if asked.step_time is not None else ""),
-            found="workers are 0 or more, batch sizes 1 or more, times above 0 seconds",
+            found="workers must be 0 or more, batch sizes 1 or more, times above 0 seconds",
             fix="for example --workers 0,1,2 --batch-size 32 --seconds 30",
         )
 
@@ -199,11 +199,11 @@ def _report(
     console = plain_console()
     sentences = worker_advice(found, cores, need)
     print_line(console, *sentences, "")
-    title = "Batches taken as fast as they come (cores: here + in workers)"
+    title = "Batches at full speed (cores: this process + workers)"
     headers = ("batch", "workers", "samples/s", "spread", "first batch", "cores busy", "each worker")
     print_rows(console, title, headers, map(_cells, found), right=headers)
     if parts is not None:
-        times = ("for a sample", "for a batch")
+        times = ("per sample", "per batch")
         rows = (
             (name, *(duration(seconds * count, fixed=True) for count in (1, found[0].batch_size)))
             for name, seconds in _named_stages(parts)

@@ -1,4 +1,4 @@
-"""The input pipeline alone: how fast batches come, by workers, and what a sample costs where."""
+"""Measurements of the input pipeline alone: its speed by workers, and the cost of each stage."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _HANDED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Batches taken as fast as they came.
+    """Batches taken at full speed.
 
-    `first` is how many seconds the first one took, the start of workers included; `rate` samples per
-    second afterwards, `busy` the cores that this process used meanwhile, `workers_busy` those of all
-    its workers, `machine` the share of the machine's cores that anything used; `memory` the bytes that
-    a worker has for itself (None without workers).
+    `first` is the seconds until the first one, including the start of workers; `rate` samples per
+    second afterwards; `busy` the cores used by this process, `workers_busy` those used by all its
+    workers; `machine` the fraction of the machine's cores that was busy; `memory` the bytes that a
+    worker has for itself (None without workers).
     """
 
     first: float
@@ -48,10 +48,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """What a sample costs, in seconds: each stage alone, in this process unless it says otherwise.
+    """The cost of a sample in seconds: each stage alone, in this process except where noted.
 
-    `collate` is None where samples are not collated, `handed` (from a worker to this process) where
-    no worker can be had, `copied` (to the GPU) without one.
+    `collate` is None if samples are not collated, `handed` (from a worker to this process) if no worker
+    can be started, `copied` (to the GPU) without a GPU.
     """
 
     sample: float
@@ -61,17 +61,17 @@ class Stages:
 
 
 def run_trial(loader: Loader, workers: int, seconds: float) -> Trial:
-    """Take batches for so many seconds."""
+    """Take batches for this many seconds."""
     known = _children()
     begun = time.perf_counter()
     ends = begun + seconds
     taking = cast("Generator[Batch, None, None]", loader.fetched_by(workers).epochs(_ENDLESS))
     with contextlib.closing(taking) as batches, warnings.catch_warnings():
-        # How many are too many is what is measured.
+        # The measurement itself determines which number is too many.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         next(batches)
         first = time.perf_counter() - begun
-        # Workers begin together, and what they have made by now comes at once.
+        # Workers start together, and the batches that they have made by now arrive at once.
         for _ in range(2 * workers):
             if time.perf_counter() > (begun + ends) / 2:
                 break
@@ -96,10 +96,10 @@ def run_trial(loader: Loader, workers: int, seconds: float) -> Trial:
 
 
 def measure_stages(loader: Loader, seconds: float) -> Stages | None:
-    """What a sample costs, as far as that can be told apart; None for what can only be iterated.
+    """Return the cost of a sample by stage; None for a dataset that can only be iterated.
 
-    Blocks are read in turn by the dataset alone and with the collate function, so that neither finds
-    what the other has just read.
+    The dataset alone and the dataset with the collate function read different blocks in turn, so that
+    neither profits from data that the other has just read.
     """
     feed = loader.feed
     if not isinstance(feed, PositionedSource):
@@ -135,7 +135,7 @@ def measure_stages(loader: Loader, seconds: float) -> Stages | None:
 
 
 class _Ready(Dataset[Any]):
-    """The same value again and again, as new each time."""
+    """A dataset that returns the same value each time, as a new object."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -144,18 +144,18 @@ class _Ready(Dataset[Any]):
         return _HANDED
 
     def __getitem__(self, index: int) -> Any:
-        # One that has been sent once lies in shared memory, and would go for nothing.
+        # A tensor that was sent once is in shared memory, and sending it again would cost nothing.
         return copy.deepcopy(self._value)
 
 
 def _handed(value: Any, seconds: float) -> float:
-    """Seconds to get a block from a worker that has nothing else to do."""
+    """Return the seconds to get a block from a worker that has nothing else to do."""
     loader = DataLoader(_Ready(value), batch_size=None, collate_fn=_as_it_is, num_workers=1)
     ends = time.perf_counter() + seconds
     taken, since = 0, 0.0
     for number, _ in enumerate(loader):
         now = time.perf_counter()
-        if number == 2:  # by then the worker runs and its queue is as it will be
+        if number == 2:  # now the worker runs and its queue has its usual length
             since = now
         taken = number - 2
         if now > ends and taken > 0:
@@ -193,7 +193,7 @@ def _each(processes: list[psutil.Process]) -> Iterator[tuple[float, float]]:
 
 
 def _machine_busy(before: Any, after: Any) -> float:
-    """The share of its cores' time that a machine was not idle, between two looks."""
+    """Return the fraction of its cores' time that a machine was busy, between two looks."""
     spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields}
     whole = sum(spent.values())
     idle: float = spent["idle"] + spent.get("iowait", 0.0)
@@ -201,7 +201,7 @@ def _machine_busy(before: Any, after: Any) -> float:
 
 
 def _memory(processes: list[psutil.Process]) -> int | None:
-    """Bytes that are a worker's alone: what it shares with this process costs nothing more."""
+    """Return the bytes that are a worker's alone: pages shared with this process cost nothing."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.Error):

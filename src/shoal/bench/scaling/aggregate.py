@@ -1,4 +1,4 @@
-"""A study in figures: a row for each number of processes of each curve, from repeats of jobs."""
+"""The figures of a study: a row for each number of processes of each curve, from repeated jobs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from shoal.util.grouping import group_by
 from shoal.util.units import counted
 
 BUSY = 0.5
-"""Cores that other programs may use before it is told."""
+"""Cores used by other programs from which a note is added."""
 SOME = 4
-"""How many nodes are named."""
+"""Maximum number of nodes that are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """What one job left: figures, or the reason why there are none. `seconds` it took in all.
+    """The result of one job: figures, or the reason why there are none. `seconds` is its duration.
 
-    `hosts` and `devices` are those of the ranks in their order. `cores` are those of the one machine
-    that it ran on, 0 where there were several; `others` is how many of these programs beside the job
-    kept busy, on average.
+    `hosts` and `devices` are those of the ranks in their order. `cores` is the number of cores of its
+    machine, 0 if there were several; `others` is the mean number of these that other programs used.
     """
 
     key: str
@@ -57,7 +56,7 @@ def repeat_from(plain: Mapping[str, Any]) -> Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The median of repeats and the two between which the others lie."""
+    """The median of repeats, with the lowest and the highest."""
 
     median: float
     low: float
@@ -65,7 +64,7 @@ class Spread:
 
 
 def spread_of(values: Sequence[float]) -> Spread:
-    """From the lowest to the highest."""
+    """Return the median, the lowest and the highest value."""
     return Spread(median=statistics.median(values), low=min(values), high=max(values))
 
 
@@ -73,10 +72,10 @@ def spread_of(values: Sequence[float]) -> Spread:
 class ScalingPoint:
     """One number of processes of a curve. Rates in samples per second, times in seconds.
 
-    `iteration` is the median step and its quartiles, over all repeats. `speedup` is against the
-    smallest number of processes that ran, `base`, round by round; `efficiency` is the speed-up by how
-    many times more processes there are. `rounds` has the parts of each round, of which `parts` is the
-    mean. Where no job succeeded there is a `reason` instead.
+    `iteration` is the median step and its quartiles, over all repeats. `speedup` is relative to `base`,
+    the smallest number of processes that ran, round by round; `efficiency` is the speed-up divided by
+    the ratio of the numbers of processes. `rounds` has the parts of each round; `parts` is their mean.
+    If no job succeeded, there is a `reason` instead.
     """
 
     curve: ScalingCurve
@@ -96,23 +95,23 @@ class ScalingPoint:
 
     @property
     def processes(self) -> int:
-        """How many."""
+        """The number of processes."""
         return self.configuration.processes
 
     @property
     def mean(self) -> float:
-        """Seconds of a step on a typical process, the mean of all."""
+        """The mean seconds of a step on a typical process."""
         return sum((self.parts or {}).values())
 
     @property
     def synchronisation(self) -> float:
-        """Seconds of a step inside of collectives, waiting included."""
+        """The seconds of a step inside collectives, including waiting."""
         parts = self.parts or {}
         return parts.get("communication", 0.0) + parts.get("waiting", 0.0)
 
 
 def scaling_points(options: StudyOptions, repeats: Sequence[Repeat]) -> list[ScalingPoint]:
-    """The rows of all curves, each from few processes to many; what has not run yet is not there."""
+    """Return the rows of all curves, each by number of processes; only for jobs that have run."""
     by_key = group_by(repeats, lambda repeat: repeat.key)
     found = []
     for curve in list_curves(options):
@@ -174,7 +173,7 @@ def _row(
 
 
 def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
-    """The rank that most repeats blame."""
+    """Return the rank that most repeats blame."""
     for blame in blames:
         if 2 * sum(other.rank == blame.rank for other in blames) > repeats:
             return blame
@@ -182,7 +181,7 @@ def _agreed(blames: Sequence[Blame], repeats: int) -> Blame | None:
 
 
 def machine_notes(repeats: Sequence[Repeat]) -> list[str]:
-    """What has to be said of the machines that these jobs had."""
+    """Return notes on the machines of these jobs."""
     found: dict[str, None] = {}
     for repeat in repeats:
         for host in dict.fromkeys(repeat.hosts):
@@ -201,13 +200,13 @@ def machine_notes(repeats: Sequence[Repeat]) -> list[str]:
 
 
 def all_notes(rows: Sequence[ScalingPoint], repeats: Sequence[Repeat]) -> list[str]:
-    """What has to be said of a study, each once."""
+    """Return all notes on a study, each once."""
     found = dict.fromkeys(note for row in rows for note in row.notes)
     return [*found, *filter(None, (different_nodes_note(repeats), disturbance_note(repeats)))]
 
 
 def different_nodes_note(repeats: Sequence[Repeat]) -> str | None:
-    """What has to be said where more processes did not have the nodes that fewer had."""
+    """Return a note if more processes did not have the nodes that fewer had."""
     used: dict[int, set[str]] = {}
     for repeat in repeats:
         if repeat.hosts:
@@ -216,7 +215,7 @@ def different_nodes_note(repeats: Sequence[Repeat]) -> str | None:
     if all(used[less] <= used[more] for less, more in pairwise(sizes)):
         return None
     told = "; ".join(f"{size} on {_some(sorted(used[size]))}" for size in sizes)
-    return f"not all processes had the same nodes, which may differ: {told}"
+    return f"not all sizes ran on the same nodes, which may differ in speed: {told}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -225,7 +224,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def disturbance_note(repeats: Sequence[Repeat]) -> str | None:
-    """What has to be said where the machine had other work."""
+    """Return a note if the machine was busy with other work."""
     most = max(repeats, key=lambda repeat: repeat.others, default=None)
     if most is None or most.others < BUSY:
         return None

@@ -1,4 +1,4 @@
-"""Divide a study into jobs, one for each number of nodes: functions of plain values."""
+"""The division of a study into jobs, one for each number of nodes: functions of plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.util.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRequest:
-    """What the user requests of a cluster; what is None is left to the site.
+    """The user's request to a cluster; the site decides what is None.
 
     `gpus` and `tasks` are those of a node, one process for each; `cpus` are cores of each process.
     `time`, in seconds, is that of each job. With `force`, jobs are submitted although checks fail.
@@ -33,9 +33,9 @@ class ClusterRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What nodes take of a study: `tasks` processes each at most, and one job at most `most` nodes.
+    """The capacity of nodes: at most `tasks` processes on each, and at most `most` nodes per job.
 
-    Each process has a GPU, or else `cpus` cores, None being left to the scheduler.
+    Each process has a GPU, or else `cpus` cores; None leaves the number to the scheduler.
     """
 
     where: str
@@ -45,37 +45,37 @@ class Capacity:
     most: int | None
 
     def nodes(self, processes: int) -> int:
-        """How many nodes so many processes take, as many on each."""
+        """Return the number of nodes for `processes`, with the same number of processes on each."""
         return math.ceil(processes / self.tasks)
 
     def check(self, sizes: Sequence[int]) -> None:
-        """Raises LaunchError for sizes that do not fit."""
+        """Raise LaunchError for sizes that do not fit."""
         given = f"-n {','.join(map(str, sizes))}"
         for size in sizes:
             nodes = self.nodes(size)
             if self.most is not None and nodes > self.most:
                 raise LaunchError(
                     given=given,
-                    found=f"{self.where} gives a job at most {self.most} nodes with {self.tasks} "
+                    found=f"the maximum on {self.where} is {self.most} nodes per job with {self.tasks} "
                     f"processes each: {self.most * self.tasks}",
                     fix=f"-n with at most {self.most * self.tasks}",
                 )
             if size % nodes:
                 raise LaunchError(
                     given=given,
-                    found=f"{size} processes are not as many on each of {nodes} nodes, which take "
+                    found=f"{size} processes can't be split evenly over {nodes} nodes with at most "
                     f"{self.tasks} each",
-                    fix=f"-n with {nodes * (size // nodes)} or {nodes * self.tasks} in its place",
+                    fix=f"-n with {nodes * (size // nodes)} or {nodes * self.tasks} instead",
                 )
 
     def description(self) -> dict[str, str]:
-        """Return what a study records of the nodes that it ran on."""
+        """Return the facts about the nodes that a study records."""
         cores = "" if self.cpus is None else f" with {self.cpus} cores each"
         return {"site": self.where, "a node": f"{self.tasks} processes{cores}"}
 
 
 def node_capacity(site: Site, asked: ClusterRequest) -> Capacity:
-    """Return what the nodes of a site take; LaunchError if neither it nor the user says how much."""
+    """Return the capacity of a site's nodes; raise LaunchError if it is unknown."""
     partition = site.partition(asked.partition)
     if partition is None:
         if site.partitions:
@@ -93,9 +93,9 @@ def node_capacity(site: Site, asked: ClusterRequest) -> Capacity:
     if not tasks:
         raise LaunchError(
             given=f"--submit on the site {site.name}",
-            found="how many processes a node takes: neither GPUs nor cores are known here",
+            found="the number of processes per node is unknown, since neither GPUs nor cores are known",
             fix="--gpus-per-node 4, or --tasks-per-node 8; "
-            "`shoal sites new NAME` asks the scheduler for good",
+            "`shoal sites new NAME` asks the scheduler once and keeps the answer",
         )
     if cpus is None and not gpus and partition.cores:
         cpus = max(1, partition.cores // tasks)
@@ -105,9 +105,9 @@ def node_capacity(site: Site, asked: ClusterRequest) -> Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """A submitted job: nodes, and what runs on them one after the other, as (round, configuration).
+    """A submitted job: nodes, and the trainings that run on them one after the other.
 
-    Trainings that mpirun starts are in a separate job.
+    A training is a pair (round, configuration). Trainings that mpirun starts are in a separate job.
     """
 
     nodes: int
@@ -116,7 +116,7 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """A name that may be a directory's."""
+        """A name that is valid for a directory."""
         return f"nodes-{self.nodes}" + ("-mpi" if self.mpi else "")
 
     @property
@@ -126,15 +126,15 @@ class Allocation:
 
     @property
     def per_node(self) -> int:
-        """Processes of a node, where there are most."""
+        """The largest number of processes per node."""
         return self.sizes[-1] // self.nodes
 
 
 def allocations(missing: Sequence[tuple[int, Configuration]], capacity: Capacity) -> list[Allocation]:
     """Return the jobs in which these trainings run, from few nodes to many.
 
-    All sizes that fit on the same number of nodes share them, in the order of the plan: so what is
-    compared most closely has the same nodes at about the same time, and waits in the queue once.
+    All sizes that fit on the same number of nodes use the same job, in the order of the plan. So
+    trainings to be compared run on the same nodes at about the same time, and wait in the queue once.
     """
     found: dict[tuple[int, bool], list[tuple[int, Configuration]]] = {}
     for number, configuration in missing:

@@ -1,4 +1,4 @@
-"""Two studies of the same model beside each other: what the second gives of the first."""
+"""The comparison of two studies of the same model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from shoal.util.grouping import group_by
 from shoal.util.units import counted, three_digits
 
 MUST = {"model": "the model", "batch": "the batch size", "args": "the script's arguments"}
-"""What has to be the same."""
+"""Options that must be the same."""
 LEAST = 0.01
-"""The share of a step from which on a part is told."""
+"""Minimum fraction of a step for a part to be reported."""
 TOLD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The same configuration in both studies. `ratio` is the second's throughput by the first's.
+    """The same configuration in both studies.
 
-    Its ends are those of all pairs of repeats: studies have no rounds in common. `changes` are seconds
-    of a step by part, what the second has more.
+    `ratio` is the second's throughput divided by the first's. Its bounds are the extremes over all
+    pairs of repeats, since the studies have no rounds in common. `changes` are the second's additional
+    seconds of a step by part.
     """
 
     curve: ScalingCurve
@@ -42,7 +43,7 @@ class Pair:
 
 
 def require_same_work(first: Study, second: Study) -> None:
-    """Raises LaunchError where they are not of the same work, saying what differs."""
+    """Raise LaunchError with the differences if the studies did different work."""
     before, after = first.options.plain(), second.options.plain()
     differ = [
         f"{text}: {before[name]!r} and {after[name]!r}"
@@ -52,13 +53,14 @@ def require_same_work(first: Study, second: Study) -> None:
     if differ:
         raise LaunchError(
             given=f"shoal bench compare {first.path} {second.path}",
-            found="they did other work, so one rate says nothing of the other: " + "; ".join(differ),
+            found="the studies did different work, so their rates can't be compared: "
+            + "; ".join(differ),
             fix=f"shoal bench scaling {first.options.model} --batch {first.options.batch} … for both",
         )
 
 
 def study_differences(first: Study, second: Study) -> list[str]:
-    """In what the studies differ that are compared: machines, versions, threads, steps."""
+    """Return other differences of the studies: machines, versions, threads, steps."""
     found = [
         f"{name}: {first.machine.get(name, '?')} and {second.machine.get(name, '?')}"
         for name in dict.fromkeys((*first.machine, *second.machine))
@@ -73,7 +75,7 @@ def study_differences(first: Study, second: Study) -> list[str]:
 
 
 def match_studies(first: Study, second: Study) -> list[Pair]:
-    """What both have measured. Raises LaunchError where that is nothing."""
+    """Return the pairs that both have measured. Raises LaunchError if there are none."""
     require_same_work(first, second)
     before, after = (
         scaling_points(first.options, first.repeats()),
@@ -83,14 +85,14 @@ def match_studies(first: Study, second: Study) -> list[Pair]:
     if not found:
         raise LaunchError(
             given=f"shoal bench compare {first.path} {second.path}",
-            found=f"no configuration that both have measured: {_told(before)}; {_told(after)}",
+            found=f"no configuration was measured by both: {_told(before)}; {_told(after)}",
             fix="the same -n, --scaling, --backends, --strategies, --precisions and --ways for both",
         )
     return found
 
 
 def match_points(before: Sequence[ScalingPoint], after: Sequence[ScalingPoint]) -> list[Pair]:
-    """Rows of one curve and one number of processes, where both ran."""
+    """Return the pairs of rows with the same curve and number of processes that ran in both."""
     known = {(row.curve, row.processes): row for row in before if row.rate is not None}
     found = []
     for row in after:
@@ -124,7 +126,7 @@ def largest_pairs(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def describe_pair(pair: Pair, first: str, second: str) -> str:
-    """Such as `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
+    """Return `octo gives 1.25x of quad at 4 processes: 12 ms less forward, 3 ms less optimizer`."""
     many = counted(pair.configuration.processes, "process", "es")
     what = f"{second} gives {pair.ratio.median:.2f}x of {first} at {many}"
     if not pair.clear:
@@ -140,7 +142,7 @@ def describe_pair(pair: Pair, first: str, second: str) -> str:
 
 
 def _scatter(pair: Pair, part: str) -> float:
-    """How far the rounds of both studies lie apart in a part, in seconds."""
+    """Return the range of a part over the rounds of both studies, in seconds."""
     found = 0.0
     for row in (pair.first, pair.second):
         values = [parts.get(part, 0.0) for parts in row.rounds.values()]

@@ -1,4 +1,4 @@
-"""Which configurations a study has, and in which order they run. Functions of plain values."""
+"""The configurations of a study and their order. Functions of plain values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STRATEGIES = ("ddp", "fsdp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 WAYS = ("eager", "script", "inductor")
 NONE = "none"
-"""The backend and the strategy of one process, which needs neither."""
+"""The backend and the strategy of a single process, which needs neither."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class ScalingCurve:
-    """What stays the same while the number of processes grows."""
+    """The options of a curve that are constant while the number of processes grows."""
 
     scaling: str
     backend: str
@@ -36,7 +36,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What one job runs; `batch` is the global one."""
+    """The configuration of one job; `batch` is the global batch."""
 
     processes: int
     batch: int
@@ -47,7 +47,7 @@ class Configuration:
 
     @property
     def key(self) -> str:
-        """A name that may be a directory's."""
+        """A name that is valid for a directory."""
         parts = (f"n{self.processes}", f"b{self.batch}", self.backend, self.strategy)
         return "-".join((*parts, self.precision, self.way))
 
@@ -59,11 +59,11 @@ class Configuration:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What was asked for. `batch` is the global batch, of weak scaling that of each process.
+    """The options of a study. `batch` is the global batch; for weak scaling, that of each process.
 
     A job takes `warmup` steps and then `steps` that count; each configuration has `rounds` jobs. A job
-    that takes longer than `limit` seconds is ended. `threads` are those of each process, 0 where
-    PyTorch is left to choose.
+    that takes longer than `limit` seconds is ended. `threads` is the number per process; 0 is PyTorch's
+    default.
     """
 
     model: str
@@ -83,11 +83,11 @@ class StudyOptions:
 
     @property
     def subject(self) -> Subject:
-        """The model, read."""
+        """The parsed model."""
         return parse_subject(self.model)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the options as JSON values."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -95,7 +95,7 @@ class StudyOptions:
 
 
 def options_from(plain: dict[str, Any]) -> StudyOptions:
-    """What `StudyOptions.plain` was made of."""
+    """Return the options that `StudyOptions.plain` turned into these values."""
     read: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
     }
@@ -103,7 +103,7 @@ def options_from(plain: dict[str, Any]) -> StudyOptions:
 
 
 def check_study_options(options: StudyOptions) -> None:
-    """Raises LaunchError for what can't be studied."""
+    """Raise LaunchError for invalid options."""
     _check_script(options)
     for option, given, known in (
         ("--scaling", options.scalings, SCALINGS),
@@ -116,13 +116,13 @@ def check_study_options(options: StudyOptions) -> None:
             if each not in known:
                 raise LaunchError(
                     given=f"{option} {','.join(given)}",
-                    found=f"{each!r} is none of {', '.join(known)}",
+                    found=f"{each!r} is not one of {', '.join(known)}",
                     fix=f"{option} {known[0]}, or several: {option} {','.join(known[:2])}",
                 )
     if min(options.processes, default=0) < 1:
         raise LaunchError(
             given=f"-n {','.join(map(str, options.processes))}",
-            found="numbers of processes are 1 or more",
+            found="numbers of processes must be 1 or more",
             fix="-n 1,2,4",
         )
     for option, count, least in (
@@ -133,7 +133,7 @@ def check_study_options(options: StudyOptions) -> None:
     ):
         if count < least:
             raise LaunchError(
-                given=f"{option} {count}", found=f"it is {least} or more here", fix=f"{option} {least}"
+                given=f"{option} {count}", found=f"it must be {least} or more", fix=f"{option} {least}"
             )
 
 
@@ -141,13 +141,13 @@ PLACES = ("batch", "processes", "backend", "strategy", "precision", "way", "step
 
 
 def _check_script(options: StudyOptions) -> None:
-    """A script is told by its arguments what a configuration is."""
+    """Raise LaunchError unless the script's arguments have placeholders for the configuration."""
     text = " ".join(options.args)
     if not isinstance(options.subject, ScriptSubject):
         if options.args:
             raise LaunchError(
                 given=f"{options.model} -- {text}",
-                found="arguments, and only a script takes any",
+                found="only a script accepts arguments",
                 fix=f"shoal bench scaling {options.model}",
             )
         return
@@ -155,7 +155,7 @@ def _check_script(options: StudyOptions) -> None:
         raise LaunchError(
             given=options.model,
             found=f"there is no file {Path(options.model).absolute()}",
-            fix="the path of a script, or one of " + ", ".join(SIZES),
+            fix="use the path of a script, or one of " + ", ".join(SIZES),
         )
     varied = {
         "run": True,
@@ -169,13 +169,13 @@ def _check_script(options: StudyOptions) -> None:
         if needed and f"{{{name}}}" not in text:
             raise LaunchError(
                 given=f"{options.model} -- {text}",
-                found=f"nothing tells the script its {name}, which the study chooses",
+                found=f"no argument passes the script its {name}, which the study chooses",
                 fix=f"{options.model} -- {text} --{name} {{{name}}}".replace("--  ", "-- "),
             )
 
 
 def fill_arguments(options: StudyOptions, configuration: Configuration, run: str) -> list[str]:
-    """The arguments of a script in this configuration: `{batch}` and others in their places."""
+    """Return a script's arguments for this configuration, with `{batch}` and others filled in."""
     values = {
         **{name: str(value) for name, value in asdict(configuration).items()},
         "steps": str(options.warmup + options.steps),
@@ -190,7 +190,7 @@ def fill_arguments(options: StudyOptions, configuration: Configuration, run: str
 
 
 def list_curves(options: StudyOptions) -> list[ScalingCurve]:
-    """All that a study compares, in the order of the options."""
+    """Return all curves of a study, in the order of the options."""
     return [
         ScalingCurve(scaling=scaling, backend=backend, strategy=strategy, precision=precision, way=way)
         for scaling in options.scalings
@@ -202,7 +202,7 @@ def list_curves(options: StudyOptions) -> list[ScalingCurve]:
 
 
 def make_configuration(options: StudyOptions, curve: ScalingCurve, processes: int) -> Configuration:
-    """The job of a curve at so many processes. One process of ours is the same for all backends."""
+    """Return the job of a curve with `processes`. A single process is the same for all backends."""
     alone = processes == 1 and not isinstance(options.subject, ScriptSubject)
     return Configuration(
         processes=processes,
@@ -215,7 +215,7 @@ def make_configuration(options: StudyOptions, curve: ScalingCurve, processes: in
 
 
 def list_configurations(options: StudyOptions) -> list[Configuration]:
-    """The jobs of a round, each once."""
+    """Return the jobs of a round, each once."""
     found = {
         make_configuration(options, curve, processes): None
         for processes in sorted(set(options.processes))
@@ -225,10 +225,10 @@ def list_configurations(options: StudyOptions) -> list[Configuration]:
 
 
 def round_order(count: int, number: int) -> list[int]:
-    """In which order round `number` takes `count` configurations, so that drift cancels.
+    """Return the order in which round `number` runs `count` configurations, so that drift cancels.
 
-    Each second round is the one before it backwards: over the two every configuration stands at the
-    same place on average, so what drifts evenly is the same for all. Pairs begin elsewhere in turn,
+    Each second round reverses the one before it. Over the two, every configuration has the same mean
+    position, so linear drift is the same for all. Pairs start at different configurations in turn,
     since the first job of a round has the caches of the last of another.
     """
     start = number // 2 % max(1, count)
@@ -237,5 +237,5 @@ def round_order(count: int, number: int) -> list[int]:
 
 
 def threads_for(processes: Sequence[int], cores: int) -> int:
-    """As many for each process as it can have at the largest size: else one process has them all."""
+    """Return the threads that each process can have at the largest size, the same for all sizes."""
     return max(1, cores // max(processes))

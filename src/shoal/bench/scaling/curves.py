@@ -1,4 +1,4 @@
-"""The curves of a study against the number of processes: throughput, time of a step, speed-up."""
+"""The curves of a study against the number of processes: throughput, step time, speed-up."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shoal.util.grouping import group_by
 from shoal.util.units import counted, three_digits
 
 WIDE = 8
-"""More processes than these are drawn on logarithmic axes."""
+"""Axes are logarithmic for more processes than this."""
 
 Names = Mapping[ScalingCurve, str]
 
 
 def scaling_blocks(rows: Sequence[ScalingPoint], names: Names, word: str, each: int) -> list[Block]:
-    """For each kind of scaling: what each curve gives for each number of processes, then its plots."""
+    """Return a table of each curve, then its plots, for each kind of scaling."""
     blocks: list[Block] = []
     for scaling in dict.fromkeys(row.curve.scaling for row in rows):
         own = [row for row in rows if row.curve.scaling == scaling and row.rate is not None]
@@ -34,7 +34,7 @@ def scaling_blocks(rows: Sequence[ScalingPoint], names: Names, word: str, each: 
 
 
 def throughput_series(label: str, rows: Sequence[ScalingPoint], each: int) -> Series:
-    """The throughput of a curve, with the slowest and the fastest round."""
+    """Return the throughput of a curve, with the slowest and the fastest round."""
     return _line(label, [(row.processes, row.rate) for row in rows if row.rate is not None], each)
 
 
@@ -65,7 +65,7 @@ def _throughput(
     return Figure(
         name=f"throughput-{scaling}",
         caption=f"{word.capitalize()} per second against processes, {scaling} scaling: the median of "
-        "the rounds, the band from the slowest to the fastest.",
+        "the rounds, with a band from the slowest to the fastest.",
         drawing=plot_lines(
             drawn, x="processes", y=f"{word}/s", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),
@@ -89,7 +89,7 @@ def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figu
                 points=True,
             )
         )
-    head = ("curve", "processes", "ms/step", "synchronisation ms", "without it ms")
+    head = ("curve", "processes", "ms/step", "synchronization ms", "without it ms")
     cells = [
         (
             names[row.curve],
@@ -103,12 +103,12 @@ def _iteration(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figu
     ]
     return Figure(
         name=f"iteration-{scaling}",
-        caption=f"Milliseconds of a step against processes, {scaling} scaling: the mean of a typical "
-        "process. The band below a line is the time inside of collectives, waiting included.",
+        caption=f"Milliseconds per step against processes, {scaling} scaling: the mean of a typical "
+        "process. The band below a line is the time inside collectives, including waiting.",
         drawing=plot_lines(
             drawn,
             x="processes",
-            y="milliseconds of a step",
+            y="milliseconds per step",
             log_x=sizes[-1] > WIDE,
             ticks=sizes,
             zero=True,
@@ -128,7 +128,7 @@ def _speedup(scaling: str, rows: Sequence[ScalingPoint], names: Names) -> Figure
     return Figure(
         name=f"speedup-{scaling}",
         caption=f"Speed-up over {counted(least, 'process', 'es')} of the same curve, {scaling} "
-        "scaling: the median of the rounds, the band from the lowest to the highest.",
+        "scaling: the median of the rounds, with a band from the lowest to the highest.",
         drawing=plot_lines(
             drawn, x="processes", y="speed-up", log_x=wide, log_y=wide, ticks=sizes, zero=True
         ),

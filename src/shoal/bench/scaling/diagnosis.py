@@ -1,4 +1,4 @@
-"""Why more processes are not as many times faster: the time that was lost, by its causes."""
+"""The causes of imperfect scaling, with the time that each costs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shoal.util.grouping import group_by
 from shoal.util.units import counted
 
 LEAST = 0.01
-"""The share of a step from which on a cause is told."""
+"""Minimum fraction of a step for a cause to be reported."""
 TOLD = 4
-"""How many causes a sentence has at most."""
+"""Maximum number of causes in a sentence."""
 COLLECTIVES = {"ddp": "exposed all-reduce", "fsdp": "exposed all-gather and reduce-scatter"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """A share of the step's time that perfect scaling would not have had; below zero it was won.
+    """A cause and its cost as a fraction of the step beyond perfect scaling; a gain if negative.
 
-    `spread` is how far the shares of the rounds lie apart; 0 for one round.
+    `spread` is the range of the fraction over the rounds; 0 for one round.
     """
 
     share: float
@@ -31,15 +31,15 @@ class Cause:
 
     @property
     def clear(self) -> bool:
-        """Whether it is large enough for a sentence: no accident of the rounds, and 1 % at least."""
+        """Whether it is large enough for a sentence: above the spread, and at least 1 %."""
         return abs(self.share) >= max(LEAST, self.spread)
 
 
 def find_causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
-    """Where the time of a step went beyond that of perfect scaling, greatest first.
+    """Return the causes of the time beyond that of perfect scaling, greatest first.
 
-    With perfect scaling each part would take what it took at the base, times how much of the batch a
-    process has now. What each has above that, by the time of a step, adds up to what is lost.
+    With perfect scaling each part would take its time at the base, times the ratio of the process's
+    batch now and there. The excesses of all parts, divided by the time of the step, add up to the loss.
     """
     if row.parts is None or base.parts is None:
         return []
@@ -59,7 +59,7 @@ def find_causes(row: ScalingPoint, base: ScalingPoint) -> list[Cause]:
 
 
 def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) -> dict[str, float]:
-    """By part the share of a step above that of perfect scaling; what computes together is one."""
+    """Return the fractions of the step above perfect scaling by part, with computing as one part."""
     total = sum(parts.values())
     if not total:
         return {}
@@ -69,7 +69,7 @@ def _excess(parts: Mapping[str, float], base: Mapping[str, float], work: float) 
 
 
 def describe_scaling(row: ScalingPoint, base: ScalingPoint) -> str:
-    """Such as `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
+    """Return `2 processes give 1.61x (81 %): 14 % exposed all-reduce, 4 % waiting for rank 1`."""
     many = counted(row.processes, "process", "es")
     if row.speedup is None or row.efficiency is None:
         return f"{many} failed: {row.reason}"
@@ -81,18 +81,18 @@ def describe_scaling(row: ScalingPoint, base: ScalingPoint) -> str:
     told = [cause for cause in clear if cause.share > 0][:TOLD]
     won = [cause for cause in clear if cause.share < 0]
     parts = [f"{cause.share * 100:.0f} % {cause.text}" for cause in told]
-    parts += [f"{-cause.share * 100:.0f} % won in {cause.text}" for cause in reversed(won)]
+    parts += [f"{-cause.share * 100:.0f} % gained in {cause.text}" for cause in reversed(won)]
     above = "above the spread of the rounds" if len(row.rounds) > 1 else "above 1 %"
-    return f"{what}: " + (", ".join(parts) or f"nothing {above} is lost")
+    return f"{what}: " + (", ".join(parts) or f"no loss {above}")
 
 
 def diagnose_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, str]]:
-    """A sentence for each curve, of its largest number of processes that ran, or that failed."""
+    """Return a sentence for each curve, on its largest number of processes that ran or failed."""
     found = []
     for curve, own in group_by(rows, lambda row: row.curve).items():
         base = next((row for row in own if row.rate is not None), None)
         if base is None:
-            found.append((curve, f"nothing ran: {own[-1].reason}"))
+            found.append((curve, f"no job succeeded: {own[-1].reason}"))
             continue
         last = [row for row in own if row.rate is not None][-1]
         text = describe_scaling(last, base) if last is not base else _alone(base)
@@ -103,7 +103,7 @@ def diagnose_curves(rows: Sequence[ScalingPoint]) -> list[tuple[ScalingCurve, st
 
 
 def curve_labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
-    """What tells these curves apart: `strong, gloo`; what they have in common is left out."""
+    """Return labels with the differences of the curves: `strong, gloo`."""
     fields = ("scaling", "backend", "strategy", "precision", "way")
     differ = [name for name in fields if len({getattr(curve, name) for curve in curves}) > 1]
     return {
@@ -112,23 +112,23 @@ def curve_labels(curves: Sequence[ScalingCurve]) -> Mapping[ScalingCurve, str]:
 
 
 def _alone(base: ScalingPoint) -> str:
-    """Of one size there is nothing to compare; what takes its time can be told."""
+    """Return the parts of a step for a curve with a single size, without a comparison."""
     parts = base.parts or {}
     total = sum(parts.values())
     shares = sorted(((value / total, part) for part, value in parts.items() if total), reverse=True)
     told = ", ".join(f"{share * 100:.0f} % {SHOWN[part]}" for share, part in shares if share >= LEAST)
-    return f"{counted(base.processes, 'process', 'es')}, and nothing to compare with: {told}"
+    return f"{counted(base.processes, 'process', 'es')}, without a comparison: {told}"
 
 
 def _text(part: str, share: float, row: ScalingPoint, work: float) -> str:
-    if share < 0:  # what was won needs no excuse
+    if share < 0:  # a gain needs no explanation
         return "forward and backward" if part == "compute" else SHOWN[part]
     crowded = [note for note in row.notes if note.startswith("more processes")]
     if part == "communication":
         return COLLECTIVES.get(row.configuration.strategy, SHOWN[part])
     if part == "waiting":
         if row.blame is None:
-            return "waiting for ranks that are late in turn"
+            return "waiting for a different late rank in each step"
         where = f" ({SHOWN[row.blame.part]})"
         return f"waiting for rank {row.blame.rank} on {row.blame.host}{where}"
     if part == "compute":

@@ -1,8 +1,8 @@
-"""The directory of a study: what was asked for, on which machine, and each result as it comes.
+"""The directory of a study: its options, its machine, and each result as it arrives.
 
 STUDY/study.json                     the options, the machine, versions
-STUDY/jobs/KEY/round-R/              a job: what it ran, what it printed, the run directory
-STUDY/jobs/KEY/round-R/result.json   what came of it; a job that succeeded is not run again
+STUDY/jobs/KEY/round-R/              a job: its input, its output, the run directory
+STUDY/jobs/KEY/round-R/result.json   its result; a job that succeeded is not run again
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ JOBS, RESULT = "jobs", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A study on disk. `machine` has what it ran on and with, as texts by name."""
+    """A study on disk. `machine` has its hardware and software, as texts by name."""
 
     path: Path
     options: StudyOptions
@@ -53,13 +53,14 @@ class Study:
         return self.machine.get("host") or self.machine.get("site") or "?"
 
     def job(self, configuration: Configuration, number: int) -> Path:
-        """The directory of a job; rounds count from 0."""
+        """Return the directory of a job; rounds count from 0."""
         return self.path / JOBS / configuration.key / f"round-{number}"
 
     def missing(self, *, failed: bool = False) -> list[tuple[int, Configuration]]:
-        """The jobs that have no result yet, in the order in which they run; with `failed` those too.
+        """Return the jobs without a result, in the order in which they run; with `failed` also those.
 
-        What made one fail may have been mended. Raises CheckpointError for a file that is no result.
+        The cause of a failure may be fixed meanwhile. Raises CheckpointError for a file that is not a
+        result.
         """
         jobs = list_configurations(self.options)
         return [
@@ -70,7 +71,7 @@ class Study:
         ]
 
     def repeats(self) -> list[Repeat]:
-        """The results so far. Raises CheckpointError for a file that is none."""
+        """Return the results so far. Raises CheckpointError for a file that is none."""
         found = []
         for number in range(self.options.rounds):
             for each in list_configurations(self.options):
@@ -80,15 +81,15 @@ class Study:
         return found
 
     def keep(self, configuration: Configuration, repeat: Repeat) -> None:
-        """Write a result; it is there whole, or not at all."""
+        """Write a result atomically."""
         write_json(self.job(configuration, repeat.round) / RESULT, asdict(repeat))
 
 
 def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
-    """A new study, or the one there if it is of the same options, to go on with.
+    """Return a new study, or continue an existing one with the same options.
 
-    `machine` is what it runs on, by default this one. Raises CheckpointError where it is another study
-    or was made with other versions, saying what differs, and where the directory can't be written.
+    `machine` describes its hardware and software. Default: this machine. Raises CheckpointError with
+    the differences if it is another study or has other versions, or if the directory can't be written.
     """
     study = plan_study(path, options, machine)
     if (path / FILE).exists():
@@ -104,21 +105,21 @@ def begin_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | 
         write_json(path / FILE, plain)
     except OSError as error:
         raise CheckpointError(
-            given=f"a study in {path}", found=str(error), fix="--study DIR, that you may write to"
+            given=f"a study in {path}", found=str(error), fix="--study DIR, with write permission"
         ) from None
     return study
 
 
 def forget_study(study: Study) -> None:
-    """Take a study away again of which nothing has begun."""
+    """Remove a study in which no job has started."""
     shutil.rmtree(study.path / JOBS, ignore_errors=True)
     (study.path / FILE).unlink()
-    with suppress(OSError):  # somebody else has something there
+    with suppress(OSError):  # the directory has other files
         study.path.rmdir()
 
 
 def plan_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | None = None) -> Study:
-    """The study that `begin_study` would begin or go on with; nothing is written."""
+    """Return the study that `begin_study` would start or continue, without writing."""
     machine = this_machine() if machine is None else {**machine, **versions()}
     if not (path / FILE).exists():
         return Study(path=path, options=options, machine=machine, began=time.time())
@@ -128,11 +129,11 @@ def plan_study(path: Path, options: StudyOptions, machine: Mapping[str, str] | N
 
 
 def load_study(path: Path) -> Study:
-    """The study in a directory. Raises CheckpointError where there is none."""
+    """Return the study in a directory. Raises CheckpointError if there is none."""
     try:
         plain = json.loads((path / FILE).read_text())
         if plain["format"] != FORMAT:
-            raise ValueError(f"format {plain['format']}, and this Shoal reads {FORMAT}")
+            raise ValueError(f"format {plain['format']}; the supported format is {FORMAT}")
         return Study(
             path=path,
             options=options_from(plain["options"]),
@@ -143,13 +144,13 @@ def load_study(path: Path) -> Study:
         raise CheckpointError(
             given=f"the study in {path}",
             found=f"{FILE}: {type(error).__name__}: {error}",
-            fix="a directory that `shoal bench scaling … --study DIR` has made",
+            fix="use a directory that `shoal bench scaling … --study DIR` has created",
         ) from None
 
 
 @contextmanager
 def lock_study(study: Study) -> Iterator[None]:
-    """Raises CheckpointError where somebody else runs this study already."""
+    """Raise CheckpointError if another process is running this study."""
     with (study.path / FILE).open() as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,15 +158,15 @@ def lock_study(study: Study) -> Iterator[None]:
             raise CheckpointError(
                 given=f"the study in {study.path}",
                 found="it is running already",
-                fix="wait for it, or --study with another directory",
+                fix="wait for it, or use --study with another directory",
             ) from None
         except OSError:
-            pass  # a file system without locks
+            pass  # the file system has no locks
         yield
 
 
 def this_machine() -> dict[str, str]:
-    """What runs here."""
+    """Return the hardware and software of this machine."""
     return {
         "host": platform.node(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -176,7 +177,7 @@ def this_machine() -> dict[str, str]:
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
-    """Write a file that is never seen half."""
+    """Write a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
 
@@ -191,8 +192,8 @@ def _repeat(path: Path) -> Repeat:
     except (OSError, ValueError, TypeError, KeyError, ShoalError) as error:
         raise CheckpointError(
             given=str(path),
-            found=f"no result of a job: {type(error).__name__}: {error}",
-            fix=f"rm {path}, and run the study again: it does this job anew",
+            found=f"not a result of a job: {type(error).__name__}: {error}",
+            fix=f"rm {path}, and run the study again: it repeats this job",
         ) from None
 
 
@@ -209,6 +210,6 @@ def _check_same(study: Study, options: StudyOptions, machine: Mapping[str, str])
     if differ:
         raise CheckpointError(
             given=f"--study {study.path}",
-            found=f"another study is there: {'; '.join(differ)}",
-            fix="--study with another directory, or the same options to go on with it",
+            found=f"it contains another study: {'; '.join(differ)}",
+            fix="--study with another directory, or the same options to continue it",
         )

@@ -1,4 +1,4 @@
-"""Figures as people read them: the same words in the terminal, on the page and in CSV."""
+"""Formatted figures, the same in the terminal, on the page and in CSV."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Way = Callable[[Spread, float], str]
 
 
 def curve_headers(unit: str) -> tuple[str, ...]:
-    """The columns of a curve's table."""
+    """Return the columns of a curve's table."""
     return ("n", "batch", f"{unit}/s", "ms/step", "sync ms", "speed-up", "eff. %", "runs")
 
 
 def curve_cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
-    """A row of a curve's table; `each` is how many units a sample is, `way` how spread is shown."""
+    """Return a row of a curve's table; `each` is the units per sample, `way` formats the spread."""
     begin = (str(row.processes), f"{row.configuration.batch:,}")
     if not (row.rate and row.iteration and row.speedup and row.efficiency):
         return (*begin, "failed", "", "", "", "", f"0 of {row.failed}")
@@ -36,13 +36,13 @@ def curve_cells(row: ScalingPoint, each: int, way: Way) -> tuple[str, ...]:
 
 
 def format_range(value: Spread, scale: float) -> str:
-    """The median, and between which two the others lie."""
+    """Return the median with the lowest and the highest value."""
     low, middle, high = (three_digits(each * scale) for each in (value.low, value.median, value.high))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def format_spread(value: Spread, scale: float) -> str:
-    """The median, and half of what lies between the ends, in percent of it."""
+    """Return the median, and half of the range in percent of it."""
     middle = three_digits(value.median * scale)
     if value.low == value.high or not value.median:
         return middle
@@ -52,9 +52,9 @@ def format_spread(value: Spread, scale: float) -> str:
 def comparison_tables(
     rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str], unit: str, each: int
 ) -> list[Table]:
-    """Numbers of processes by curves, such as backends: throughput, then the time of a step.
+    """Return tables of processes by curves, such as backends: throughput, then step time.
 
-    None where there is one curve, whose own table says the same.
+    Return None for a single curve, whose own table has the same figures.
     """
     curves = list(dict.fromkeys(row.curve for row in rows))
     if len(curves) < 2:
@@ -65,7 +65,7 @@ def comparison_tables(
     found = []
     for caption, cell in (
         (f"{scaling} scaling: {unit}/s (speed-up)", lambda row: _rated(row, each)),
-        (f"{scaling} scaling: ms/step (of it synchronisation)", _timed),
+        (f"{scaling} scaling: ms/step (synchronization)", _timed),
     ):
         lines = []
         for size in sorted({size for size, _ in known}):
@@ -90,7 +90,7 @@ SPREADS = ("rate", "iteration", "speedup", "efficiency")
 
 
 def csv_table(rows: Sequence[ScalingPoint], unit: str, each: int) -> Table:
-    """All rows: medians with low and high, rates in `unit` per second, times in seconds."""
+    """Return all rows: medians with low and high, rates in `unit` per second, times in seconds."""
     spreads = [name if name != "rate" else f"{unit}_per_second" for name in SPREADS]
     ranges = [f"{name}{end}" for name in spreads for end in ("", "_low", "_high")]
     rest = ("synchronisation", *PARTS, "repeats", "failed", "reason", "notes")

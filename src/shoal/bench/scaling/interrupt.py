@@ -1,4 +1,4 @@
-"""Ctrl-C that keeps what was measured: the first one asks for an end, a second one is as always."""
+"""Ctrl-C that keeps the results so far: the first requests the end, a second has its usual effect."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import FrameType, TracebackType
 
 
 class InterruptFlag:
-    """Inside of this context the first SIGINT or SIGTERM sets `asked`, and nothing else happens.
+    """A context in which the first SIGINT or SIGTERM sets `asked` and does nothing else.
 
-    Where `at_once` is set, it raises KeyboardInterrupt too. In the main thread only, as Python has it
-    for handlers.
+    If `at_once` is set, it also raises KeyboardInterrupt. It works only in the main thread, like all of
+    Python's signal handlers.
     """
 
     def __init__(self) -> None:

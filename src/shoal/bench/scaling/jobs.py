@@ -1,4 +1,4 @@
-"""One job of a study: a world of processes that trains for some steps, and what is read of it."""
+"""One job of a study: the processes of a short training, and its results."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.text import printable
 
 GRACE = 20.0
-"""Seconds from asking a job to end to ending it."""
+"""Seconds between asking a job to end and killing it."""
 LOG, RUN, ORDER = "log.txt", "run", "order.json"
 WORKER = Path(__file__).with_name("worker") / "__main__.py"
-"""What runs models that are no scripts."""
+"""The module that trains models that are no scripts."""
 TAIL = 200_000
-"""Bytes at the end of a log in which the reason of a failure is looked for."""
+"""Bytes at the end of a log that are searched for the reason of a failure."""
 _SHARED = {"none", "shoal run", "torchrun"}
-"""Launchers whose ranks see the same devices by the same numbers."""
+"""Launchers whose ranks see the same devices with the same numbers."""
 
 
 class Done(NamedTuple):
-    """How a job ended: its exit code, None where its time was over; and how many seconds it took.
+    """The end of a job: its exit code, None if it exceeded its time limit; and its seconds.
 
-    `cores` are those of the machine that it ran on, 0 where that is not known, and `others` those that
+    `cores` is the number of cores of its machine, 0 if unknown, and `others` the number of cores that
     other programs used meanwhile.
     """
 
@@ -56,9 +56,9 @@ class Done(NamedTuple):
 
 
 def run_job(study: Study, configuration: Configuration, number: int, mpirun: str) -> Repeat:
-    """Run a job and read what it left. A failure is a result like another.
+    """Run a job and read its results. A failure is a result too.
 
-    Raises LaunchError where there is no mpirun for a configuration that needs it.
+    Raises LaunchError if there is no mpirun for a configuration that needs it.
     """
     folder = prepare_job(study, configuration, number)
     command = command_of(study, configuration, folder, mpirun)
@@ -69,7 +69,7 @@ def run_job(study: Study, configuration: Configuration, number: int, mpirun: str
 
 
 def prepare_job(study: Study, configuration: Configuration, number: int) -> Path:
-    """Make the directory of a job, with what it reads and without what one that was killed left."""
+    """Create the directory of a job with its input, without files of a killed earlier one."""
     folder, options = study.job(configuration, number), study.options
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -84,19 +84,19 @@ def prepare_job(study: Study, configuration: Configuration, number: int) -> Path
 
 
 def script_of(options: StudyOptions) -> str:
-    """The script that each process of a job runs."""
+    """Return the script that each process of a job runs."""
     return options.subject.path if isinstance(options.subject, ScriptSubject) else str(WORKER)
 
 
 def arguments_of(options: StudyOptions, configuration: Configuration, folder: Path) -> list[str]:
-    """The arguments of that script, for a job whose files are in `folder`."""
+    """Return the arguments of that script, for a job whose files are in `folder`."""
     if isinstance(options.subject, ScriptSubject):
         return fill_arguments(options, configuration, str((folder / RUN).absolute()))
     return [str((folder / ORDER).absolute())]
 
 
 def command_of(study: Study, configuration: Configuration, folder: Path, mpirun: str) -> list[str]:
-    """What starts a job here."""
+    """Return the command that starts a local job."""
     program = script_of(study.options)
     args = arguments_of(study.options, configuration, folder)
     count = str(configuration.processes)
@@ -108,7 +108,7 @@ def command_of(study: Study, configuration: Configuration, folder: Path, mpirun:
 
 @contextmanager
 def end_job_on_signals() -> Iterator[None]:
-    """A signal that ends this process ends its job too, which has a session of its own."""
+    """End the job on a signal that ends this process, since the job has a separate session."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -122,23 +122,23 @@ def end_job_on_signals() -> Iterator[None]:
 
 
 def find_mpirun() -> str:
-    """The mpirun of this machine, with what it needs for more processes than cores.
+    """Return the mpirun of this machine, with options that allow more processes than cores.
 
-    Raises LaunchError where there is none.
+    Raises LaunchError if there is none.
     """
     path = shutil.which("mpirun")
     if path is None:
         raise LaunchError(
             given="the backend mpi",
-            found="no mpirun on the PATH",
-            fix="load a module of MPI, or --mpirun '/path/to/mpirun --oversubscribe'",
+            found="there is no mpirun on the PATH",
+            fix="load an MPI module, or --mpirun '/path/to/mpirun --oversubscribe'",
         )
     told = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
     return f"{path} --oversubscribe --bind-to none" if "Open MPI" in told.stdout else path
 
 
 def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
-    """Run a command to its end, or to that of its time; whatever happens, it has ended afterwards."""
+    """Run a command to its end or its time limit; it has ended afterwards in any case."""
     began, clock, busy, own = time.time(), time.perf_counter(), _busy(), _own()
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
@@ -161,19 +161,19 @@ def _execute(command: Sequence[str], folder: Path, limit: float) -> Done:
 
 
 def _busy() -> float:
-    """Seconds of all cores spent on anything since the machine began."""
+    """Return the seconds of all cores spent on anything since the machine started."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
 
 
 def _own() -> float:
-    """Seconds of cores spent by processes that this one started and that have ended."""
+    """Return the core seconds of processes that this one started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a job that has not ended: it is asked, then killed, with all of its group."""
+    """End a job that is still running: terminate, then kill it with all of its group."""
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)
@@ -186,7 +186,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_job_result(study: Study, configuration: Configuration, number: int, done: Done) -> Repeat:
-    """The result of a job that has ended, from its run directory and what it printed."""
+    """Return the result of a job that has ended, from its run directory and output."""
     folder = study.job(configuration, number)
     common: dict[str, Any] = {
         "key": configuration.key,
@@ -198,7 +198,7 @@ def read_job_result(study: Study, configuration: Configuration, number: int, don
     }
     if done.code is None:
         limit = study.options.limit
-        return Repeat(**common, measured=None, reason=f"not done after {limit:g} s (--limit)")
+        return Repeat(**common, measured=None, reason=f"not finished after {limit:g} s (--limit)")
     if done.code:
         log = (folder / LOG).read_bytes()[-TAIL:].decode(errors="replace")
         return Repeat(**common, measured=None, reason=reason_of(done.code, log))
@@ -215,15 +215,15 @@ def _attempt(directory: Path) -> Attempt:
     reader.poll()
     if reader.history.latest is None:
         raise LaunchError(
-            given=str(directory), found="it recorded no step", fix="run.tick() after each step"
+            given=str(directory), found="it has no recorded step", fix="run.tick() after each step"
         )
     return reader.history.latest
 
 
 def measure_attempt(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
-    """The steps after the first `warmup`, at most so many.
+    """Return the steps after the first `warmup`, at most `steps`.
 
-    Raises LaunchError where there are fewer than two, or not of all ranks.
+    Raises LaunchError if there are fewer than two, or if a rank lacks them.
     """
     tracks = [attempt.ticks(rank) for rank in range(attempt.size)]
     count = min((len(track) for track in tracks), default=0) - warmup
@@ -231,13 +231,13 @@ def measure_attempt(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
         raise LaunchError(
             given=f"{warmup} steps to warm up and 2 or more to measure",
             found=f"{count + warmup} steps were recorded by each of {attempt.size} processes",
-            fix="let the script take more: --steps {steps} among its arguments",
+            fix="increase the number of steps: --steps {steps} among its arguments",
         )
     chosen = [track[warmup : warmup + steps] for track in tracks]
     if not chosen[0]["wall"].sum() > 0:
         raise LaunchError(
             given=f"steps {warmup + 1} to {warmup + len(chosen[0])}",
-            found="its steps took no time: nothing that could be compared",
+            found="its steps took no time, so they can't be compared",
             fix="run.tick() after each step, once",
         )
     loss = float(chosen[0]["loss"][-1])
@@ -252,13 +252,13 @@ def measure_attempt(attempt: Attempt, warmup: int, steps: int) -> StepTimes:
 
 
 def _circumstances(attempt: Attempt) -> dict[str, Any]:
-    """Hosts and devices of the ranks, and the model's size."""
+    """Return hosts and devices of the ranks, and the model's size."""
     starts = [attempt.starts.get(rank, {}) for rank in range(attempt.size)]
     parameters = starts[0].get("parameters")
     devices = []
     for rank, start in enumerate(starts):
         device = str(start.get("device", "?"))
-        # A task that is shown one GPU calls it by the same number as its neighbours do theirs.
+        # A task that sees one GPU has the same number for it as its neighbours have for theirs.
         own = "" if start.get("launcher") in _SHARED else f" of rank {rank}"
         devices.append(device + own if device.startswith("cuda") else device)
     return {
@@ -274,14 +274,14 @@ _FOUND = re.compile(r"^ *found: *(.+)$", re.M)
 
 
 def reason_of(code: int, log: str) -> str:
-    """Why a job failed, in a line: from what it printed, else from its exit code."""
+    """Return why a job failed, in a line: from its output, else from its exit code."""
     found, raised = _FOUND.findall(log), _RAISED.findall(log)
     line = found[-1] if found else ": ".join(filter(None, raised[-1])) if raised else ""
     if _MEMORY.search(log):
         line = f"out of memory: {line}" if line else "out of memory"
     elif not line and code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        line = "killed (SIGKILL), as the system does when memory is short"
+        line = "killed (SIGKILL), as the system does when memory is low"
     if not line:
         last = [text for text in log.splitlines() if re.search(r"\w", text)]
-        line = last[-1].strip() if last else "it printed nothing"
+        line = last[-1].strip() if last else "no output"
     return printable(f"{line[:300]} (exit code {code})")

@@ -1,6 +1,6 @@
-"""What the steps of one job come to: its pace, its parts on a typical rank, whom others wait for.
+"""The results of one job: its pace, its parts on a typical rank, and the rank that others wait for.
 
-Pure functions of arrays: one row for each rank, one column for each step.
+Pure functions of arrays with one row for each rank and one column for each step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARTS = (
     "evaluation",
     "other",
 )
-"""Of a step, as they are shown. `waiting` is for the slowest rank, `communication` the rest of what a
-rank spends inside of collectives, and `other` the script's own time."""
+"""Parts of a step with their labels. `waiting` is for the slowest rank, `communication` the rest of a
+rank's time inside collectives, and `other` the script's own time."""
 SHOWN = {
     "wait": "waiting for data",
     "transfer": "copies to the device",
@@ -41,16 +41,16 @@ SHOWN = {
     "other": "the script's own",
 }
 FEWEST = 2
-"""Steps that have a spread."""
+"""Minimum number of steps that have a spread."""
 ALONE = 0.75
-"""The share of steps in which one of two ranks has to be the slower one to be named."""
+"""Fraction of steps in which one of two ranks must be the slower one to be reported."""
 MOSTLY = 0.5
-"""The same for one of three and more."""
+"""The same for one of three or more ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """The rank that others wait for, in which share of the steps, and the part that takes it longer."""
+    """The rank that others wait for, the fraction of steps in which they do, and its slow part."""
 
     rank: int
     host: str
@@ -62,8 +62,8 @@ class Blame:
 class StepTimes:
     """The steps of a job that count. Times in seconds; `walls` are those of each step on rank 0.
 
-    `parts` are the seconds per step on a typical rank, of which the sum is its time per step. `ranks`
-    has the same for each rank.
+    `parts` are the seconds per step on a typical rank; their sum is its time per step. `ranks` has the
+    same for each rank.
     """
 
     samples: int
@@ -83,7 +83,7 @@ class StepTimes:
 def measured_from(plain: Mapping[str, Any]) -> StepTimes:
     """Return the steps that `asdict` turned into these values.
 
-    Raises ValueError where they took no time, or are too few.
+    Raises ValueError if they took no time, or are too few.
     """
     if not plain["seconds"] > 0 or len(plain["walls"]) < FEWEST:
         raise ValueError(f"{len(plain['walls'])} steps in {plain['seconds']} s")
@@ -106,7 +106,7 @@ def summarize(
     hosts: Sequence[str],
     loss: float | None,
 ) -> StepTimes:
-    """The steps of all ranks in figures; `own` has the recorded parts, `samples` those of each step."""
+    """Return the figures of all ranks; `own` has the recorded parts, `samples` those of each step."""
     communication = own.get("communication", np.zeros_like(walls))
     least = communication.min(axis=0, keepdims=True)
     recorded = [own[part] for part in own if part in PARTS]
@@ -135,7 +135,7 @@ def summarize(
 
 
 def _blame(waiting: Times, ranks: Sequence[Mapping[str, float]], hosts: Sequence[str]) -> Blame | None:
-    """Whom the others wait for, if it is mostly the same rank."""
+    """Return the rank that the others wait for, if it is mostly the same."""
     size = len(ranks)
     if size == 1 or not waiting.any():
         return None

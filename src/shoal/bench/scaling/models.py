@@ -1,4 +1,4 @@
-"""The models that studies can always take: residual networks, a GPT, a dense network; and factories."""
+"""The built-in models of studies: residual networks, a GPT, a dense network; and factories."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shoal.strategies.task import Task
 from shoal.util.errors import LaunchError
 
 BATCHES = 64
-"""Of an epoch of the made-up data."""
+"""Number of samples in an epoch of the synthetic data."""
 
 
 class Made(NamedTuple):
-    """What is trained: a module or what makes one, its task, and a dataset as a Loader takes it."""
+    """A training: a module or a function that makes it, its task, and a dataset for a Loader."""
 
     model: nn.Module | Callable[[], nn.Module]
     task: Task
@@ -29,9 +29,9 @@ class Made(NamedTuple):
 
 
 def make_model(subject: BuiltIn | Factory, batch: int) -> Made:
-    """The model, its task and data for batches of so many samples.
+    """Return the model, its task and its data for batches of `batch` samples.
 
-    Raises LaunchError where a package is missing, or a factory returns something else.
+    Raises LaunchError if a package is missing, or a factory returns something else.
     """
     if isinstance(subject, Factory):
         return _call(subject)
@@ -51,9 +51,9 @@ def make_model(subject: BuiltIn | Factory, batch: int) -> Made:
 
 
 def noise_windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Tensor:
-    """Samples of noise, or of `words` different numbers, that take hardly more memory than one.
+    """Return samples of noise, or of `words` different integers, in the memory of little more than one.
 
-    Each is a window of one long row, a place further than the one before.
+    Each is a window of one long row, shifted by one from the one before.
     """
     length = samples + torch.Size(shape).numel()
     if words:
@@ -65,7 +65,7 @@ def noise_windows(samples: int, shape: tuple[int, ...], *, words: int = 0) -> Te
 
 
 def dense_network(sizes: Mapping[str, int]) -> nn.Module:
-    """Layers of one width, and one that tells classes."""
+    """Return layers of one width, and a classifier."""
     width, parts = sizes["inputs"], []
     for _ in range(sizes["layers"]):
         parts += [nn.Linear(width, sizes["width"]), nn.GELU()]
@@ -74,9 +74,9 @@ def dense_network(sizes: Mapping[str, int]) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions and what goes around them (He et al. 2016).
+    """Two convolutions with a skip connection (He et al. 2016).
 
-    Normalised by groups: batch statistics would be others for each number of processes.
+    It uses group normalization: batch statistics would depend on the number of processes.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -88,13 +88,13 @@ class Residual(nn.Module):
         self.around = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of both ways."""
+        """Return the sum of both paths."""
         through = self.after(self.second(F.relu(self.between(self.first(x)))))
         return F.relu(through + self.around(x))
 
 
 def small_resnet(sizes: Mapping[str, int]) -> nn.Module:
-    """Three stages of residual blocks, each of half the size and twice the width."""
+    """Return three stages of residual blocks, each of half the size and twice the width."""
     width = 8 * max(1, sizes["width"] // 8)
     parts: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.GroupNorm(8, width)]
     before = width
@@ -108,13 +108,13 @@ def small_resnet(sizes: Mapping[str, int]) -> nn.Module:
 
 
 def load_resnet(name: str, classes: int) -> nn.Module:
-    """resnet18, resnet50 or resnet101, of torchvision or of transformers, whichever can be imported."""
+    """Return resnet18, resnet50 or resnet101, from torchvision or from transformers."""
     try:
         from torchvision import models
 
         made: nn.Module = getattr(models, name)(num_classes=classes)
         return made
-    except Exception as error:  # built for another torch it raises RuntimeError
+    except Exception as error:  # a build for another torch raises RuntimeError
         torchvision = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     try:
         from transformers import ResNetConfig, ResNetForImageClassification
@@ -122,7 +122,7 @@ def load_resnet(name: str, classes: int) -> nn.Module:
         raise LaunchError(
             given=f"the model {name}",
             found=f"torchvision can't be imported ({torchvision}), nor can transformers ({error})",
-            fix="pip install 'shoal[models]', or take the model resnet-small, which is always there",
+            fix="pip install 'shoal[models]', or use the built-in model resnet-small",
         ) from None
     depths = {"resnet18": [2, 2, 2, 2], "resnet50": [3, 4, 6, 3], "resnet101": [3, 4, 23, 3]}[name]
     basic = name == "resnet18"
@@ -137,20 +137,20 @@ def load_resnet(name: str, classes: int) -> nn.Module:
 
 
 class Logits(nn.Module):
-    """A model of transformers that returns what its head says, and nothing around it."""
+    """A model of transformers that returns only the logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of classes."""
+        """Return the logits of the classes."""
         scores: Tensor = self.model(images).logits
         return scores
 
 
 class Block(nn.Module):
-    """Attention and two layers, each normalised before."""
+    """A pre-norm transformer block: attention and two linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of shape (batch, context, width), as it came."""
+        """Return a tensor of the same shape (batch, context, width)."""
         batch, length, width = x.shape
         qkv = self.qkv(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -171,7 +171,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose input and output share their words (Radford et al. 2019)."""
+    """A decoder with tied input and output embeddings (Radford et al. 2019)."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.words.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Scores of the word after each."""
+        """Return the logits of the next token at each position."""
         x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
         scores: Tensor = self.head(self.norm(self.blocks(x)))
         return scores
@@ -207,7 +207,7 @@ def _classes(output: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]
 
 def _call(subject: Factory) -> Made:
     folder = str(Path.cwd())
-    if folder not in sys.path:  # where `python -m` looks too
+    if folder not in sys.path:  # as `python -m` does
         sys.path.insert(0, folder)
     try:
         function = getattr(importlib.import_module(subject.module), subject.name)
@@ -215,14 +215,14 @@ def _call(subject: Factory) -> Made:
         raise LaunchError(
             given=str(subject),
             found=f"{type(error).__name__}: {error}",
-            fix="a function in a module that Python finds from here: "
+            fix="use a function in a module that Python can import from this directory: "
             f"python -c 'from {subject.module} import {subject.name}'",
         ) from error
     made = function()
     if not isinstance(made, tuple) or len(made) != 3 or not isinstance(made[1], Task):
         raise LaunchError(
             given=str(subject),
-            found=f"it returned {type(made).__name__}, and no (model, task, dataset)",
+            found=f"it returned {type(made).__name__}, not (model, task, dataset)",
             fix="return model, shoal.Task(loss), dataset",
         )
     return Made(*made)

@@ -1,4 +1,4 @@
-"""A study, or two beside each other, as a page: the diagnosis, plots, tables, circumstances."""
+"""A page about a study, or a comparison of two: the diagnosis, plots, tables, machine and options."""
 
 from __future__ import annotations
 
@@ -20,25 +20,23 @@ from shoal.report.html.plots import plot_bars, plot_lines
 from shoal.util.units import three_digits
 
 LEAST = 0.001
-"""The share of a step that a part has somewhere, to be drawn."""
+"""Minimum fraction of a step for a part to be drawn."""
 TOLD = 0.005
-"""The share of a step from which on a cause is in the table."""
+"""Minimum fraction of a step for a cause to be in the table."""
 FILLS = {SHOWN[part]: (PALETTE[part].colour, PALETTE[part].hatch) for part in PARTS}
 FIELDS = ("processes", "scalings", "backends", "strategies", "precisions", "ways")
 COUNTS = ("batch", "steps", "warmup", "rounds", "threads", "limit")
 
 
 def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str]) -> Page:
-    """The page of a study: of the rows that have been measured, and what has to be said of them."""
+    """Return the page of a study, from the measured rows and the notes on them."""
     word, each = throughput_unit(study.options.subject)
     told = diagnose_curves(rows)
     names = curve_labels([curve for curve, _ in told])
     first = names[told[0][0]] + ": " if len(told) > 1 else ""
     sections = [
         Section(heading="Diagnosis", blocks=_diagnosis(rows, told, names, notes)),
-        Section(
-            heading="Throughput and time of a step", blocks=scaling_blocks(rows, names, word, each)
-        ),
+        Section(heading="Throughput and step time", blocks=scaling_blocks(rows, names, word, each)),
         Section(heading="Where a step's time goes", blocks=_time(rows, names)),
         Section(heading="All figures", blocks=_tables(rows, word, each)),
         Section(heading="Circumstances", blocks=_circumstances(study)),
@@ -47,7 +45,7 @@ def study_page(study: Study, rows: Sequence[ScalingPoint], notes: Sequence[str])
     return Page(
         title=f"How {study.options.model} scales",
         verdict=first + told[0][1],
-        about=f"shoal bench scaling, begun {began} on {study.where}",
+        about=f"shoal bench scaling, started {began} on {study.where}",
         sections=sections,
     )
 
@@ -72,15 +70,15 @@ def _diagnosis(
     if lost:
         head = ("curve", "n", "% of a step", "cause")
         caption = (
-            "What a step takes beyond perfect scaling, in percent of it; below 0 it takes less. "
-            "For each number n of processes it adds up to what is lacking of 100 % efficiency, but for "
-            "what is below half a percent."
+            "The time of a step beyond perfect scaling, in percent of the step; negative values are "
+            "gains. For each number n of processes, the values and the efficiency add up to 100 %, "
+            "except for causes below half a percent."
         )
         blocks.append(Table(caption=caption, head=head, rows=lost, right=head[1:3]))
     failed = [row for row in rows if row.reason is not None]
     if failed:
         reasons = [(str(row.configuration), row.reason or "") for row in failed]
-        blocks.append(Table(caption="What failed.", head=("configuration", "reason"), rows=reasons))
+        blocks.append(Table(caption="Failures.", head=("configuration", "reason"), rows=reasons))
     return blocks
 
 
@@ -96,12 +94,12 @@ def _time(rows: Sequence[ScalingPoint], names: Mapping[ScalingCurve, str]) -> li
             label = f"{many}, batch {row.configuration.batch}" if many else ""
             labelled.setdefault(label or f"{row.processes} {names[row.curve]}", row)
     if not labelled:
-        return [Text(text="Nothing ran.")]
+        return [Text(text="No job has run.")]
     return [parts_figure("parts", labelled, "Milliseconds of a step by part, on a typical process.")]
 
 
 def parts_figure(name: str, labelled: Mapping[str, ScalingPoint], caption: str) -> Figure:
-    """Bars of the parts of a step, one for each row, with its label."""
+    """Return a figure with one labelled bar of the parts of a step for each row."""
     given = [row.parts or {} for row in labelled.values()]
     used = [
         part
@@ -138,7 +136,7 @@ def _tables(rows: Sequence[ScalingPoint], word: str, each: int) -> list[Block]:
     words = (
         f"n: processes. batch: of all of them. {word}/s, speed-up and eff.: the median of the rounds "
         "(lowest to highest), each against the smallest n of the same round. ms/step: the median of "
-        "all steps (quartiles). sync: what a step spends inside of collectives, waiting included. "
+        "all steps (quartiles). sync: the time per step inside collectives, including waiting. "
         "runs: jobs that succeeded."
     )
     return [*blocks, Text(text=words)]
@@ -154,13 +152,13 @@ def _circumstances(study: Study) -> list[Block]:
     facts = ("host", "site", "cores", "torch")
     return [
         Facts(pairs=[(name, study.machine[name]) for name in facts if name in study.machine]),
-        Table(caption="Asked for.", head=head, rows=asked),
+        Table(caption="Options.", head=head, rows=asked),
         Table(caption="The machine.", head=head, rows=list(study.machine.items())),
     ]
 
 
 def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tuple[str, str]) -> Page:
-    """The page of two studies, of which these pairs have been measured; how they are called."""
+    """Return the page of two studies, from the pairs that both have measured, with their names."""
     word, each = throughput_unit(first.options.subject)
     names = curve_labels(list(dict.fromkeys(pair.curve for pair in pairs)))
     last = compare.largest_pairs(pairs)
@@ -169,7 +167,7 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
     ways = [Text(text=f"{text}.") for text in told]
     head = ("curve", "processes", *(f"{name}, {word}/s" for name in called), "ratio")
     cells = ratio_cells(pairs, names, each)
-    caption = "Throughput, and that of the second by that of the first (lowest to highest)."
+    caption = "Throughput of both, and the ratio of the second to the first (lowest to highest)."
     ratios = Table(caption=caption, head=head, rows=cells, right=head[1:])
     return Page(
         title=f"{called[0]} and {called[1]}: {first.options.model}",
@@ -180,8 +178,8 @@ def compare_page(first: Study, second: Study, pairs: Sequence[Pair], called: tup
             Section(heading="Throughput", blocks=_overlaid(pairs, names, word, each, called)),
             Section(heading="Where a step's time goes", blocks=[_beside(pairs, names, called)]),
             Section(
-                heading="What differs",
-                blocks=[Text(text=f"{each}.") for each in differ] or [Text(text="Nothing known.")],
+                heading="Differences",
+                blocks=[Text(text=f"{each}.") for each in differ] or [Text(text="None known.")],
             ),
         ],
     )

@@ -1,4 +1,4 @@
-"""A scaling study from its first job to its page: what is missing is run, then all of it is shown."""
+"""A scaling study from its first job to its page: run missing jobs, then show all results."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ CSV, PAGE = "results.csv", "index.html"
 def run_study(
     path: Path, options: StudyOptions, mpirun: str | None, tell: Callable[[str], None]
 ) -> Study:
-    """Run what is missing of a study; each job that ends is told."""
+    """Run the missing jobs of a study, and report each one that ends."""
     check_study_options(options)
     study = begin_study(path, options)
     with lock_study(study), jobs.end_job_on_signals():
         missing = study.missing(failed=True)
         total = len(list_configurations(options)) * options.rounds
         if len(missing) < total:
-            tell(f"{total - len(missing)} of {total} jobs have been done before")
+            tell(f"{total - len(missing)} of {total} jobs are already done")
         needs = any(configuration.backend == "mpi" for _, configuration in missing)
         command = (mpirun or jobs.find_mpirun()) if needs else ""
         word, each = throughput_unit(options.subject)
@@ -58,9 +58,9 @@ def _outcome(repeat: Repeat, word: str, each: int) -> str:
 
 
 def print_study(study: Study, console: Console) -> None:
-    """Print what a study came to, the diagnosis first, and write its page, plots and CSV.
+    """Print the results of a study, the diagnosis first, and write its page, plots and CSV.
 
-    Raises LaunchError where nothing has run.
+    Raises LaunchError if no job has run.
     """
     repeats = study.repeats()
     found = scaling_points(study.options, repeats)
@@ -90,11 +90,11 @@ def print_study(study: Study, console: Console) -> None:
     path = study.path / CSV
     path.write_text(to_csv(format.csv_table(found, word, each).lines))
     written = save_page(study_page(study, found, notes), study.path / PAGE)
-    print_line(console, f"{written[0]}, with plots and {path.name} beside it")
+    print_line(console, f"{written[0]}, with plots and {path.name} next to it")
 
 
 def print_planned_jobs(path: Path, options: StudyOptions, asked: ClusterRequest, site: Site) -> None:
-    """Print the batch scripts that `submit` would submit, and on stderr what they are."""
+    """Print the batch scripts that `submit` would submit, with their names on stderr."""
     console, notes = plain_console(stderr=True), dict[str, None]()
     for allocation, done in submission.plan_jobs(path, options, asked, site):
         print_script(plain_console(), done)
@@ -106,7 +106,7 @@ def print_planned_jobs(path: Path, options: StudyOptions, asked: ClusterRequest,
 def submit_study(
     path: Path, options: StudyOptions, asked: ClusterRequest, site: Site, console: Console
 ) -> bool:
-    """Submit what is missing of a study, or else show it.
+    """Submit the missing jobs of a study, or show it if none are missing.
 
     Return whether anything was submitted, or nothing is missing.
     """
@@ -119,7 +119,7 @@ def submit_study(
     if not submitted:
         return collect_study(load_study(path), console)
     console.print()
-    print_path(console, f"what has ended: shoal bench collect {shlex.quote(str(path))}")
+    print_path(console, f"to show the results: shoal bench collect {shlex.quote(str(path))}")
     return True
 
 
@@ -133,7 +133,7 @@ def _size(allocation: Allocation, done: Submission) -> str:
 
 
 def collect_study(study: Study, console: Console) -> bool:
-    """Show what a study came to so far, and name what has no result yet; whether that is nothing."""
+    """Show the results so far, and list trainings without one; return whether there are none."""
     submission.gather_results(study)
     if study.repeats():
         print_study(study, console)
@@ -150,9 +150,9 @@ def collect_study(study: Study, console: Console) -> bool:
 
 
 def compare_studies(first: Study, second: Study, out: Path, console: Console) -> None:
-    """Print what the second study gives of the first, and write a page into the directory `out`.
+    """Print the comparison of two studies, and write a page into the directory `out`.
 
-    Raises LaunchError where they did other work, or nothing that both have measured.
+    Raises LaunchError if they did different work, or if they have no configuration in common.
     """
     found = comparing.match_studies(first, second)
     called = first.path.resolve().name, second.path.resolve().name

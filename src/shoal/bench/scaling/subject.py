@@ -1,4 +1,4 @@
-"""What a study measures: a built-in model, a function that makes one, or a script; read from text.
+"""The subject of a study, read from text: a built-in model, a function that makes one, or a script.
 
 Built-in models are written `NAME` or `NAME:size=value,…`, functions `package.module:function`, scripts
 as a path that ends in `.py`. Nothing here needs torch.
@@ -21,12 +21,12 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "resnet101": IMAGE,
     "gpt": {"layers": 4, "width": 128, "heads": 4, "context": 128, "words": 256},
 }
-"""The built-in models, and the sizes that each has unless others are given."""
+"""The built-in models with their default sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """One of Shoal's own models, with all its sizes."""
+    """One of Shoal's built-in models, with all its sizes."""
 
     name: str
     sizes: Mapping[str, int]
@@ -50,7 +50,7 @@ class Factory:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSubject:
-    """A script of the user's."""
+    """A script of the user."""
 
     path: str
 
@@ -62,7 +62,7 @@ Subject: TypeAlias = BuiltIn | Factory | ScriptSubject
 
 
 def parse_subject(text: str) -> Subject:
-    """What `text` names, be it there or not. Raises LaunchError for what is none of these."""
+    """Return the subject that `text` describes, which need not exist. Raises LaunchError for others."""
     if text.endswith(".py"):
         return ScriptSubject(path=text)
     name, colon, rest = text.partition(":")
@@ -79,7 +79,7 @@ def parse_subject(text: str) -> Subject:
 
 
 def throughput_unit(subject: Subject) -> tuple[str, int]:
-    """In what throughput is counted, and how many of these a sample is."""
+    """Return the unit of throughput, and the number of units per sample."""
     if isinstance(subject, BuiltIn):
         if subject.name == "gpt":
             return "tokens", subject.sizes["context"]
@@ -96,14 +96,14 @@ def _sizes(name: str, text: str) -> dict[str, int]:
             usual = ",".join(f"{size}={number}" for size, number in SIZES[name].items())
             raise LaunchError(
                 given=f"{name}:{text}",
-                found=f"{part!r} is none of its sizes, or no number above 0",
+                found=f"{part!r} is not one of its sizes, or not a number above 0",
                 fix=f"{name}:{usual}, or some of these",
             )
         found[key] = int(value)
     if name == "gpt" and (shape := {**SIZES[name], **found})["width"] % shape["heads"]:
         raise LaunchError(
             given=f"{name}:{text}",
-            found=f"a width of {shape['width']} can't be divided among {shape['heads']} heads",
+            found=f"the width {shape['width']} is not divisible by {shape['heads']} heads",
             fix=f"gpt:width={shape['width']},heads={_divisor(shape['width'], shape['heads'])}",
         )
     return found

@@ -32,9 +32,9 @@ from shoal.util.errors import LaunchError, ShoalError
 SUBMITTED = "submitted"
 """The directory of a study with its submitted jobs, as `shoal submit` keeps them."""
 MARK = "allocation"
-"""The file of a training that names the submitted job in which it runs."""
+"""A file in the folder of a training with the name of the submitted job in which it runs."""
 SPARE = 60
-"""Seconds of a job for each training beyond its limit: it begins, and has to be ended."""
+"""Seconds of a job for each training beyond its limit, for its start and end."""
 TIMED_OUT = 124
 
 
@@ -42,7 +42,7 @@ TIMED_OUT = 124
 class Waiting:
     """Trainings without a result. `folder` is that of their submitted job, None if there is none.
 
-    `state` is the scheduler's own word for the job, or what is known without the scheduler.
+    `state` is the state that the scheduler reports, or one known without the scheduler.
     """
 
     trainings: int
@@ -53,7 +53,7 @@ class Waiting:
 
     @property
     def more(self) -> str:
-        """The command that says more about it."""
+        """The command that shows more about it."""
         if self.folder is None:
             return "the same `shoal bench scaling` again"
         command = {"waiting": "status", "running": "logs -f", "ended": "logs"}[self.phase]
@@ -65,7 +65,7 @@ def plan_jobs(
 ) -> Iterator[tuple[Allocation, Submission]]:
     """Yield the jobs that `submit_jobs` would submit, without a change on the disk.
 
-    Raises LaunchError for what can't be studied or does not fit the site.
+    Raises LaunchError for invalid options, or if a job does not fit the site.
     """
     check_study_options(options)
     fits = node_capacity(site, asked)
@@ -105,7 +105,7 @@ def submit_jobs(
 
 
 def gather_results(study: Study) -> None:
-    """Keep the results of submitted trainings that have ended."""
+    """Store the results of submitted trainings that have ended."""
     for number, configuration in study.missing():
         done = _end(study.job(configuration, number))
         if done is not None:
@@ -113,7 +113,7 @@ def gather_results(study: Study) -> None:
 
 
 def list_waiting(study: Study) -> list[Waiting]:
-    """Return the trainings without a result, by the submitted job that they are in."""
+    """Return the trainings without a result, by their submitted job."""
     counts = Counter(
         _allocation(study.job(configuration, number)) for number, configuration in study.missing()
     )
@@ -175,7 +175,7 @@ def _hand_in(
     *,
     dry: bool,
 ) -> Submission:
-    # Of Shoal's own worker there is nothing to copy; a function is found in the working directory.
+    # Shoal's own worker needs no copy; a function is imported from the working directory.
     copy = isinstance(study.options.subject, ScriptSubject)
     run = _folder(study, allocation.name)
     options = SubmitOptions(run=run, dry=dry, copy=copy, force=asked.force)
@@ -202,7 +202,7 @@ def _allocation(folder: Path) -> str:
 
 
 def _end(folder: Path) -> jobs.Done | None:
-    """Return how a training ended, as the batch script recorded it; None while it has not."""
+    """Return how a training ended, as the batch script recorded it; None if it has not ended."""
     try:
         text = (folder / f"{jobs.LOG}.end").read_text()
         code, began, ended = (int(word) for word in text.split())

@@ -1,1 +1,1 @@
-"""The checks of `shoal doctor`, one module each: `look` measures, `judge` decides."""
+"""The checks of `shoal doctor`, one module each: one function measures, another judges."""

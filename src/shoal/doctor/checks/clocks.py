@@ -1,4 +1,4 @@
-"""How far the clocks of the hosts are apart."""
+"""Check the offsets between the clocks of the hosts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _FAR_APART = 60.0
 
 
 class Clock(TypedDict):
-    """How far a rank's clock is ahead of rank 0's, and how far off that may be; in seconds."""
+    """The offset of a rank's clock ahead of rank 0's, and its uncertainty; in seconds."""
 
     offset: float
     error: float
 
 
 def measure_clock_offsets(store: Store, *, rank: int, asking: Sequence[int], limit: float) -> Clock:
-    """Return how far this rank's clock is ahead; rank 0 answers the ranks `asking`, in their order."""
+    """Return the offset of this rank's clock; rank 0 answers the ranks `asking`, in their order."""
     if rank == 0:
         clock_offset.answer_trips(store, asking, time.time_ns, timedelta(seconds=limit))
     elif rank in asking:
@@ -35,7 +35,7 @@ def measure_clock_offsets(store: Store, *, rank: int, asking: Sequence[int], lim
 
 
 def check_clocks(ranks: Sequence[RankFacts[Clock]]) -> Iterator[CheckResult]:
-    """Yield clocks that are certainly apart: files, timelines and certificates go by them."""
+    """Yield clocks with a certain offset: files, timelines and certificates depend on them."""
     apart = [one for one in ranks if _certain(one.facts) > _APART]
     for one in apart:
         offset = one.facts["offset"]
@@ -43,7 +43,7 @@ def check_clocks(ranks: Sequence[RankFacts[Clock]]) -> Iterator[CheckResult]:
             f"{describe_ranks([one])} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} "
         )
         text += f"rank 0 ({ranks[0].host})"
-        fix = f"chronyc tracking (or ntpq -p, timedatectl) on {one.host}; tell the administrators"
+        fix = f"chronyc tracking (or ntpq -p, timedatectl) on {one.host}; ask the administrators"
         far = _certain(one.facts) > _FAR_APART
         yield (failure if far else warning)("clock", text, fix)
     if not apart:

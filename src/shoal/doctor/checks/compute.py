@@ -1,4 +1,4 @@
-"""How fast each rank computes: products of matrices, all ranks at once."""
+"""Check the speed of each rank in matrix products, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OTHER = (1024, torch.float32)
 class Compute(TypedDict):
     """FLOP/s by device, and the kind of these devices: only the same kind can be compared.
 
-    Not where ranks take turns on cores, if it is not to be `compared`.
+    If ranks take turns on cores, `compared` is False.
     """
 
     kind: str
@@ -30,10 +30,10 @@ class Compute(TypedDict):
 
 
 def measure_compute(devices: Sequence[torch.device], *, compared: bool = True) -> Compute:
-    """The best of some windows of each device, one after the other.
+    """Return the best of several windows of each device, one after the other.
 
-    A window is long against the periods in which a cgroup stops a process, so that this shows, and
-    what disturbs one window for a moment does not count.
+    A window is long compared with the periods in which a cgroup throttles a process, so that throttling
+    shows. A short disturbance of one window does not count.
     """
     rates = {str(device): max(_rates(device)) for device in devices}
     first = devices[0]
@@ -42,13 +42,13 @@ def measure_compute(devices: Sequence[torch.device], *, compared: bool = True) -
 
 
 def best_rates(one: Compute, other: Compute) -> Compute:
-    """The best that each device has given."""
+    """Return the best rate of each device."""
     rates = {name: max(rate, other["rates"][name]) for name, rate in one["rates"].items()}
     return Compute(kind=one["kind"], compared=one["compared"], rates=rates)
 
 
 def visible_gpus() -> list[torch.device]:
-    """All GPUs that torch sees. Raises RuntimeError where it sees none."""
+    """Return all GPUs that torch sees. Raises RuntimeError if it sees none."""
     count = torch.cuda.device_count()
     if not count:
         raise RuntimeError(f"torch {torch.__version__} sees none of this machine's GPUs")
@@ -56,7 +56,7 @@ def visible_gpus() -> list[torch.device]:
 
 
 def multiply(matrix: torch.Tensor) -> torch.Tensor:
-    """The work that is timed."""
+    """Do the work that is timed."""
     return matrix @ matrix
 
 
@@ -80,7 +80,7 @@ def _finish(device: torch.device) -> None:
 
 
 def check_compute(ranks: Sequence[RankFacts[Compute]]) -> Iterator[CheckResult]:
-    """Devices that are slower than others of their kind."""
+    """Yield devices that are slower than others of their kind."""
     crowded = [one for one in ranks if not one.facts["compared"]]
     if crowded:
         text = f"{describe_ranks(crowded)} take turns on too few cores, and are not compared"
@@ -99,14 +99,14 @@ def _judge_kind(kind: str, rates: Mapping[tuple[int, str, str], float]) -> Itera
     found = find_slow(rates)
     for (rank, host, device), share in found.items():
         text = f"rank {rank} ({host}), {device}: {_flops(rates[rank, host, device])}, "
-        text += f"{share:.0%} of what the others reach"
-        fix = f"see what else runs on {host} (top, nvidia-smi), how it is bound and how hot it is; "
+        text += f"{share:.0%} of the speed of the others"
+        fix = f"check other processes on {host} (top, nvidia-smi), its core binding and temperature; "
         fix += f"or leave it out (sbatch --exclude={host})"
         yield (failure if share < HALF else warning)("compute", text, fix)
     if not found:
         slowest, fastest = min(rates.values()), max(rates.values())
         alike = f"{_flops(slowest)} to {_flops(fastest)}" if len(rates) > 1 else _flops(fastest)
-        yield ok("compute", f"{kind}: {alike} in products of matrices")
+        yield ok("compute", f"{kind}: {alike} in matrix products")
 
 
 def _flops(rate: float) -> str:

@@ -1,4 +1,4 @@
-"""The same dataset on all ranks: what is listed, and samples of what is in it."""
+"""Check that the dataset is the same on all ranks: its list of files, and samples of their contents."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shoal.util.differences import differences
 from shoal.util.units import size
 
 SAMPLES = 16
-"""So many files are looked into, evenly chosen in the order of their names."""
+"""Number of files that are sampled, evenly chosen in the order of their names."""
 
 SAMPLE_BYTES = 1 << 16
-"""So much is read of each, at its beginning and at its end."""
+"""Bytes that are read of each, at its beginning and at its end."""
 
 
 class Dataset(TypedDict):
@@ -37,7 +37,7 @@ class Dataset(TypedDict):
 
 
 def describe_dataset(path: Path) -> Dataset:
-    """Look at a file, or a folder and all below it; times of files don't count."""
+    """Return the facts about a file, or a folder and all below it; times of files don't count."""
     files = sorted(_files(path)) if path.is_dir() else [("", os.stat(path).st_size)]
     listing, content = hashlib.sha256(), hashlib.sha256()
     for name, length in files:
@@ -71,7 +71,7 @@ def _files(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def check_dataset(ranks: Sequence[RankFacts[Dataset]]) -> Iterator[CheckResult]:
-    """One line for the dataset."""
+    """Yield one line for the dataset."""
     found = ranks[0].facts
     fix = f"compare {found['path']} there (du -sb, find | wc -l); copy it again where it differs"
     told = {"files": "files", "bytes": "bytes", "listing": "names and sizes", "content": "content"}
@@ -81,6 +81,6 @@ def check_dataset(ranks: Sequence[RankFacts[Dataset]]) -> Iterator[CheckResult]:
         if name in others:
             yield failure("dataset", f"{text}: {describe_difference(others[name], ranks)}", fix)
             return
-    looked = "looked into" if found["files"] <= SAMPLES else f"{SAMPLES} looked into"
+    looked = "sampled" if found["files"] <= SAMPLES else f"{SAMPLES} sampled"
     text = f"{found['files']:,} files, {size(found['bytes'])}, {looked}"
     yield ok("dataset", text + same_on_all(ranks))

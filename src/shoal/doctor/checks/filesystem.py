@@ -1,4 +1,4 @@
-"""The file system of the run directory: what checkpoints need of it, and what it gives."""
+"""Check the file system of the run directory: operations that checkpoints need, and its speed."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FEW_INODES = 1000
 
 
 class Directory(TypedDict):
-    """What was tried in `folder`, the run directory or what it will lie in.
+    """Results of tests in `folder`, the run directory or the directory in which it will be created.
 
-    `troubles` are what the system said, by what was tried. `sync` is the median time in seconds until
-    4 kB are on the disk; -1 where nothing could be written.
+    `troubles` are the errors of the system, by operation. `sync` is the median time in seconds until
+    4 kB are on the disk; -1 if nothing could be written.
     """
 
     folder: str
@@ -45,9 +45,9 @@ class Directory(TypedDict):
 
 
 def nearest_existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that exists: there it would be made.
+    """Return the directory, or the nearest existing one above it, in which it would be created.
 
-    Raises NotADirectoryError where a file is in the way.
+    Raises NotADirectoryError if a file is in the way.
     """
     path = directory.absolute()
     nearest = next(one for one in (path, *path.parents) if os.path.lexists(one))
@@ -57,7 +57,7 @@ def nearest_existing(directory: Path) -> Path:
 
 
 def try_directory(directory: Path) -> Directory:
-    """Try in a folder of its own, which is removed, what a Run does."""
+    """Try the operations of a Run in a temporary folder."""
     folder = nearest_existing(directory)
     found = os.statvfs(folder)
     troubles: dict[str, str] = {}
@@ -102,7 +102,7 @@ def _syncs(folder: Path) -> Iterator[float]:
 
 
 def _rename(folder: Path) -> None:
-    """As a checkpoint commits: a folder to a new name, and a file over another."""
+    """Rename as a checkpoint commit does: a folder to a new name, and a file over another."""
     before, after = folder / "a.partial", folder / "a"
     before.mkdir()
     for name, text in (("old", "old"), ("new", "new")):
@@ -110,7 +110,7 @@ def _rename(folder: Path) -> None:
     os.rename(before, after)
     os.replace(after / "new", after / "old")
     if sorted(path.name for path in after.iterdir()) != ["old"] or (after / "old").read_text() != "new":
-        raise OSError(0, "a name shows something else after it")
+        raise OSError(0, "a name shows other contents after the rename")
 
 
 def _lock(path: Path) -> None:
@@ -119,14 +119,14 @@ def _lock(path: Path) -> None:
 
 
 def _kind(folder: Path) -> str:
-    """The kind of the file system, as mounts have it."""
+    """Return the kind of the file system, as in the list of mounts."""
     mounts = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
     real = folder.resolve()
     return next((mounts[one] for one in (real, *real.parents) if one in mounts), "unknown")
 
 
 def _over_quota() -> str:
-    """What quota(1) says of limits that are exceeded; empty where none is, or nobody knows."""
+    """Return the output of quota(1) on exceeded limits; empty if none is exceeded or it is unknown."""
     program = shutil.which("quota")
     if program is None:
         return ""
@@ -139,7 +139,7 @@ def _over_quota() -> str:
 
 
 def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckResult]:
-    """What each rank may do there, how fast, and how much."""
+    """Yield the permissions of each rank there, the speed, and the free space."""
     yield from _check_rights(ranks)
     able = [one for one in ranks if one.facts["sync"] >= 0]
     slow = [one for one in able if one.facts["sync"] > _SLOW_SYNC]
@@ -148,7 +148,7 @@ def check_directories(ranks: Sequence[RankFacts[Directory]]) -> Iterator[CheckRe
         yield warning(
             "sync",
             f"{worst.facts['sync']:.1f} s until 4 kB are on the disk, on {describe_ranks([worst])}",
-            "another file system for runs, such as the scratch or work one of the site",
+            "use another file system for runs, such as the site's scratch or work",
         )
     elif able:
         yield ok("sync", f"{1000 * max(one.facts['sync'] for one in able):.1f} ms at most for 4 kB")
@@ -171,14 +171,14 @@ def _check_rights(one: RankFacts[Directory]) -> Iterator[CheckResult]:
     if "rename" in troubles:
         yield warning(
             "rename",
-            f"refused in {folder}: {troubles['rename']}; its manifest alone makes a checkpoint whole",
-            "another file system for runs, if there is one",
+            f"failed in {folder}: {troubles['rename']}; only the manifest marks a complete checkpoint",
+            "use another file system for runs, if there is one",
         )
     if "lock" in troubles:
         yield warning(
             "lock",
-            f"refused in {folder}: {troubles['lock']}; two runs there don't notice each other",
-            "mount it with locks (Lustre: -o flock), or take care of it yourself",
+            f"failed in {folder}: {troubles['lock']}; two runs in one directory would not be detected",
+            "mount it with locks (Lustre: -o flock), or never start two runs in one directory",
         )
     if not troubles:
         yield ok("run directory", f"{folder}: written, renamed and locked")

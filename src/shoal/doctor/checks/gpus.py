@@ -1,4 +1,4 @@
-"""The GPUs of each host by NVML: driver, health, what else uses them."""
+"""Check the GPUs of each host by NVML: driver, health, other processes on them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALL = "pip install 'shoal[gpu]'"
 _BUSY = 0.1
 _MARGIN = 5
 
-# NVML's reasons for lower clocks that are no rest: nvmlClocksEventReasons in its reference.
+# NVML's reasons for lower clocks other than idle: nvmlClocksEventReasons in its reference.
 _REASONS = {
     0x08: "hardware slowdown",
     0x20: "software thermal slowdown",
@@ -29,7 +29,7 @@ _REASONS = {
 
 
 class Gpu(TypedDict):
-    """One GPU, as NVML numbers it; what its driver does not say is 0. Bytes, degrees Celsius."""
+    """One GPU, as NVML numbers it; values that its driver lacks are 0. Bytes, degrees Celsius."""
 
     index: int
     name: str
@@ -44,7 +44,7 @@ class Gpu(TypedDict):
 
 
 class Gpus(TypedDict):
-    """All GPUs of a host, or in `lacking` why they are not known; empty where there are none."""
+    """All GPUs of a host, or in `lacking` the reason why they are unknown; empty if there are none."""
 
     driver: str
     lacking: str
@@ -53,12 +53,12 @@ class Gpus(TypedDict):
 
 
 def has_gpus() -> bool:
-    """Whether this machine has GPUs of NVIDIA or AMD, and they are not hidden from this process."""
+    """Return whether this machine has GPUs of NVIDIA or AMD that are visible to this process."""
     return (DEVICE.exists() or AMD.exists()) and "" not in env_vars.visible_devices().values()
 
 
 def describe_gpus() -> Gpus:
-    """Ask NVML, which comes with NVIDIA's driver, through nvidia-ml-py."""
+    """Query NVML, a part of NVIDIA's driver, through nvidia-ml-py."""
     found = Gpus(driver="", lacking="", gpus=[], visible=env_vars.visible_devices())
     try:
         nvml = importlib.import_module("pynvml")
@@ -83,7 +83,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def ask(question: Callable[[], Any], otherwise: Any) -> Any:
-        # What this kind of GPU or driver does not know is no reason to lose the rest.
+        # A value that this kind of GPU or driver lacks must not prevent the others.
         with suppress(nvml.NVMLError, AttributeError):
             return question()
         return otherwise
@@ -115,7 +115,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def check_gpus(ranks: Sequence[RankFacts[Gpus]]) -> Iterator[CheckResult]:
-    """Drivers that differ, GPUs that are broken, hot, slowed down or in use."""
+    """Yield drivers that differ, and GPUs that are broken, hot, slowed down or in use."""
     lacking = [one for one in ranks if one.facts["lacking"]]
     if lacking:
         why = lacking[0].facts["lacking"]
@@ -150,7 +150,7 @@ def _problems(gpu: Gpu) -> Iterator[CheckResult]:
         found = f"{gpu['uncorrected']} uncorrected ECC errors since the driver was loaded"
         yield failure(name, found + ", rows beyond repair" * gpu["unrepaired"], report)
     if gpu["pending"]:
-        yield warning(name, "a row of its memory waits to be remapped", f"nvidia-smi -r; else {report}")
+        yield warning(name, "a row of its memory is pending remapping", f"nvidia-smi -r; else {report}")
     slowed = [text for bit, text in _REASONS.items() if gpu["reasons"] & bit]
     if slowed:
         hot = f" at {gpu['temperature']} °C" if gpu["temperature"] else ""
@@ -160,4 +160,6 @@ def _problems(gpu: Gpu) -> Iterator[CheckResult]:
         yield warning(name, found, report)
     if gpu["used"] > _BUSY * gpu["total"]:
         found = f"{size(gpu['used'])} of its {size(gpu['total'])} are in use before training"
-        yield warning(name, found, "nvidia-smi says whose; ask for GPUs of your own (--exclusive)")
+        yield warning(
+            name, found, "nvidia-smi lists the processes; request exclusive GPUs (--exclusive)"
+        )

@@ -1,4 +1,4 @@
-"""Cores, memory and limits of each host, as its ranks may use them."""
+"""Check cores, memory and limits of each host, as its ranks may use them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES_OF_A_RANK = 16
 
 
 class Cores(TypedDict):
-    """The logical processors that a rank may use, and what else limits it."""
+    """The logical processors that a rank may use, and other limits on its CPU time."""
 
     affinity: list[int]
     total: int
@@ -34,7 +34,7 @@ class Cores(TypedDict):
 
 
 class HostMemory(TypedDict):
-    """Of the host, in bytes; `ceiling` is the cgroup's."""
+    """The memory of the host, in bytes; `ceiling` is the cgroup's limit."""
 
     total: int
     available: int
@@ -42,7 +42,7 @@ class HostMemory(TypedDict):
 
 
 class ProcessLimits(TypedDict):
-    """Those of the process: -1 is unlimited. The size of /dev/shm in bytes, None without one."""
+    """Limits of the process: -1 is unlimited. The size of /dev/shm in bytes, None without one."""
 
     files: int
     most_files: int
@@ -54,7 +54,7 @@ class ProcessLimits(TypedDict):
 
 
 def describe_cores() -> Cores:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     quota, _ = own_limits()
     return Cores(
         affinity=sorted(os.sched_getaffinity(0)),
@@ -65,14 +65,14 @@ def describe_cores() -> Cores:
 
 
 def describe_memory() -> HostMemory:
-    """The memory of this host."""
+    """Return the memory of this host."""
     found = psutil.virtual_memory()
     _, ceiling = own_limits()
     return HostMemory(total=found.total, available=found.available, ceiling=ceiling)
 
 
 def describe_limits(ranks: int) -> ProcessLimits:
-    """The limits of this process, which is one of `ranks`."""
+    """Return the limits of this process, which is one of `ranks`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shared = os.statvfs(SHARED) if SHARED.is_dir() else None
@@ -89,12 +89,12 @@ def describe_limits(ranks: int) -> ProcessLimits:
 
 @by_host
 def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
-    """Find ranks that share cores, more threads than cores, limits of CPU time."""
+    """Yield ranks on the same cores, more threads than cores, limits of CPU time."""
     usable = sorted({cpu for one in ranks for cpu in one.facts["affinity"]})
     total, count = ranks[0].facts["total"], len(ranks)
     cores, together = counted(len(usable), "core"), counted(count, "rank")
     crowded = [one for one in ranks if _own(one, ranks) < 1]
-    fewer = "start fewer ranks there, or ask for more cores (srun --cpus-per-task=N)"
+    fewer = "start fewer ranks there, or request more cores (srun --cpus-per-task=N)"
     if count > len(usable) and len(usable) < total:
         yield failure(
             "cores",
@@ -117,7 +117,7 @@ def check_cores(ranks: Sequence[RankFacts[Cores]]) -> Iterator[CheckResult]:
 
 
 def _own(one: RankFacts[Cores], ranks: Sequence[RankFacts[Cores]]) -> float:
-    """How many cores are a rank's own, of those that it may use with others."""
+    """Return the number of a rank's cores, counting cores of several ranks in part."""
     mine = set(one.facts["affinity"])
     return sum(1 / sum(cpu in other.facts["affinity"] for other in ranks) for cpu in mine)
 
@@ -128,8 +128,8 @@ def _judge_time(ranks: Sequence[RankFacts[Cores]], usable: Sequence[int]) -> Ite
         yield warning(
             "CPU time",
             f"the cgroup allows the time of {quota:g} cores, and there are {len(usable)}: "
-            "ranks are stopped in mid-step",
-            "ask for as many CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
+            "ranks are throttled within a step",
+            "request as many CPUs (docker run --cpus, srun --cpus-per-task), or use fewer threads",
         )
     given = [int(one.facts["threads"]) for one in ranks if one.facts["threads"].isdecimal()]
     if len(given) == len(ranks) and max(given) > 1 and sum(given) > len(usable):
@@ -143,7 +143,7 @@ def _judge_time(ranks: Sequence[RankFacts[Cores]], usable: Sequence[int]) -> Ite
 
 @by_host
 def check_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult]:
-    """Find memory that is short before training has begun."""
+    """Yield memory that is low before training has started."""
     found = ranks[0].facts
     free = min(one.facts["available"] for one in ranks)
     text = f"{_rounded(free)} free of {_rounded(found['total'])}"
@@ -155,14 +155,14 @@ def check_memory(ranks: Sequence[RankFacts[HostMemory]]) -> Iterator[CheckResult
         yield warning(
             "memory",
             f"{text}, for {len(ranks)} rank(s)",
-            "ask for more (sbatch --mem=…), or end what else runs there (ps aux --sort=-rss | head)",
+            "request more (sbatch --mem=…), or end other processes there (ps aux --sort=-rss | head)",
         )
     else:
         yield ok("memory", text)
 
 
 def _rounded(count: int) -> str:
-    # Hosts of one kind differ by little, and shall have one line.
+    # Rounded: hosts of one kind differ by little, and must have one line.
     return f"{count / GIB:.0f} GiB" if count >= 4 * GIB else f"{count / GIB:.1f} GiB"
 
 
@@ -175,7 +175,7 @@ def check_limits(ranks: Sequence[RankFacts[ProcessLimits]]) -> Iterator[CheckRes
 @by_rank
 def _check_files(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
     files, most = one.facts["files"], one.facts["most_files"]
-    # The first rank has connections with all others, for its store and in each group.
+    # The first rank is connected to all others, for its store and in each group.
     wanted = max(_FILES, _FILES_OF_A_RANK * one.facts["size"])
     if files not in range(wanted):
         number = "any number" if files == UNLIMITED else f"{files:,}"
@@ -211,8 +211,8 @@ def _check_shared(one: RankFacts[ProcessLimits]) -> Iterator[CheckResult]:
         text = "there is none" if shared is None else f"{size(free)} free of {size(shared)}"
         yield warning(
             str(SHARED),
-            f"{text}: workers of a Loader hand batches over in it, and NCCL talks through it",
-            f"docker run --shm-size=8g; see what fills it (ls -lS {SHARED}); or num_workers=0",
+            f"{text}: workers of a Loader send batches through it, and NCCL communicates through it",
+            f"docker run --shm-size=8g; check its contents (ls -lS {SHARED}); or num_workers=0",
         )
     else:
         yield ok(str(SHARED), f"{size(shared)}")

@@ -1,4 +1,4 @@
-"""What the measured links between ranks say."""
+"""Check the measured links between ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from shoal.distributed.world import World
 
 MOST_RANKS = 64
-"""Of more ranks only the first of each host is measured: pairs grow as their square."""
+"""With more ranks only the first of each host is measured, since pairs grow as their square."""
 
 BYTES, REPEATS = 1 << 20, 5
-"""Enough to tell a slow link from others, and little for one of 10 Mbit/s."""
+"""Message size: enough to detect low bandwidth, and short even at 10 Mbit/s."""
 
 WARNED, FAILED = 2.0, 3.0
-"""So many times slower than usual. Less is noise where ranks outnumber cores."""
+"""Ratio to the usual time from which a link is slow. Less is noise if ranks outnumber cores."""
 
 
 def choose_ranks(hosts: Sequence[str], crowded: Sequence[str]) -> list[int]:
-    """The ranks that are measured: of hosts where ranks take turns on cores, the first alone."""
+    """Return the ranks to measure: on hosts where ranks take turns on cores, only the first."""
     firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     alone = firsts if len(hosts) > MOST_RANKS and len(firsts) > 1 else []
     ranks = [rank for rank, host in enumerate(hosts) if host not in crowded or rank in firsts]
@@ -32,7 +32,7 @@ def choose_ranks(hosts: Sequence[str], crowded: Sequence[str]) -> list[int]:
 
 
 def measure_links(world: World, among: Sequence[int]) -> dict[str, Any] | None:
-    """The links between these ranks of a world; rank 0 has them, if there are any. Collective."""
+    """Return the links between these ranks of a world on rank 0, if there are any. Collective."""
     if len(among) < 2:
         return None
     measured = pairs(world, bytes=BYTES, repeats=REPEATS, among=among)
@@ -40,7 +40,7 @@ def measure_links(world: World, among: Sequence[int]) -> dict[str, Any] | None:
 
 
 def best_links(one: dict[str, Any] | None, other: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The best that each link has given."""
+    """Return the best measurement of each link."""
     if one is None or other is None:
         return None
     return {
@@ -58,15 +58,15 @@ def _each(best: Callable[[float, float], float], one: Matrix, other: Matrix) -> 
 
 
 def check_links(ranks: Sequence[RankFacts[dict[str, Any] | None]]) -> Iterator[CheckResult]:
-    """A line for each slow machine, rank or link; one for all where none is."""
-    if ranks[0].rank:  # rank 0 alone has them; its own trouble is told
+    """Yield a line for each slow machine, rank or link; one line for all if none is slow."""
+    if ranks[0].rank:  # only rank 0 has them; its own trouble is reported
         return
     facts = ranks[0].facts
     if facts is None:
         yield ok("links", "not measured: ranks take turns on too few cores")
         return
     measured = Pairs(**facts)
-    # What is slow for certain is not to be mixed with what may be.
+    # Links that are certainly slow are kept apart from those that may be.
     certain = slow(measured, factor=FAILED)
     found = certain or slow(measured, factor=WARNED)
     for one in found:
@@ -75,9 +75,7 @@ def check_links(ranks: Sequence[RankFacts[dict[str, Any] | None]]) -> Iterator[C
         text += f"others {one.ratio:.1f} times as much"
         within = len(one.hosts) == 1 and len(one.ranks) == 2
         look = "nvidia-smi topo -m, nvlink -s; numactl -H" if within else "ethtool -S, ibstat"
-        fix = (
-            f"see to the links of {hosts} ({look}), or leave one out (sbatch --exclude={one.hosts[0]})"
-        )
+        fix = f"check the links of {hosts} ({look}), or leave one out (sbatch --exclude={one.hosts[0]})"
         yield (failure if certain else warning)("links", text, fix)
     if not found:
         for within, what in ((False, "between hosts"), (True, "within a host")):

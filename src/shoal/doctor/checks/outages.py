@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from shoal.distributed.world import World
 
 MOST_MACHINES = 64
-"""Of more machines each calls that of rank 0 alone: pairs grow as their square."""
+"""With more machines each calls only that of rank 0, since pairs grow as their square."""
 
 WHAT = "connection"
 
 
 class LinkProbes:
-    """The calls of this rank to the other machines of a world while a block lasts; collective.
+    """The calls of this rank to the other machines of a world during a block; collective.
 
-    The first rank of each machine makes them. Each rank answers those that come to it.
+    The first rank of each machine makes them. Each rank answers the calls that it receives.
     """
 
     def __init__(self, world: World, hosts: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class LinkProbes:
         self._stack.close()
 
     def look(self) -> list[dict[str, Any]]:
-        """The outages that this rank has seen so far."""
+        """Return the outages that this rank has seen so far."""
         found = [] if self._calls is None else self._calls.outages()
         return [asdict(one) for one in found if one.answered]
 
@@ -56,7 +56,7 @@ class LinkProbes:
 def machines_to_call(
     hosts: Sequence[str], everyone: Sequence[tuple[str, int]], rank: int
 ) -> Mapping[str, tuple[str, int]]:
-    """The machines that a rank calls: each by the address and the port of its first rank."""
+    """Return the machines that a rank calls: each with the address and the port of its first rank."""
     firsts = {host: hosts.index(host) for host in hosts}
     if firsts[hosts[rank]] != rank:
         return {}
@@ -66,9 +66,9 @@ def machines_to_call(
 
 
 def _address(world: World) -> str:
-    """This machine's address in the interface that `shoal.init` has chosen.
+    """Return this machine's address on the interface that `shoal.init` has chosen.
 
-    It chooses none where all ranks share one machine, whatever their host names are.
+    It chooses none if all ranks are on one machine, whatever their host names are.
     """
     chosen = {choice.what: str(choice.value) for choice in world.decisions}
     own = {one.name: one.addresses for one in interfaces()}
@@ -76,22 +76,22 @@ def _address(world: World) -> str:
 
 
 def check_outages(ranks: Sequence[RankFacts[list[dict[str, Any]]]]) -> Iterator[CheckResult]:
-    """A line for each pair of machines between which packets were lost, with the longest outage."""
+    """Yield a line for each pair of machines that lost packets, with the longest outage."""
     worst: dict[frozenset[str], tuple[str, Outage]] = {}
     for one in ranks:
         for outage in (Outage(**each) for each in one.facts):
             pair = frozenset((one.host, outage.host))
-            # One that still lasts counts more than any that is over.
+            # An outage that still lasts takes precedence over any that is over.
             known = worst.get(pair)
             if known is None or (known[1].over, -known[1].seconds) > (outage.over, -outage.seconds):
                 worst[pair] = (one.host, outage)
     for here, outage in worst.values():
         there = outage.host
         interface = outage.interface or "the interface"
-        fix = f"look at the cable and the switch port of {interface} on {here} and {there} "
+        fix = f"check the cable and the switch port of {interface} on {here} and {there} "
         fix += f"(ping {outage.address}; ip -s link show), or leave one out (sbatch --exclude={there})"
         dead = "could not reach" if outage.over else "can't reach"
-        again = "; then it came back" if outage.over else ", and it is still dead"
+        again = "; then it came back" if outage.over else ", and it is still down"
         yield failure(WHAT, f"{here} {dead} {there}: {outage}{again}", fix)
     if not worst and len({one.host for one in ranks}) > 1:
         yield ok(WHAT, "each machine answered all the time")

@@ -1,4 +1,4 @@
-"""Where each rank is when all have met: its GPU, and the interface by which they talk."""
+"""Check the placement of each rank in the world: its GPU, and its network interface."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RankPlacement(TypedDict):
 
 
 def describe_placement(world: World) -> RankPlacement:
-    """What `shoal.init` has chosen here."""
+    """Return the choices of `shoal.init` on this rank."""
     chosen = {choice.what: choice for choice in world.decisions}
     place = RankPlacement(
         device=str(world.device),
@@ -69,7 +69,7 @@ def _better(one: Interface, other: Interface) -> bool:
 
 
 def check_placement(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckResult]:
-    """GPUs that are shared or missing, links that are slower than those of other hosts."""
+    """Yield GPUs that are shared or missing, and links that are slower than those of other hosts."""
     yield from _judge_devices(ranks)
     if all(one.facts["interface"] for one in ranks):
         yield from _judge_interfaces(ranks)
@@ -86,20 +86,20 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
     for members in shared:
         yield failure(
             "GPU",
-            f"{describe_ranks(members)} share one GPU, {members[0].facts['model']}",
+            f"{describe_ranks(members)} use the same GPU, {members[0].facts['model']}",
             "one rank for each GPU (srun --gpus-per-task=1, shoal run -n GPUS)",
         )
     if on_gpus and without:
         yield failure(
             "GPU",
             f"{describe_ranks(without)} compute on the CPU, the others on GPUs",
-            "ask the scheduler for as many GPUs as ranks; nvidia-smi on these hosts",
+            "request as many GPUs as ranks from the scheduler; run nvidia-smi on these hosts",
         )
     models = group_by(on_gpus, lambda one: one.facts["model"])
     if len(models) > 1:
         text = "; ".join(f"{model} on {describe_ranks(members)}" for model, members in models.items())
         yield warning(
-            "GPU", f"{text}: the slowest sets the pace", "ask for one kind (sbatch --constraint=…)"
+            "GPU", f"{text}: the slowest sets the pace", "request one kind (sbatch --constraint=…)"
         )
     elif on_gpus and not without and not shared:
         yield ok("GPU", f"{next(iter(models))}, one for each rank")
@@ -107,7 +107,7 @@ def _judge_devices(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[CheckR
     if unused and not on_gpus:
         yield failure(
             "GPU",
-            f"{describe_ranks(unused)} compute on the CPU, beside GPUs: {unused[0].facts['unused']}",
+            f"{describe_ranks(unused)} compute on the CPU, despite GPUs: {unused[0].facts['unused']}",
             "install torch for these GPUs; to use none, export CUDA_VISIBLE_DEVICES=",
         )
     elif not on_gpus:
@@ -123,13 +123,13 @@ def _judge_interfaces(ranks: Sequence[RankFacts[RankPlacement]]) -> Iterator[Che
         yield failure(
             "link",
             f"{name} of {describe_ranks(members)} has {rate:,} Mbit/s, others {fastest:,}",
-            f"ethtool {name} there; see to its cable and the port of the switch",
+            f"ethtool {name} there; check its cable and the port of the switch",
         )
     for text in dict.fromkeys(text for one in ranks for text in one.facts["passed_over"]):
         yield warning(
             "interface",
             f"{first['interface']}, and not the faster {text}",
-            "let the hosts reach each other by it, or export GLOO_SOCKET_IFNAME=NAME to choose",
+            "make the hosts reachable through it, or export GLOO_SOCKET_IFNAME=NAME to choose",
         )
     if not slower:
         speed = f"{fastest:,} Mbit/s" if fastest else "of unknown speed"

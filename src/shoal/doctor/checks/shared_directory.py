@@ -1,4 +1,4 @@
-"""Whether all ranks see one run directory: what rank 0 writes, and the lock that it holds."""
+"""Check that all ranks see the same run directory: rank 0's file, and the lock that it holds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _TEXT = "seen"
 
 
 class View(TypedDict):
-    """What another rank saw of rank 0's file: after how many seconds (-1: never), and of its lock."""
+    """When another rank saw rank 0's file, in seconds (-1: never), and whether it saw its lock."""
 
     seconds: float
     locked: bool
 
 
 def try_shared_directory(directory: Path, store: Store, *, rank: int, size: int, limit: float) -> View:
-    """All ranks look for a file before rank 0 writes it, and until they see it; collective.
+    """Look for a file on all ranks before rank 0 writes it, and until they see it; collective.
 
-    What was asked for in vain is what file systems of several machines remember: so it goes with a
+    Shared file systems cache failed lookups, so the early look matters: it also happens with a
     checkpoint that one rank completes and all open.
     """
     if rank == 0:
@@ -68,7 +68,7 @@ def _show(directory: Path, store: Store, size: int, limit: float) -> None:
 
 
 def _await(path: Path, limit: float) -> float:
-    """Seconds until the file is there with its text; -1 if it does not come in half the time."""
+    """Return the seconds until the file is there with its text; -1 if that takes over half the time."""
     begun = time.perf_counter()
     while (taken := time.perf_counter() - begun) < limit / 2:
         try:
@@ -90,21 +90,21 @@ def _is_locked(path: Path) -> bool:
 
 
 def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckResult]:
-    """Ranks that don't see what rank 0 writes, or see it late, or past its lock."""
+    """Yield ranks that don't see rank 0's file, see it late, or don't see its lock."""
     blind = [one for one in ranks if one.facts["seconds"] < 0]
     late = [one for one in ranks if one.facts["seconds"] > _LATE]
     if blind:
         yield failure(
             "shared",
             f"{describe_ranks(blind)} did not see what rank 0 ({ranks[0].host}) wrote",
-            "give --run a directory of a file system that all hosts share (df DIR on each)",
+            "use --run with a directory on a file system that all hosts share (df DIR on each)",
         )
     elif late:
         worst = max(late, key=lambda one: one.facts["seconds"])
         yield warning(
             "shared",
             f"{describe_ranks(late)} saw what rank 0 wrote after up to {worst.facts['seconds']:.1f} s",
-            "another file system for runs; NFS: mount with lookupcache=positive or actimeo=1",
+            "use another file system for runs; NFS: mount with lookupcache=positive or actimeo=1",
         )
     else:
         slowest = max(one.facts["seconds"] for one in ranks)
@@ -114,6 +114,6 @@ def check_shared_directory(ranks: Sequence[RankFacts[View]]) -> Iterator[CheckRe
         yield warning(
             "lock",
             f"{describe_ranks(unlocked)} could take a lock that rank 0 ({ranks[0].host}) held: "
-            "two runs in one directory don't notice each other",
-            "mount it with locks (Lustre: -o flock), or take care of it yourself",
+            "two runs in one directory would not be detected",
+            "mount it with locks (Lustre: -o flock), or never start two runs in one directory",
         )

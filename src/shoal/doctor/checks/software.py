@@ -1,4 +1,4 @@
-"""The same Python, torch, packages and source on all ranks."""
+"""Check that Python, torch, packages and source are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.util.differences import RankDifference, differences
 from shoal.util.packages import packages
 
 CORE = ("torch", "numpy", "shoal")
-"""The packages that each have a line of their own."""
+"""Packages with a separate line in the report."""
 
 MOST_SOURCES = 2000
 _NAMED = 5
@@ -35,19 +35,19 @@ class Software(TypedDict):
 
 
 class Sources(TypedDict):
-    """The digest of each Python file in a folder and below, by its name in there."""
+    """The digest of each Python file in a folder and below, by its path in the folder."""
 
     folder: str
     files: dict[str, str]
 
 
 def describe_software() -> Software:
-    """What is installed for the Python that runs here."""
+    """Return the packages that are installed for this Python."""
     return Software(python=platform.python_version(), packages=packages())
 
 
 def describe_sources(folder: Path) -> Sources:
-    """Digests of the Python files in `folder` and below, without environments and hidden folders."""
+    """Return digests of the Python files in `folder` and below, except hidden ones and environments."""
     if not folder.is_dir():
         raise NotADirectoryError(folder)
     files: dict[str, str] = {}
@@ -61,7 +61,7 @@ def describe_sources(folder: Path) -> Sources:
 def _sources(folder: Path) -> Iterator[Path]:
     for here, folders, names in os.walk(folder):
         own = [name for name in folders if not name.startswith((".", "__pycache__", "node_modules"))]
-        # Sorted, so that all ranks come to the same ones where there are too many.
+        # Sorted, so that all ranks take the same ones if there are too many.
         folders[:] = sorted(name for name in own if not (Path(here) / name / "pyvenv.cfg").exists())
         yield from (Path(here) / name for name in sorted(names) if name.endswith(".py"))
 
@@ -74,7 +74,7 @@ def _digest(path: Path) -> str:
 
 
 def check_software(ranks: Sequence[RankFacts[Software]]) -> Iterator[CheckResult]:
-    """A line for Python, one for each package that trains, one for all others."""
+    """Yield a line for Python, one for each package of training, one for all others."""
     found = ranks[0].facts
     by_name = [{"Python": one.facts["python"], **_core(one.facts["packages"])} for one in ranks]
     differing = {one.name: one for one in differences(by_name)}
@@ -99,11 +99,11 @@ def _core(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_sources(ranks: Sequence[RankFacts[Sources]]) -> Iterator[CheckResult]:
-    """One line for the user's own source."""
+    """Yield one line for the user's own source."""
     folder, files = ranks[0].facts["folder"], ranks[0].facts["files"]
     others = list(differences([one.facts["files"] for one in ranks]))
     if others:
-        fix = "start all ranks on the same files: a shared directory, or the same commit (git status)"
+        fix = "start all ranks from the same files: a shared directory, or the same commit (git status)"
         yield failure("source", f"in {folder}: {_describe_some(others, ranks, ' files')}", fix)
     else:
         most = f", the first {MOST_SOURCES:,}" if len(files) == MOST_SOURCES else ""

@@ -1,4 +1,4 @@
-"""What is here, what was chosen and why: `shoal info`, alone or in every rank of a launch."""
+"""The machine, the choices of `shoal.init` and their reasons: `shoal info`, alone or in a launch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 JOIN_SECONDS = 60.0
-"""How long the ranks of a launch wait for each other: nobody prepares data here."""
+"""How long the ranks of a launch wait for each other; it can be short, as no rank prepares data."""
 
 
 def print_info(console: Console) -> None:
-    """Join the world that a launcher started and print, on rank 0, what it is and why.
+    """Join the world that a launcher started, and print on rank 0 its settings and their reasons.
 
-    Where the environment contradicts itself or the world can't form, what could be found is printed
-    and the ShoalError raised.
+    If the environment contradicts itself or the world can't be formed, print the information that is
+    available and raise the ShoalError.
     """
     try:
         placement = env_vars.placement()

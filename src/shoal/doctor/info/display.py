@@ -1,4 +1,4 @@
-"""What `shoal info` prints."""
+"""The output of `shoal info`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NARROW = 14
 
 
 def print_machine(console: Console, found: MachineInfo) -> None:
-    """What this machine has."""
+    """Print the hardware and software of this machine."""
     print_pairs(console, "Versions", found.versions)
     print_pairs(console, "Hardware, as this process may use it", found.hardware)
     print_pairs(console, "Optional packages", found.packages)
@@ -25,31 +25,31 @@ def print_machine(console: Console, found: MachineInfo) -> None:
 
 
 def print_launchers(console: Console, variables: Mapping[str, str]) -> None:
-    """The launchers that are asked, in order, each with what was found of its variables."""
+    """Print the launchers in the order of detection, each with its variables that are set."""
     print_pairs(
         console,
-        "Launchers, as they are asked, and their variables here",
+        "Launchers, in the order of detection, and their variables here",
         [(name, found or "none") for name, found in variables.items()],
     )
 
 
 def print_choices(console: Console, made: Sequence[Decision[object]]) -> None:
-    """What was chosen, why, and what was not."""
-    table = make_table("what", "chosen", "why, and why not")
+    """Print each decision with its reason and the rejected alternatives."""
+    table = make_table("setting", "chosen", "reason, and rejected alternatives")
     table.columns[1].max_width = max(_NARROW, console.width // 4)
     for choice in made:
         whys = [choice.reason, *(f"not {name}: {why}" for name, why in choice.rejected.items())]
         for index, why in enumerate(whys):
             first = (choice.what, _spelled(choice.value)) if index == 0 else ("", "")
             add_row(table, *first, why)
-    print_table(console, "What was chosen, and why (on rank 0)", table)
+    print_table(console, "Decisions and their reasons (on rank 0)", table)
 
 
 def print_ranks(console: Console, found: Sequence[RankInfo]) -> None:
-    """Print all ranks, and where they differ."""
+    """Print all ranks, and their differences."""
     headers = ("rank", "host", "local", "cores", "threads", "device")
     print_rows(console, f"{len(found)} ranks", headers, rows(found))
-    lines = list(differences(found)) or ["Shoal, Python and torch are the same on all."]
+    lines = list(differences(found)) or ["Shoal, Python and torch are the same on all ranks."]
     print_line(console, *lines)
 
 

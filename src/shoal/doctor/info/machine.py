@@ -1,4 +1,4 @@
-"""What this machine has: versions, cores, memory, GPUs, optional packages, launchers."""
+"""Information about this machine: versions, cores, memory, GPUs, optional packages, launchers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shoal.doctor.cgroups import own_limits
 from shoal.util.units import binary_size
 
 EXTRAS = ("metrics", "tensorboard", "wandb", "hf", "remote", "mpi", "gpu")
-"""Those extras of Shoal that add something to a script; the others serve its own development."""
+"""Extras of Shoal that add something to a script; the others are for its development."""
 
 PROGRAMS = ("torchrun", "srun", "mpirun", "mpiexec", "jsrun", "flux")
 
 _VERSION_SECONDS = 2.0
 
 Rows = list[tuple[str, str]]
-"""Lines of two columns: what, and what was found."""
+"""Lines of two columns: name and value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineInfo:
-    """What was found, as lines for people."""
+    """The information as lines for printing."""
 
     versions: Rows
     hardware: Rows
@@ -42,7 +42,7 @@ class MachineInfo:
 
 
 def describe() -> MachineInfo:
-    """Look at this machine; a fraction of a second."""
+    """Return the information about this machine; it takes a fraction of a second."""
     return MachineInfo(
         versions=[*versions().items(), ("system", platform.platform()), ("host", socket.gethostname())],
         hardware=_hardware(),
@@ -52,7 +52,7 @@ def describe() -> MachineInfo:
 
 
 def versions() -> dict[str, str]:
-    """Shoal, Python and torch with what it is built for: what should be the same on all ranks."""
+    """Return versions of Shoal, Python and torch, which should be the same on all ranks."""
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
     if torch.version.hip:
         built = f"ROCm {torch.version.hip}"
@@ -72,25 +72,25 @@ def _hardware() -> Rows:
         ("memory", f"{binary_size(memory.available)} free of {binary_size(memory.total)}"),
     ]
     if quota is not None:
-        rows.append(("limit of CPU", f"{quota:g} core(s), by the cgroup"))
+        rows.append(("CPU limit", f"{quota:g} core(s), by the cgroup"))
     if ceiling is not None and ceiling < memory.total:
-        rows.append(("limit of memory", f"{binary_size(ceiling)}, by the cgroup"))
+        rows.append(("memory limit", f"{binary_size(ceiling)}, by the cgroup"))
     rows += [(f"GPU {index}", gpu(index)) for index in range(torch.cuda.device_count())]
     if not torch.cuda.device_count():
-        rows.append(("GPUs", "none that torch sees"))
+        rows.append(("GPUs", "none visible to torch"))
     return rows + list(env_vars.visible_devices().items())
 
 
 def gpu(index: int) -> str:
-    """The name and the memory of a visible GPU."""
+    """Return the name and the memory of a visible GPU."""
     found = torch.cuda.get_device_properties(index)
     return f"{found.name}, {binary_size(found.total_memory)}"
 
 
 def packages(requirements: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
-    """Each optional package with its version, or with what to type to get it.
+    """Yield each optional package with its version, or with the command that installs it.
 
-    `requirements` are those of Shoal as its metadata spell them, unless given its own.
+    `requirements` are in the format of package metadata. Default: those of Shoal.
     """
     if requirements is None:
         requirements = []
@@ -113,26 +113,26 @@ def _installed(name: str) -> str:
 
 
 def _whose(program: str) -> str:
-    """Where a launcher is on PATH and whose it is; empty if there is none."""
+    """Return the path of a launcher on PATH and its maker; empty if there is none."""
     path = shutil.which(program)
     if path is None:
         return ""
-    if program == "torchrun":  # it would import torch to say its version
+    if program == "torchrun":  # it would import torch to print its version
         return path
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return f"{path}, which does not say its version"
+        return f"{path}, which does not print its version"
     return f"{path}, {maker(done.stdout)}"
 
 
 def maker(said: str) -> str:
-    """Whose launcher it is, from what it says with `--version`."""
+    """Return the maker of a launcher, from its output with `--version`."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if not lines:
-        return "which does not say its version"
+        return "which does not print its version"
     hydra = re.search(r"^\s*Version:\s*(\S+)", said, re.MULTILINE)
     if "hydra" in lines[0].lower() and hydra:
         return f"Hydra (MPICH) {hydra[1]}"

@@ -1,4 +1,4 @@
-"""What each rank of a launch is, and where ranks differ that should be alike."""
+"""The settings of each rank of a launch, and differences where ranks should be the same."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoal.util.differences import differences as find_differences
 from shoal.util.differences import spans
 
 MOST_ROWS = 32
-"""Up to so many ranks have a row each; more of them share one for each machine."""
+"""Up to this number, each rank has a row; with more, each machine has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """One rank as it sees itself."""
+    """One rank's information about itself."""
 
     rank: int
     host: str
@@ -33,7 +33,7 @@ class RankInfo:
 
 
 def gather(world: World) -> list[RankInfo]:
-    """All ranks, in their order, on every rank."""
+    """Return all ranks, in their order, on every rank."""
     device = str(world.device)
     if world.device.type == "cuda":
         device += f" ({gpu(world.device.index)})"
@@ -50,7 +50,7 @@ def gather(world: World) -> list[RankInfo]:
 
 
 def rows(ranks: Sequence[RankInfo]) -> list[tuple[str, str, str, str, str, str]]:
-    """Rank, host, local rank, cores, threads and device: of each rank, or of each machine if many."""
+    """Return rank, host, local rank, cores, threads and device, by rank or, for many, by machine."""
     if len(ranks) <= MOST_ROWS:
         groups = [[one] for one in ranks]
     else:

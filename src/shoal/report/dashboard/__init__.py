@@ -1,6 +1,7 @@
 """A live page of a run directory in a terminal.
 
-`observing` reads events into a snapshot, `page` draws a snapshot as lines, `screen` shows them.
+`snapshot_builder` reads events into a snapshot, `layout` draws a snapshot as lines, `terminal` shows
+them.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bits of a braille character's left and right column, from the top."""
 STROKES = "'-_"
 FEWEST = 8
-"""Values from which some may stand out."""
+"""The number of values from which outliers are looked for."""
 LOGARITHMIC = 30.0
-"""From this ratio of the highest to the lowest value on, a scale is logarithmic."""
+"""The ratio of the highest to the lowest value from which a scale is logarithmic."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """From values to heights between 0 and 1."""
+    """A mapping from values to heights between 0 and 1."""
 
     low: float
     high: float
@@ -33,9 +33,9 @@ class Scale:
 
     @classmethod
     def of(cls, values: Sequence[float], *, zero: bool) -> Scale:
-        """For these values, finite ones; from zero if that is to be seen.
+        """Return the scale for these finite values; from zero if `zero`.
 
-        Then single values that stand out do not set the scale, and are drawn at its end.
+        A scale from zero ignores single outliers, which are drawn at its end.
         """
         low, high = min(values), max(values)
         if zero and low >= 0:
@@ -43,17 +43,17 @@ class Scale:
         return cls(low=low, high=high, logarithmic=low > 0 and high / low > LOGARITHMIC)
 
     def height(self, value: float) -> float:
-        """Where a value stands; in the middle where all are the same."""
+        """Return the height of a value; the middle if all values are the same."""
         low, high = self.low, self.high
         if self.logarithmic:
             low, high, value = math.log(low), math.log(high), math.log(value)
-        # Halved, since the difference of two large numbers may be no number.
+        # Halved, since the difference of two large numbers may overflow.
         length = high / 2 - low / 2
         return min(1.0, max(0.0, (value / 2 - low / 2) / length)) if length > 0 else 0.5
 
 
 def _usual_end(values: Sequence[float]) -> float:
-    """The highest of the values that are no far outliers (Tukey's outer fence)."""
+    """Return the highest of the values that are no far outliers (Tukey's outer fence)."""
     if len(values) < FEWEST:
         return max(values)
     first, middle, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -62,7 +62,7 @@ def _usual_end(values: Sequence[float]) -> float:
 
 
 def resample(values: Sequence[float], count: int, weights: Sequence[float] = ()) -> list[float]:
-    """So many values: means of neighbours by their weights, or each repeated; NaN for nothing."""
+    """Return `count` values: weighted means of neighbours, or repeated values; NaN for no values."""
     found = []
     for column in range(count):
         begin = column * len(values) // count
@@ -85,9 +85,9 @@ def draw_curve(
     zero: bool,
     weights: Sequence[float] = (),
 ) -> list[Text]:
-    """A curve with the ends of its scale at the left, in exactly `height` lines of `width`.
+    """Return a curve with the ends of its scale at the left, in exactly `height` lines of `width`.
 
-    From `zero` on it is filled. Empty lines where there is no value or no room.
+    With `zero` the area below it is filled. Lines are empty if there is no value or no room.
     """
     if height < 1 or not any(map(math.isfinite, values)):
         return [Text() for _ in range(height)]
@@ -111,7 +111,7 @@ def draw_curve(
 
 
 def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, zero: bool) -> Scale:
-    """For the means that are drawn in so many columns, where these are fewer than the values."""
+    """Return the scale for the means that are drawn in `columns`, if there are fewer than values."""
     if zero and columns < len(values):
         values = resample(values, columns, weights)
     return Scale.of([value for value in values if math.isfinite(value)], zero=zero)
@@ -120,7 +120,7 @@ def _scale(values: Sequence[float], columns: int, weights: Sequence[float], *, z
 def draw_sparkline(
     values: Sequence[float], width: int, look: Look, *, zero: bool, weights: Sequence[float] = ()
 ) -> str:
-    """A curve in one line."""
+    """Return a curve in one line."""
     if width < 1 or not any(map(math.isfinite, values)):
         return ""
     scale = _scale(values, width, weights, zero=zero)
@@ -169,7 +169,7 @@ def _line(heights: Sequence[float | None], dots: int) -> Iterator[tuple[int, int
 
 
 def divide_cells(parts: Sequence[float], cells: int) -> list[int]:
-    """Cells for each part, in all `cells`, by largest remainders; all none where the parts are."""
+    """Return the cells of each part, `cells` in total, by largest remainders; 0 if all parts are 0."""
     whole = math.fsum(parts)
     if not 0 < whole < math.inf or cells < 1:
         return [0] * len(parts)
@@ -182,9 +182,9 @@ def divide_cells(parts: Sequence[float], cells: int) -> list[int]:
 
 
 def draw_bar(parts: dict[str, float], longest: float, width: int, look: Look) -> Text:
-    """A step as a stacked bar, `width` cells long for `longest` seconds.
+    """Return a step as a stacked bar, `width` cells long for `longest` seconds.
 
-    Each part begins with its letter; without colour it is filled with it.
+    Each part begins with its letter. Without colour the part is filled with the letter.
     """
     known = [(part, drawable_seconds(parts.get(part.name, 0.0))) for part in PARTS]
     whole = math.fsum(seconds for _, seconds in known)
@@ -205,5 +205,5 @@ def _cells(part: StepPart, cells: int, look: Look) -> str:
 
 
 def drawable_seconds(value: float) -> float:
-    """A time as it can be drawn: not below zero, and a number."""
+    """Return a time that can be drawn: finite and not negative."""
     return value if 0 < value < 1e12 else 0.0

@@ -1,4 +1,4 @@
-"""When a run was saved last, and when it will be next as far as that can be known from outside."""
+"""The last checkpoint of a run, and an estimate of the next one from the events."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal.report.event_fields import integer_in, number_in, text_in
 def checkpoint_status(
     history: History, attempt: Attempt, *, step: int, seconds: float, now: float
 ) -> CheckpointStatus:
-    """The last save of all attempts; the next by how far apart this attempt's were.
+    """Return the last save of all attempts, and the next, estimated from this attempt's saves.
 
-    `step` is the present one and `seconds` what one takes. Where saves were equally many steps apart,
-    the next is expected after as many; else after as much time as between the last two.
+    `step` is the current step and `seconds` the time of one. If the saves were the same number of steps
+    apart, the next is expected after the same number; otherwise after the time between the last two.
     """
     told = [found for each in history.attempts for found in _saves(each)]
     last_step, last_time, took, blocked = told[-1] if told else (None, now, 0.0, 0.0)
@@ -32,11 +32,11 @@ def checkpoint_status(
 
 
 Save = tuple[int, float, float, float]
-"""Its step, when it was done, how many seconds it took, and how many of them training waited."""
+"""The step, the time of completion, the seconds that the save took, and those that it blocked."""
 
 
 def _saves(attempt: Attempt) -> list[Save]:
-    """What one rank tells of the saves: the lowest that tells of any."""
+    """Return the saves as recorded by one rank, the lowest that recorded any."""
     told = attempt.said("save")
     teller = min((rank for rank, _ in told), default=0)
     found = []
@@ -49,17 +49,17 @@ def _saves(attempt: Attempt) -> list[Save]:
 
 
 def _is_regular(event: Event) -> bool:
-    """Whether the run would go on from it; what is kept in `best/` and the like is for people."""
+    """Return whether the run would resume from it, unlike from a checkpoint in `best/` and the like."""
     folders = text_in(event, "path").split("/")
     return len(folders) < 2 or folders[-2] == "checkpoints"
 
 
 def _next(attempt: Attempt, step: int, seconds: float, now: float) -> tuple[int | None, float | None]:
-    """At which step, and in how many seconds, the next save is expected."""
+    """Return the step of the next save, and the seconds until then."""
     found = _saves(attempt)
     steps = [save[0] for save in found]
     if attempt.first <= 1:
-        steps.insert(0, 0)  # the first one of all says how far apart they are
+        steps.insert(0, 0)  # the very first save defines the distance
     spans = [after - before for before, after in pairwise(steps)][-2:]
     if not spans or not found:
         return None, None
@@ -72,7 +72,7 @@ def _next(attempt: Attempt, step: int, seconds: float, now: float) -> tuple[int 
 
 
 def _failed(attempt: Attempt, *, after: float) -> str:
-    """What went wrong with the last save, if it failed."""
+    """Return the error of the last save, if it failed."""
     for _, event in reversed(attempt.said("save_failed")):
         time, step = number_in(event, "t"), integer_in(event, "step")
         if time is not None and time > after:

@@ -1,4 +1,4 @@
-"""The curves of a whole run in little memory, however long it runs."""
+"""The curves of a complete run in constant memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from shoal.report.dashboard.snapshot import MetricCurve
 
 POINTS = 1024
-"""How many points a curve has at most: half of them are more than a terminal has columns."""
+"""Maximum number of points of a curve: half of it is more than a terminal has columns."""
 
 LOSS, KNOWN, SAMPLES, SECONDS = range(4)
 LAST = 1 << 62
 
 
 class Tracks:
-    """Loss and throughput by step: sums over stretches of equal length, which doubles now and then.
+    """Loss and throughput by step: sums over intervals of equal length, which doubles when needed.
 
-    Where an attempt goes on from an earlier step, what was there of later stretches is forgotten.
+    If an attempt resumes from an earlier step, the sums of later intervals are dropped.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Tracks:
         samples: NDArray[np.number],
         seconds: NDArray[np.floating],
     ) -> None:
-        """Steps that follow each other; a loss may be NaN."""
+        """Add consecutive steps; a loss may be NaN."""
         if not len(steps) or steps.min() < 0 or steps.max() > LAST:
             return
         begin, self._last = int(steps.min()), int(steps.max())
@@ -42,7 +42,7 @@ class Tracks:
             self._first, self._length, self._sums = begin, 1, np.zeros((4, 0))
         while (self._last - self._first) // self._length >= POINTS:
             self._double()
-        kept = -((self._first - begin) // self._length)  # the stretch in which they begin stays
+        kept = -((self._first - begin) // self._length)  # keep the interval in which they begin
         count = (self._last - self._first) // self._length + 1
         sums = np.zeros((4, count))
         kept = min(kept, count, self._sums.shape[1])
@@ -54,11 +54,11 @@ class Tracks:
         self._sums = sums
 
     def loss(self) -> MetricCurve | None:
-        """The mean loss of each stretch; None before there is one."""
+        """Return the mean loss of each interval; None before there is one."""
         return self._curve(LOSS, KNOWN)
 
     def throughput(self) -> MetricCurve | None:
-        """Samples per second of each stretch; None before there is one."""
+        """Return samples per second of each interval; None before there is one."""
         return self._curve(SAMPLES, SECONDS)
 
     def _curve(self, above: int, below: int) -> MetricCurve | None:

@@ -1,4 +1,4 @@
-"""What keys mean, and a terminal that gives them at once."""
+"""Keys and their meanings, and a terminal mode that delivers keys immediately."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _PRESSED = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]|.", re.DOTALL)
 
 
 def parse_keys(typed: bytes) -> list[Key]:
-    """The keys that mean something in what was typed."""
+    """Return the keys with a meaning in the bytes typed."""
     return [KEYS[each] for each in _PRESSED.findall(typed) if each in KEYS]
 
 
 @contextmanager
 def cbreak_mode(terminal: int | None) -> Iterator[None]:
-    """Give keys as they are pressed, and don't show them; afterwards the terminal is as before."""
+    """Deliver keys as they are pressed, without echo; restore the terminal afterwards."""
     if terminal is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The page: a snapshot becomes lines of a given width and height. Nothing here knows a terminal."""
+"""The page as lines of a given width and height, from a snapshot, independent of the terminal."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ STYLES: dict[Kind, str] = {
     "failed": "bold red",
 }
 SIDE_BY_SIDE = 60
-"""From so many columns on two curves stand beside each other."""
+"""The number of columns from which two curves are next to each other."""
 LABEL = 10
 GAPS = 4
 CURVE_LINES = (5, 18)
-"""With a title; where there is less room a curve is one line."""
+"""Lines of a curve with a title; with less room a curve takes one line."""
 
 
 def dashboard_lines(
     snapshot: Snapshot, width: int, height: int, look: Look, *, leaf: int = 0, keys: bool = False
 ) -> list[Text]:
-    """At most `height` lines, none of them wider than `width` cells.
+    """Return at most `height` lines, none of them wider than `width` cells.
 
-    `leaf` of the ranks is shown: on 0 the slowest and the fastest, on the others all by number. With
-    `keys` the last line says what the keys do.
+    `leaf` is the page of the ranks: 0 has the slowest and the fastest, the others all ranks by number.
+    With `keys` the last line explains the keys.
     """
     plan = _plan(snapshot, width, height, look, keys=keys)
     gap = [Text()] if plan.airy else []
@@ -56,14 +56,14 @@ def dashboard_lines(
 
 
 def count_turns(snapshot: Snapshot, width: int, height: int, look: Look) -> int:
-    """How many leaves of ranks there are after the first one."""
+    """Return the number of pages of ranks after the first."""
     plan = _plan(snapshot, width, height, look, keys=True)
     return count_leaves(snapshot, plan.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What has a place on the page: texts as they are, and how many lines the rest has."""
+    """The allocation of the page: texts as they are, and the number of lines for the rest."""
 
     verdict: list[Text]
     facts: list[Text]
@@ -76,12 +76,12 @@ class _Plan:
 
     @property
     def rows(self) -> int:
-        """Lines for ranks alone."""
+        """The number of lines for ranks alone."""
         return self.ranks - self.heading
 
 
 def _plan(snapshot: Snapshot, width: int, height: int, look: Look, *, keys: bool) -> _Plan:
-    """Divide the height: words first, then a curve and some ranks, then more of both."""
+    """Divide the height: text first, then a curve and some ranks, then more of both."""
     verdict = look.wrapped(
         look.safe(snapshot.verdict), width, 1 if height < 10 else 2 if height < 30 else 3
     )
@@ -116,11 +116,11 @@ def _plan(snapshot: Snapshot, width: int, height: int, look: Look, *, keys: bool
 
 
 def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
-    """The run and how it is; at the right how large it is, and the time."""
+    """Return the run and its status, with its size and the time at the right."""
     state = snapshot.state
     said = {
-        "reading": "being read",
-        "absent": "waiting for it",
+        "reading": "reading events",
+        "absent": "waiting for the run",
         "starting": "starting",
         "running": "running",
         "silent": f"silent for {age(finite_seconds(state.since))}",
@@ -131,7 +131,7 @@ def _head(snapshot: Snapshot, width: int, look: Look) -> Text:
     right = look.dot.join(text for text in (world, look.safe(snapshot.clock)) if text)
     name = Text(look.safe(snapshot.run), "bold")
     most = max(8, width - len(said) - len(look.dot))
-    if name.cell_len > most:  # the end of a path says more than its beginning
+    if name.cell_len > most:  # the end of a path is more specific than its beginning
         name = Text(_end(name.plain, most - 1, look), "bold")
     line = Text.assemble(name, look.dot, (said, STYLES[state.kind]))
     space = width - line.cell_len - len(right)
@@ -148,12 +148,12 @@ def _end(text: str, cells: int, look: Look) -> str:
 
 
 def _progress(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
-    """One line: a bar, and as much of the rest as fits beside it; or why there is none."""
+    """Return one line: a bar and all that fits next to it, or the reason why there is no bar."""
     now = snapshot.progress
     if now is None:
         if snapshot.state.kind == "absent":
             return look.wrapped(look.safe(snapshot.state.reason), width, 6)
-        return [Text("" if snapshot.state.kind == "reading" else "no step is recorded yet")]
+        return [Text("" if snapshot.state.kind == "reading" else "no step recorded yet")]
     over = snapshot.state.kind in OVER
     parts = {
         "percent": _percent(now),
@@ -187,7 +187,7 @@ def _percent(now: RunProgress) -> str:
     if not now.goal:
         return ""
     permille = min(1000, 1000 * now.position // now.goal)
-    return "100 %" if permille == 1000 else f"{permille / 10:.1f} %"  # 100 % is for the end alone
+    return "100 %" if permille == 1000 else f"{permille / 10:.1f} %"  # 100 % only at the end
 
 
 def _epoch(now: RunProgress) -> str:
@@ -198,7 +198,7 @@ def _epoch(now: RunProgress) -> str:
 
 
 def _curves(snapshot: Snapshot, width: int, height: int, look: Look) -> list[Text]:
-    """Loss and throughput: beside each other, or below; as curves, or each in one line."""
+    """Return loss and throughput, next to or below each other, as curves or in one line each."""
     drawn = [
         (title, unit, each, zero)
         for title, unit, each, zero in (
@@ -255,7 +255,7 @@ def _value(drawn: MetricCurve) -> str:
 
 
 def _facts(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
-    """What is said in words, the most important first, and in each what matters most first."""
+    """Return the lines of text, the most important first; each begins with its most important part."""
     facts = []
     if snapshot.state.kind in OVER and snapshot.state.reason:
         facts.append(("ended", snapshot.state.reason))
@@ -270,7 +270,7 @@ def _facts(snapshot: Snapshot, width: int, look: Look) -> list[Text]:
     if snapshot.missing:
         first = ", ".join(map(str, snapshot.missing[:8]))
         more = ", …" if len(snapshot.missing) > 8 else ""
-        facts.append(("missing", f"nothing is heard of rank {look.safe(first + more)}"))
+        facts.append(("missing", f"no events from rank {look.safe(first + more)}"))
     return [
         Text.assemble((label.ljust(LABEL), "dim"), look.safe(text)) for label, text in facts if text
     ]
@@ -303,14 +303,14 @@ def _saves(snapshot: Snapshot) -> str:
 
 
 def _footer(snapshot: Snapshot, plan: _Plan, leaf: int, look: Look) -> Text:
-    keys = ["q leaves"]
+    keys = ["q quit"]
     if count_leaves(snapshot, plan.rows):
-        keys.append(f"{look.sign('↑ ↓', 'up, down')} leaf through all ranks")
+        keys.append(f"{look.sign('↑ ↓', 'up, down')} page through all ranks")
     if leaf:
         keys.append("Home slowest and fastest")
     return Text(look.dot.join(keys), "dim")
 
 
 def finite_seconds(seconds: float) -> float:
-    """A time that can be said; 0 where it is none."""
+    """Return a finite time, or 0."""
     return seconds if abs(seconds) < 1e12 else 0.0

@@ -1,4 +1,4 @@
-"""The table of ranks: a step of each as a stacked bar, as many of them as fit."""
+"""The table of ranks: the mean step of each rank as a stacked bar."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ HOST_CELLS = 16
 NARROW = 60
 """Columns below which words are short."""
 BAR_CELLS = 8
-"""Below that a bar says nothing, and the host is left out before."""
+"""Minimum width of a useful bar; the host is left out before a bar gets narrower."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSelection:
-    """Which ranks are shown, which are only summed up, and what is said of it."""
+    """Which ranks are shown, which are only summarized, and the text about it."""
 
     shown: tuple[RankStats, ...]
     said: str = ""
 
 
 def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSelection:
-    """The ranks for `room` lines, the last of which says which they are where they are not all.
+    """Return the ranks for `room` lines; the last line describes the selection if it is not all.
 
-    On leaf 0 the slowest and the fastest, with a summary of the others; on the leaves after it all,
+    Page 0 has the slowest and the fastest, with a summary of the others; the next pages have all ranks
     by number.
     """
     ranks = snapshot.ranks
@@ -47,12 +47,12 @@ def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSe
         return RankSelection(
             shown=shown,
             said=f"ranks {shown[0].number:,} to {shown[-1].number:,} of {len(ranks):,}, "
-            f"leaf {at + 1:,} of {leaves:,}",
+            f"page {at + 1:,} of {leaves:,}",
         )
     slow = (2 * room + 2) // 3
     by_time = sorted(ranks, key=lambda rank: (-drawable_seconds(rank.own), rank.number))
     first = snapshot.slowest.rank if snapshot.slowest is not None else None
-    by_time.sort(key=lambda rank: rank.number != first)  # whoever is blamed stands at the top
+    by_time.sort(key=lambda rank: rank.number != first)  # the rank in the verdict is at the top
     fast = room - slow
     others = by_time[slow : len(by_time) - fast]
     ends = f"the {slow:,} slowest" + (f" and the {fast:,} fastest" if fast else "")
@@ -63,16 +63,16 @@ def select_ranks(snapshot: Snapshot, room: int, leaf: int, look: Look) -> RankSe
 
 
 def count_leaves(snapshot: Snapshot, room: int) -> int:
-    """How many leaves there are after the first; none where all ranks fit."""
+    """Return the number of pages after the first; 0 if all ranks fit."""
     if len(snapshot.ranks) <= room or room < 2:
         return 0
     return math.ceil(len(snapshot.ranks) / (room - 1))
 
 
 def _spread(ranks: Sequence[RankStats], look: Look) -> str:
-    """What their own work takes, from the fastest to the slowest, and their memory."""
+    """Return the range of the ranks' own time, and of their memory."""
     own = [drawable_seconds(rank.own) for rank in ranks]
-    text = f"{ascii_duration(min(own))} to {ascii_duration(max(own))} of their own"
+    text = f"{ascii_duration(min(own))} to {ascii_duration(max(own))} of own work"
     memory = [rank.memory for rank in ranks if rank.memory is not None]
     return text + (f"{look.dot}{size(min(memory))} to {size(max(memory))}" if memory else "")
 
@@ -80,7 +80,7 @@ def _spread(ranks: Sequence[RankStats], look: Look) -> str:
 def rank_table_lines(
     snapshot: Snapshot, width: int, room: int, leaf: int, look: Look, *, heading: bool
 ) -> list[Text]:
-    """Rows, with a heading above where it is wanted, in at most `room` lines."""
+    """Return the rows, with a heading if it is wanted, in at most `room` lines."""
     choice = select_ranks(snapshot, room - heading, leaf, look)
     columns = _Columns.of(snapshot, choice.shown, width, look)
     lines = [columns.heading(snapshot)] if heading else []
@@ -92,7 +92,7 @@ def rank_table_lines(
 
 @dataclass(frozen=True, kw_only=True)
 class _Columns:
-    """How wide each is, and for how many seconds the longest bar stands."""
+    """The width of each column, and the seconds of the longest bar."""
 
     number: int
     host: int
@@ -117,7 +117,7 @@ class _Columns:
 
     def heading(self, snapshot: Snapshot) -> Text:
         steps = f"mean of {snapshot.window:,} steps" if snapshot.window > 1 else "one step"
-        title = f"a step by rank, {steps}" if self.bar >= 40 else "a step by rank"
+        title = f"step time by rank, {steps}" if self.bar >= 40 else "step time by rank"
         line = Text()
         line.append(title.ljust(self.number + self.host + 1 + self.bar))
         line.append("step".rjust(9))
@@ -143,9 +143,9 @@ class _Columns:
 
 
 def legend_lines(snapshot: Snapshot, width: int, lines: int, look: Look) -> list[Text]:
-    """The parts that there are, each with its letter and its share of all ranks' time.
+    """Return the parts in use, each with its letter and its fraction of all ranks' time.
 
-    Short words alone where there is little room.
+    The names are short if there is little room.
     """
     sums = [
         math.fsum(drawable_seconds(rank.parts.get(part.name, 0.0)) for rank in snapshot.ranks)
@@ -165,7 +165,7 @@ def legend_lines(snapshot: Snapshot, width: int, lines: int, look: Look) -> list
 
 
 def _flowing(entries: Sequence[Text], width: int, lines: int, look: Look) -> list[Text]:
-    """Entries beside each other, in as few lines as hold them; what has no room is left out."""
+    """Return entries in as few lines as hold them; entries without room are left out."""
     rows = [Text()]
     for entry in entries:
         gap = 2 if rows[-1].plain else 0

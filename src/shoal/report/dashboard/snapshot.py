@@ -1,4 +1,4 @@
-"""What the page shows of a run at one moment, as plain values."""
+"""The state of a run at one moment, as plain values for the page."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Kind = Literal[
     "interrupted",
     "failed",
 ]
-"""`reading` is a run whose events have not been read yet, `absent` one that is not there yet, `silent`
-one of which nothing has been heard for long."""
+"""`reading`: the events have not been read yet. `absent`: the run does not exist yet. `silent`: the run
+has not recorded an event for long."""
 
 OVER: tuple[Kind, ...] = ("ended", "preempted", "interrupted", "failed")
-"""The run has said itself that it ended."""
+"""The statuses in which the run has recorded its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How a run is, for how many seconds it has been so, and why."""
+    """The status of a run, the seconds since it changed, and the reason."""
 
     kind: Kind
     since: float = 0.0
@@ -35,10 +35,10 @@ class RunStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run is: positions and sizes in samples.
+    """The progress of a run: positions and sizes in samples.
 
-    `goal` is the position at which it ends, `left` the seconds until then; None where unknown.
-    `elapsed` is the time since the present attempt began.
+    `goal` is the position at which it ends, `left` the seconds until then; None if unknown. `elapsed`
+    is the time since the current attempt began.
     """
 
     step: int
@@ -51,10 +51,10 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricCurve:
-    """Values in the order of the steps, of equal numbers of them each; NaN where there is none.
+    """Values in the order of the steps, for equal numbers of steps each; NaN if there is none.
 
-    `weights` is what each counts in a mean of several: the seconds of a rate, so that the mean is
-    samples over time. All count the same if it is empty.
+    `weights` are the weights in a mean of several values: the seconds of a rate, so that the mean is
+    samples over time. All weights are equal if it is empty.
     """
 
     first: int
@@ -66,7 +66,7 @@ class MetricCurve:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStats:
-    """What one rank did of late: mean seconds of a step by part, and its memory in bytes."""
+    """Recent values of one rank: mean seconds of a step by part, and its memory in bytes."""
 
     number: int
     host: str = ""
@@ -75,18 +75,18 @@ class RankStats:
 
     @property
     def seconds(self) -> float:
-        """A step's wall time."""
+        """The wall time of a step."""
         return sum(self.parts.values())
 
     @property
     def own(self) -> float:
-        """What it would take if it never waited for another rank."""
+        """The time of a step without waits for other ranks."""
         return self.seconds - self.parts.get("waiting", 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowest:
-    """The rank that others wait for: in which part, for how many seconds a step, since which step."""
+    """The rank that others wait for: its slow part, the excess in seconds per step, the first step."""
 
     rank: int
     part: str
@@ -97,7 +97,7 @@ class Slowest:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointStatus:
-    """The last checkpoint and the next; `due` is in so many seconds, negative when it is late."""
+    """The last checkpoint and the next; `due` is in seconds from now, negative if it is late."""
 
     step: int | None = None
     ago: float = 0.0
@@ -110,7 +110,7 @@ class CheckpointStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts:
-    """How often the run was started again, and what ended the attempt before."""
+    """The number of restarts, and the end of the previous attempt."""
 
     count: int = 0
     last: str = ""
@@ -118,7 +118,7 @@ class Restarts:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """A run at one moment. `window` is how many steps the ranks' times are a mean of."""
+    """A run at one moment. `window` is the number of steps over which the ranks' times are averaged."""
 
     run: str
     clock: str

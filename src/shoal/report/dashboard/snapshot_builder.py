@@ -1,4 +1,4 @@
-"""From the events of a run to a snapshot of it."""
+"""Builds a snapshot of a run from its events."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from shoal.report.event_fields import integer_in
 from shoal.util.errors import CheckpointError
 
 KEEP = 512
-"""The newest steps of each rank that are held, twice so many at most, and judged."""
+"""Number of newest steps of each rank that are judged; at most twice this number is held."""
 LATELY = 30.0
-"""Seconds that the bars are a mean of, but for FEW steps at least."""
+"""Seconds over which the bars are averaged, but at least FEW steps."""
 FEW = 20
 MISSING = 64
-"""Ranks that are named of those of which nothing is heard."""
+"""Maximum number of silent ranks that are listed."""
 REST = 20.0
 LONG = 0.03
-"""A verdict that takes so many seconds is made again after REST times as long."""
+"""A verdict that takes longer, in seconds, is repeated only after REST times its duration."""
 
 
 class SnapshotBuilder:
-    """Looks at a run directory from time to time, which may not be there yet if one is to `wait`.
+    """A reader that returns a snapshot at each look; with `wait` the run may not exist yet.
 
-    Nothing is ever written into it.
+    It never writes into the run directory.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class SnapshotBuilder:
         self._looked = False
 
     def look(self) -> Snapshot:
-        """Read what is new, and say how the run is.
+        """Read new events, and return the state of the run.
 
-        Raises CheckpointError where there is no run, and none can be or is waited for.
+        Raises CheckpointError if there is no run, and none is waited for.
         """
         if self._reader is None:
             try:
@@ -94,12 +94,12 @@ class SnapshotBuilder:
         return self._of(history, attempt)
 
     def _see(self, attempt: Attempt, rank: int, name: str, rows: Array) -> None:
-        """Take the steps of the lowest rank for the curves; of several Steps those that count."""
+        """Add steps of the lowest rank to the curves; of several Steps only the counting one."""
         if self._leader is None or rank < self._leader:
             self._leader, self._tracks, self._taken = rank, Tracks(), {}
         if rank == self._leader:
             steps = rows[rows["wall"] > 0]
-            if name == attempt.counting:  # numbers of others may go more slowly
+            if name == attempt.counting:  # other Steps may be taken less often
                 self._tracks.add(steps["step"], steps["loss"], steps["size"], steps["wall"])
             taken = self._taken.get(attempt.began, 0) + int(steps["size"].sum(dtype=np.int64))
             self._taken = {attempt.began: taken}
@@ -131,7 +131,7 @@ class SnapshotBuilder:
         )
 
     def _judge(self, history: History) -> BottleneckReport:
-        """The verdict; the last one again where judging takes long and was done not long ago."""
+        """Return the verdict; the previous one if judging takes long and it is recent."""
         begun = time.monotonic()
         if self._verdict is None or begun >= self._judge_at:
             self._verdict = find_bottleneck(history, last=KEEP)
@@ -140,11 +140,11 @@ class SnapshotBuilder:
         return self._verdict
 
     def _slowest(self, verdict: BottleneckReport) -> Slowest | None:
-        """The rank to which most of the loss is owed and that still is slow."""
+        """Return the rank that causes most of the loss and is still slow."""
         slow = [each for each in verdict.stragglers if each.until is None]
         since = {}
         for each in slow:
-            # What is held may begin later than that did, which an earlier look has seen then.
+            # The held steps may begin after the rank became slow; an earlier look has seen the start.
             known = each.since > int(verdict.judged[-1].profile.first[0])
             before = self._since.get((each.rank, each.part))
             if known or before is not None:
@@ -178,7 +178,7 @@ class SnapshotBuilder:
 
 
 def _alive(silence: float, walls: Array) -> RunStatus:
-    """How a run is that has not said that it ended."""
+    """Return the status of a run that has not recorded its end."""
     if not len(walls):
         return RunStatus(kind="starting", since=silence)
     silent = silence > silence_limit(walls)
@@ -186,7 +186,7 @@ def _alive(silence: float, walls: Array) -> RunStatus:
 
 
 def _over(attempt: Attempt, now: float) -> RunStatus | None:
-    """Return how an attempt ended; None while no event says that it has."""
+    """Return how an attempt ended; None if no event records an end."""
     found = outcome_of(attempt)
     if found is None:
         return None
@@ -195,29 +195,29 @@ def _over(attempt: Attempt, now: float) -> RunStatus | None:
 
 
 def _restarts(history: History) -> Restarts:
-    """Return how often the run was started again, and why last."""
+    """Return the number of restarts, and the reason for the last."""
     if len(history.attempts) < 2:
         return Restarts()
     before = history.attempts[-2]
     found = outcome_of(before)
     if found is None:
-        last = f"the attempt before fell silent after step {before.last:,}, as if killed"
+        last = f"the previous attempt fell silent after step {before.last:,}, as if killed"
     else:
         asked = found.kind in ("preempted", "interrupted")
-        last = f"the attempt before {'was ' * asked}{found.kind}"
+        last = f"the previous attempt {'was ' * asked}{found.kind}"
         reason = found.reason(before)
         last += f": {reason}" if reason else ""
     return Restarts(count=len(history.attempts) - 1, last=last)
 
 
 def _window(walls: Array) -> int:
-    """How many of the newest steps are of the last LATELY seconds; FEW at least, where there are."""
+    """Return how many of the newest steps are within the last LATELY seconds; at least FEW."""
     late = int(np.searchsorted(np.cumsum(walls[::-1]), LATELY))
     return min(len(walls), max(FEW, late))
 
 
 def _begun_at(attempt: Attempt) -> int:
-    """Where the first sample of an attempt lies, counted since the start of training."""
+    """Return the position of the first sample of an attempt, counted since the start of training."""
     restored = [integer_in(event, "position") or 0 for _, event in attempt.said("restore")]
     return max(restored, default=0)
 
@@ -262,7 +262,7 @@ def _on_device(attempt: Attempt, rank: int) -> bool:
 
 
 def _with_now(curve: MetricCurve | None, now: float | None) -> MetricCurve | None:
-    """The curve, with what its value is now."""
+    """Return the curve with its current value."""
     return replace(curve, now=now) if curve is not None else None
 
 
@@ -272,6 +272,6 @@ def _newest(values: Array) -> float | None:
 
 
 def _rate(steps: Array) -> float | None:
-    """Samples per second of all ranks together."""
+    """Return samples per second of all ranks together."""
     seconds = float(steps["wall"].sum(dtype=float))
     return float(steps["size"].sum(dtype=float)) / seconds if seconds > 0 else None

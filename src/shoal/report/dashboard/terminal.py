@@ -1,4 +1,4 @@
-"""The page in a terminal: drawn once a second, at each key, and when the terminal changes its size."""
+"""The page in a terminal, drawn once a second, at each key, and after each change of size."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from shoal.report.dashboard.snapshot_builder import SnapshotBuilder
 from shoal.report.dashboard.theme import Look
 
 SECONDS = 1.0
-"""How often the run is looked at; rarer where a look takes long, so that it costs a fifth at most."""
+"""Seconds between looks at the run; longer if a look takes long, so that looks cost a fifth at most."""
 PLAIN_LINES = 30
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
-"""Between these a terminal that knows them shows nothing half drawn; others pass over them."""
+"""Terminals that know these sequences show only complete frames; others ignore them."""
 LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 HEARD = (*LEFT, signal.SIGTSTP, signal.SIGWINCH)
 LEAVING = {int(each): 128 + each for each in LEFT}
 
 
 def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool = False) -> int:
-    """Show how a run is, until it is left; the exit code.
+    """Show the state of a run until the user quits, and return the exit code.
 
-    On a terminal a live page. Elsewhere, where TERM is dumb, or with `every` so many seconds, plain
-    pages below each other: one, or with `every` one after the other until the run has ended.
+    On a terminal it is a live page. Otherwise, if TERM is dumb or with `every` in seconds, it prints
+    plain pages below each other: one page, or with `every` one after the other until the run has ended.
 
-    Raises CheckpointError where there is no run and none is waited for.
+    Raises CheckpointError if there is no run and none is waited for.
     """
     live = every is None and out.isatty()
     console = Console(
@@ -64,7 +64,7 @@ def watch(run: str, *, out: TextIO, every: float | None = None, ascii_only: bool
 
 
 def _print(observer: SnapshotBuilder, console: Console, look: Look, every: float | None) -> int:
-    """Plain pages, until the run has ended and will not be started again by whoever preempted it."""
+    """Print plain pages until the run has ended and no preemption will restart it."""
     while True:
         snapshot = observer.look()
         lines = dashboard_lines(snapshot, console.width, PLAIN_LINES, look)
@@ -80,7 +80,7 @@ def _block(lines: list[Text]) -> Text:
 
 
 class _Lookout(threading.Thread):
-    """Looks at the run beside the page, which answers keys while a slow file system does not."""
+    """A thread that reads the run, so that the page answers keys despite a slow file system."""
 
     def __init__(self, observer: SnapshotBuilder, seen: socket.socket) -> None:
         super().__init__(name="shoal-watch", daemon=True)
@@ -95,20 +95,20 @@ class _Lookout(threading.Thread):
             begun = time.monotonic()
             try:
                 self.snapshot = self._observer.look()
-            except Exception as error:  # told by the page's own thread
+            except Exception as error:  # reported by the page's own thread
                 self.error = error
                 self._ended.set()
-            with suppress(OSError):  # the page is gone, or has not yet heard of the look before
+            with suppress(OSError):  # the page is closed, or has not yet handled the look before
                 self._seen.send(b"\0")
             self._ended.wait(max(SECONDS, 4 * (time.monotonic() - begun)))
 
     def end(self) -> None:
-        """Look no more; a look under way is not waited for."""
+        """Stop looking, without waiting for a look in progress."""
         self._ended.set()
 
 
 class _Screen:
-    """The live page, from its first frame until it is left."""
+    """The live page, from its first frame to its last."""
 
     def __init__(self, observer: SnapshotBuilder, console: Console, look: Look, run: Path) -> None:
         self._console = console
@@ -123,7 +123,7 @@ class _Screen:
         self._first = Snapshot(run=str(run), clock="", state=RunStatus(kind="reading"))
 
     def stay(self) -> int:
-        """Show the page until it is left; the exit code."""
+        """Show the page until the user quits, and return the exit code."""
         self._lookout.start()
         try:
             while True:
@@ -131,7 +131,7 @@ class _Screen:
                     code = self._answer(live)
                 if code is not None:
                     return code
-                signal.raise_signal(signal.SIGTSTP)  # the terminal is the shell's again, until fg
+                signal.raise_signal(signal.SIGTSTP)  # give the terminal back to the shell, until fg
         finally:
             self._lookout.end()
 
@@ -149,7 +149,7 @@ class _Screen:
             yield live
 
     def _answer(self, live: Live) -> int | None:
-        """Draw and react until the page is left, or None until it is put aside."""
+        """Draw and react until the user quits, or return None if the user suspends the page."""
         watched = [self._bell.fileno()] + ([] if self._terminal is None else [self._terminal])
         while True:
             ready, _, _ = select.select(watched, [], [])
@@ -170,14 +170,14 @@ class _Screen:
             self._draw(live)
 
     def _turn(self, key: Key) -> None:
-        """To another leaf of the ranks; beyond the last or before the first there is none."""
+        """Turn to another page of the ranks; there is none beyond the first and the last."""
         moves = {"down": self._leaf + 1, "up": self._leaf - 1, "home": 0}
         width, height = self._size()
         last = count_turns(self._snapshot, width, height, self._look)
         self._leaf = min(max(0, moves.get(key, last)), last)
 
     def _draw(self, live: Live) -> None:
-        """One frame, over the one before and without clearing it: nothing flickers."""
+        """Draw one frame over the one before without clearing, so that nothing flickers."""
         width, height = self._size()
         self._console.size = width, height
         lines = dashboard_lines(self._snapshot, width, height, self._look, leaf=self._leaf, keys=True)
@@ -191,14 +191,14 @@ class _Screen:
         return self._lookout.snapshot or self._first
 
     def _size(self) -> tuple[int, int]:
-        # Not COLUMNS and LINES, which don't follow.
+        # Not COLUMNS and LINES, which are not updated.
         width, height = os.get_terminal_size(self._console.file.fileno())
         return width or 80, height or 24
 
 
 @contextmanager
 def _signals(told: socket.socket) -> Iterator[None]:
-    """Signals become bytes that `told` is sent: none comes in the middle of a frame."""
+    """Send a byte to `told` for each signal, so that none arrives in the middle of a frame."""
     wakeup = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     before = {each: signal.signal(each, lambda *_: None) for each in HEARD}
     try:

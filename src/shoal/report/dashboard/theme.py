@@ -1,4 +1,4 @@
-"""How things look: the letters and colours of a step's parts, signs, numbers, and text that fits."""
+"""The look of the page: letters and colours of parts, signs, numbers, and text that fits."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shoal.util.text import printable
 from shoal.util.units import duration
 
 SIGNS = "━─·…▸↑↓█▁⣿"
-"""What a terminal's encoding must have, or the page is drawn in ASCII."""
+"""Characters that the terminal's encoding must have; otherwise the page is drawn in ASCII."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What the terminal can show. Without colour the letters of parts fill their bars."""
+    """The abilities of the terminal. Without colour the letters of parts fill their bars."""
 
     colour: bool = True
     unicode: bool = True
 
     @classmethod
     def of(cls, stream: TextIO, *, colour: bool) -> Look:
-        """The look for what is written to `stream`."""
+        """Return the look for output to `stream`."""
         try:
             SIGNS.encode(stream.encoding or "ascii")
         except (UnicodeEncodeError, LookupError):
@@ -34,21 +34,21 @@ class Look:
         return cls(colour=colour)
 
     def sign(self, sign: str, plain: str) -> str:
-        """`sign`, or `plain` where the encoding lacks it."""
+        """Return `sign`, or `plain` if the encoding lacks it."""
         return sign if self.unicode else plain
 
     @property
     def dot(self) -> str:
-        """What stands between two things on a line."""
+        """The separator between two items on a line."""
         return self.sign(" · ", " - ")
 
     def safe(self, text: str) -> str:
-        """Text of somebody else's, of which every terminal agrees how wide it is; the rest escaped."""
+        """Return foreign text, with characters escaped on whose width terminals disagree."""
         shown = "".join(map(_settled, printable(text.replace("\t", " "))))
         return shown if self.unicode else shown.encode("ascii", "replace").decode()
 
     def cut(self, line: Text, width: int) -> Text:
-        """`line` if it fits into `width` cells, else its beginning and a sign that it goes on."""
+        """Return `line` if it fits into `width` cells, else its beginning with an ellipsis."""
         if line.cell_len <= width:
             return line
         mark = self.sign("…", "~")
@@ -58,7 +58,7 @@ class Look:
         return kept
 
     def wrapped(self, text: str, width: int, lines: int) -> list[Text]:
-        """Text in at most so many lines, broken between words where it can be."""
+        """Return text in at most `lines` lines, broken between words if possible."""
         words, rows = text.split(), [""]
         for word in words:
             longer = f"{rows[-1]} {word}".strip()
@@ -70,7 +70,7 @@ class Look:
 
 
 def _settled(character: str) -> str:
-    """The character itself if terminals agree on its width: no marks, joiners or pictures."""
+    """Return the character, or its escape if terminals disagree on its width: marks, joiners, emoji."""
     if character.isascii():
         return character
     cells, kind = get_character_cell_size(character), unicodedata.category(character)
@@ -84,7 +84,7 @@ def _settled(character: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """A part of a step: its letter, and its word in full and short."""
+    """A part of a step: its letter, and its long and short name."""
 
     name: str
     letter: str
@@ -92,7 +92,7 @@ class StepPart:
     short: str
 
     def style(self, look: Look) -> str:
-        """For its cells; the letters read without it."""
+        """Return the style of its cells; the letters are readable without colour."""
         paint = PALETTE[self.name]
         return f"{paint.ink} on {paint.colour}" if look.colour else ""
 
@@ -113,5 +113,5 @@ WORDS = {part.name: part.word for part in PARTS}
 
 
 def ascii_duration(seconds: float) -> str:
-    """Return the time of a part of a step, in characters of ASCII, which lacks the `µ`."""
+    """Return the time of a part of a step in ASCII, which lacks `µ`."""
     return duration(seconds, microseconds=False)

@@ -1,7 +1,7 @@
-"""Pages for people who read in a browser: one HTML file from plain values, with figures.
+"""HTML pages from plain values: one self-contained file with figures.
 
-A page needs no network and no script. Its figures are drawn by `plots`, which imports matplotlib; the
-rest does without.
+A page needs no network and no script. `plots` draws its figures and imports matplotlib; the other
+modules do not need it.
 """
 
 from __future__ import annotations

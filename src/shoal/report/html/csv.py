@@ -11,9 +11,9 @@ from shoal.util.errors import LaunchError
 
 
 def to_csv(rows: Iterable[Sequence[object]]) -> str:
-    """Return rows as CSV; the first has the names of the columns.
+    """Return rows as CSV; the first row has the names of the columns.
 
-    A text that a spreadsheet would take for a formula gets an apostrophe in front.
+    A text that a spreadsheet would interpret as a formula gets an apostrophe in front.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -22,15 +22,15 @@ def to_csv(rows: Iterable[Sequence[object]]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, all with the columns of the first, to the file that `--csv` names.
+    """Write rows, all with the columns of the first, to the file of `--csv`.
 
-    Raises LaunchError where that fails.
+    Raises LaunchError if that fails.
     """
     try:
         path.write_text(to_csv([list(rows[0]), *(list(row.values()) for row in rows)]))
     except OSError as error:
         raise LaunchError(
-            given=f"--csv {path}", found=f"{error.strerror}", fix="give another file"
+            given=f"--csv {path}", found=f"{error.strerror}", fix="use another file"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a page consists of, as plain values, and the HTML of it."""
+"""The contents of a page as plain values, and their HTML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.util.text import printable
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A paragraph; `advice` is what to do or to type next."""
+    """A paragraph; `advice` is the next action or command."""
 
     text: str
     advice: str = ""
@@ -26,14 +26,14 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The few numbers that people look for first: names and values."""
+    """The key numbers at the top: names and values."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of texts. The columns named in `right` hold numbers."""
+    """Rows of texts. The columns listed in `right` hold numbers."""
 
     caption: str
     head: Sequence[str]
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure as `plots` draws it: for the page, wide and for a phone; and as files."""
+    """A figure drawn by `plots`: for the page, wide and for a phone; and as files."""
 
     wide: str
     narrow: str
@@ -58,9 +58,9 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A drawing with the same numbers as a table, for those who can't see it.
+    """A drawing with the same numbers as a table, for readers who can't see it.
 
-    `name` is that of its files, without ending; two figures of a page have different ones.
+    `name` is the name of its files, without suffix; it is unique within a page.
     """
 
     name: str
@@ -74,7 +74,7 @@ Block: TypeAlias = Text | Facts | Table | Figure
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading and what is below it."""
+    """A heading and the blocks below it."""
 
     heading: str
     blocks: Sequence[Block]
@@ -82,7 +82,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page: what it is about, the verdict in one sentence, and the rest."""
+    """A page: its title, the verdict in one sentence, and the sections."""
 
     title: str
     verdict: str
@@ -91,7 +91,7 @@ class Page:
 
 
 def render_page(page: Page) -> str:
-    """The page as one HTML file. Every text is escaped; only drawings are taken as they are."""
+    """Return the page as one HTML file. Every text is escaped; only drawings are inserted unchanged."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -111,17 +111,17 @@ def render_page(page: Page) -> str:
 
 
 def _shown(value: object) -> object:
-    # Text that is markup already is a drawing or the style.
+    # Only drawings and the style are markup already.
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _inline(svg: str, prefix: str) -> Markup:
-    """A drawing as a part of the page, where its ids are no other's."""
+    """Return a drawing as a part of the page, with ids that are unique in it."""
     return Markup(re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg))
 
 
 def _data(figure: Figure, kind: str) -> str:
-    """A file of a figure as the address of a download."""
+    """Return a file of a figure as a data URL for download."""
     if kind == "png":
         return "data:image/png;base64," + base64.b64encode(figure.drawing.png).decode()
     return "data:text/csv;base64," + base64.b64encode(to_csv(figure.table.lines).encode()).decode()

@@ -1,4 +1,4 @@
-"""How the parts of a step look, the same in the report, in studies and in the dashboard."""
+"""Colours and hatches of the parts of a step, the same in the report, studies and the dashboard."""
 
 from __future__ import annotations
 
@@ -30,4 +30,4 @@ PALETTE: Mapping[str, Paint] = {
     "other": Paint("#bdbdbd"),
 }
 """By part: the colours of Okabe and Ito, 2008, without the yellow, which is too pale on white, with two
-of Tol's and two greys. Hatches tell apart what no colour does without colour vision."""
+of Tol's and two greys. Hatches distinguish the parts without colour vision."""

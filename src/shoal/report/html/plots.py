@@ -1,8 +1,8 @@
-"""Figures from plain numbers: lines with their spread, bars and areas of parts on each other.
+"""Figures from plain numbers: lines with bands, bars and stacked areas of parts.
 
-Each is drawn twice for the page, wide and for a phone, in colours that can be told apart without
-colour vision and on light and dark paper; text and axes take the colour of the page. matplotlib is
-imported here alone, and only its objects are used: it keeps no state between figures.
+Each is drawn twice for the page, wide and for a phone, in colours that differ without colour vision and
+on light and dark backgrounds. Text and axes take the colour of the page. Only this module imports
+matplotlib, and uses only its objects, so no state is kept between figures.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Fill: TypeAlias = tuple[str, str]
 """The colour of an area, and the hatch on it."""
 
 _INK, _PAPER, _GRID = "#010203", "#fdfcfb", "#a1a2a3"
-"""Stand for the colours of the page, which a drawing does not know."""
+"""Placeholders for the colours of the page, which a drawing does not know."""
 _WIDE, _NARROW = (9.2, 3.4), (3.7, 3.2)
 _MOST = 1500
-"""Points of a line; more can't be seen."""
+"""Maximum number of points of a line; more are not visible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A line: where, how high, and between which bounds it scatters. None is a gap."""
+    """A line: its points, and the bounds of its band. None is a gap."""
 
     label: str
     x: Sequence[float]
@@ -55,9 +55,9 @@ class Series:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     points: bool = False
-    """Mark each point: for few of them."""
+    """Mark each point, for few points."""
     faint: bool = False
-    """Dashed and grey: what others are compared with, such as the ideal."""
+    """Dashed and grey, for a reference such as the ideal."""
 
 
 def plot_lines(
@@ -70,7 +70,7 @@ def plot_lines(
     ticks: Sequence[float] | None = None,
     zero: bool = False,
 ) -> Drawing:
-    """Lines over an axis; `zero` lets the upright one begin at 0, `ticks` names places on the other."""
+    """Draw lines; `zero` starts the y axis at 0, `ticks` sets the ticks of the x axis."""
 
     def draw(axes: Axes, small: bool) -> None:
         own = 0
@@ -107,7 +107,7 @@ def plot_lines(
 def plot_bars(
     labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, fills: Mapping[str, Fill]
 ) -> Drawing:
-    """One bar for each label, of parts laid end to end; `fills` has a fill for each part."""
+    """Draw one bar for each label, of parts laid end to end; `fills` has a fill for each part."""
 
     def draw(axes: Axes, small: bool) -> None:
         places, left = list(range(len(labels))), [0.0] * len(labels)
@@ -131,9 +131,9 @@ def plot_areas(
     y: str,
     fills: Mapping[str, Fill],
 ) -> Drawing:
-    """Parts over an axis, one on the other."""
+    """Draw stacked areas of parts."""
 
-    # An area over one place alone has no width.
+    # An area over a single point has no width.
     places = [xs[0] - 0.5, xs[0] + 0.5] if len(xs) == 1 else list(xs)
 
     def draw(axes: Axes, small: bool) -> None:
@@ -183,7 +183,7 @@ def _ends(axes: Axes, *, legend: bool, small: bool, grid: Literal["x", "y"] = "y
     if legend:
         size = 8.5 if small else 9.5
         _, labels = axes.get_legend_handles_labels()
-        # A legend that is wider than its figure is cut off; letters are half as wide as high.
+        # A legend wider than its figure would be cut off; letters are half as wide as high.
         column = size * (0.52 * max(map(len, labels), default=0) + 2.6)
         most = int(72 * (_NARROW if small else _WIDE)[0] / column)
         figure.legend(
@@ -205,9 +205,9 @@ def _draw(draw: Callable[[Axes, bool], None], *, height: float = 0.0) -> Drawing
         from matplotlib.figure import Figure
     except ImportError:
         raise LaunchError(
-            given="a page with figures",
-            found="no matplotlib here, which draws them",
-            fix="pip install 'shoal[report]'; or without figures: shoal report RUN --text",
+            given="a report with figures",
+            found="matplotlib, which draws them, is not installed",
+            fix="pip install 'shoal[report]'; or leave the figures out: shoal report RUN --text",
         ) from None
     kept: Any = {
         "svg.fonttype": "none",
@@ -242,13 +242,13 @@ def _written(figure: Any, kind: str, **options: Any) -> bytes:
 
 
 def _alone(svg: str) -> str:
-    """The drawing as a file of its own, on white."""
+    """Return the drawing as a separate file, on white."""
     shown = svg.replace(_INK, "#1b2126").replace(_PAPER, "#ffffff")
     return re.sub(r"(<svg\b[^>]*)>", r'\1 style="background: #ffffff">', shown, count=1)
 
 
 def _inside(svg: str) -> str:
-    """The drawing as a part of a page: in its colours, without a head, with no ids that clash."""
+    """Return the drawing as a part of the page: in its colours, without a head, with unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style\b.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*" height="[^"]*"', r"\1", svg, count=1)

@@ -11,9 +11,9 @@ from shoal.report.html.page import Figure, Page, render_page
 
 
 def save_page(page: Page, path: Path) -> list[Path]:
-    """Write the page to `path`, and beside it each figure as PNG, SVG and CSV; all that was written.
+    """Write the page to `path`, and next to it each figure as PNG, SVG and CSV; return all paths.
 
-    The directory is made if it is not there. Raises OSError where it can't be written.
+    The directory is created if necessary. Raises OSError if it can't be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path]
@@ -35,7 +35,7 @@ def _figures(page: Page) -> Iterator[Figure]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file at once: whoever looks at it meanwhile sees the old one."""
+    """Write a file atomically, so that a reader sees either the old or the new one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_bytes(content)

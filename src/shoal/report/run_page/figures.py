@@ -17,7 +17,7 @@ FILLS = {LABELS[part]: (paint.colour, paint.hatch) for part, paint in PALETTE.it
 
 
 def all_figures(history: History, judged: list[Judged]) -> dict[str, list[Figure]]:
-    """The figures by the section that they belong to."""
+    """Return the figures by section."""
     return {
         "time": [rank_figure(judged[-1]), step_figure(judged)] if judged else [],
         "progress": list(progress_figures(history)),
@@ -26,7 +26,7 @@ def all_figures(history: History, judged: list[Judged]) -> dict[str, list[Figure
 
 
 def rank_figure(one: Judged) -> Figure:
-    """A step as a bar for each rank."""
+    """Return the figure of a step with a bar for each rank."""
     ranks = ranks_to_show(one, SHOWN_RANKS)
     times = {rank: one.profile.of_rank(rank) for rank in ranks}
     there = [part for part in SHOWN if any(each[part] > 0 for each in times.values())]
@@ -35,9 +35,9 @@ def rank_figure(one: Judged) -> Figure:
     named = [_short(one.attempt, rank) for rank in ranks]
     return Figure(
         name="step-by-rank",
-        caption="A step of each rank, by part."
+        caption="Mean step of each rank, by part."
         if len(ranks) == len(one.profile.ranks)
-        else f"A step, by part, of the {len(ranks)} ranks that waited least for others.",
+        else f"Mean step, by part, of the {len(ranks)} ranks that waited least for others.",
         drawing=plots.plot_bars(
             named,
             {LABELS[part]: each for part, each in values.items()},
@@ -57,7 +57,7 @@ def rank_figure(one: Judged) -> Figure:
 
 
 def step_figure(judged: list[Judged]) -> Figure:
-    """A step over time, mean of the ranks; where one was done again, as it was the last time."""
+    """Return the figure of step time over steps, mean of the ranks; of repeated steps the last."""
     steps: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.float64]]] = {}
     for one in judged:
         steps = {step: means for step, means in steps.items() if step < int(one.profile.first[0])}
@@ -70,7 +70,7 @@ def step_figure(judged: list[Judged]) -> Figure:
     values = {part: np.maximum(table[SHOWN.index(part)], 0) / scale for part in there}
     return Figure(
         name="step-over-time",
-        caption="A step over time, by part, mean of the ranks.",
+        caption="Step time over the run, by part, mean of the ranks.",
         drawing=plots.plot_areas(
             xs,
             {LABELS[part]: each.tolist() for part, each in values.items()},
@@ -79,7 +79,7 @@ def step_figure(judged: list[Judged]) -> Figure:
             fills=FILLS,
         ),
         table=Table(
-            caption=f"{unit} per step, mean of steps from the one named on",
+            caption=f"{unit} per step, mean from the given step on",
             head=["from step", *(LABELS[part] for part in there)],
             rows=[
                 [str(step), *(f"{values[part][place]:.4g}" for part in there)]
@@ -91,12 +91,10 @@ def step_figure(judged: list[Judged]) -> Figure:
 
 
 def progress_figures(history: History) -> Iterator[Figure]:
-    """Loss and throughput."""
+    """Yield the figures of loss and throughput."""
     losses = binned_curves(history, "loss")
     if losses:
-        yield _curves(
-            "loss", "The loss of the global batch, with its least and greatest.", "loss", losses
-        )
+        yield _curves("loss", "Loss of the global batch, with minimum and maximum.", "loss", losses)
     rate = throughput_curve(history)
     if rate is not None:
         yield _curves(
@@ -111,7 +109,7 @@ def progress_figures(history: History) -> Iterator[Figure]:
 def _curves(
     name: str, caption: str, y: str, found: dict[str, BinnedCurve], *, zero: bool = False
 ) -> Figure:
-    # One Step has no need of its name.
+    # A single Step needs no name.
     named = dict(zip([y], found.values(), strict=True)) if len(found) == 1 else found
     series = [
         plots.Series(
@@ -134,7 +132,7 @@ def _curves(
             strict=True,
         )
     ]
-    head = ["of", "from step", "mean", "least", "greatest"]
+    head = ["of", "from step", "mean", "minimum", "maximum"]
     return Figure(
         name=name,
         caption=caption,
@@ -144,7 +142,7 @@ def _curves(
 
 
 def memory_figures(attempt: Attempt) -> Iterator[Figure]:
-    """Memory over time: of the devices where there are some, else of the processes."""
+    """Yield memory over time: of the devices if there are any, else of the processes."""
     found = {}
     for rank, held in sorted(attempt.usage.items()):
         seen = held.all
@@ -158,7 +156,7 @@ def memory_figures(attempt: Attempt) -> Iterator[Figure]:
         return
     largest = sorted(found, key=lambda rank: -float(found[rank][1].max()))[:SHOWN_LINES]
     of = "" if len(largest) == len(found) else f", the {len(largest)} ranks with most of it"
-    caption = f"Memory of the last start{of}."
+    caption = f"Memory of the last attempt{of}."
     series: list[plots.Series] = []
     rows: list[list[str]] = []
     for rank in sorted(largest):

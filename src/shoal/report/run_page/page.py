@@ -1,4 +1,4 @@
-"""The page of a report: what comes in which order."""
+"""The page of a report: its sections and their order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.util.units import counted, duration
 
 
 def run_page(history: History, verdict: BottleneckReport) -> Page:
-    """The page of a run as it stands; sections of which nothing was recorded are left out."""
+    """Return the page of a run in its current state; empty sections are left out."""
     drawn = figures.all_figures(history, verdict.judged)
     latest = history.latest
     sections: list[tuple[str, list[Block]]] = [
@@ -43,7 +43,7 @@ def run_page(history: History, verdict: BottleneckReport) -> Page:
         ]
     sections += [
         ("Checkpoints", _unless_empty(tables.saves_table(history))),
-        ("Starts and restarts", _unless_empty(tables.attempts_table(history, verdict))),
+        ("Attempts", _unless_empty(tables.attempts_table(history, verdict))),
     ]
     if latest is not None:
         sections += [
@@ -62,7 +62,7 @@ def run_page(history: History, verdict: BottleneckReport) -> Page:
 def _findings(history: History, verdict: BottleneckReport) -> list[Block]:
     found: list[Block] = [Text(text=each.text, advice=each.advice) for each in verdict.findings]
     if verdict.judged and not found:
-        found.append(Text(text="Nothing stands out: no rank is slower than the others in any part."))
+        found.append(Text(text="No problem found: no rank is slower than the others in any part."))
     if history.skipped:
         found.append(Text(text=tables.describe_unreadable(history)))
     return found
@@ -75,8 +75,8 @@ def _warm_up(verdict: BottleneckReport) -> list[Block]:
     first = "The first step" if one.warm_up == 1 else f"The first {one.warm_up} steps"
     return [
         Text(
-            text=f"{first} of the last start took {duration(one.warm_up_seconds)} (compilation, "
-            "checks, caches that fill) and count in nothing below."
+            text=f"{first} of the last attempt took {duration(one.warm_up_seconds)} (compilation, "
+            "checks, cold caches), not included below."
         )
     ]
 
@@ -87,7 +87,7 @@ def _speed(verdict: BottleneckReport) -> list[Block]:
 
 
 def _unless_empty(table: Table) -> list[Block]:
-    """A table without the columns in which nothing stands; none if it has no row."""
+    """Return a table without its empty columns; nothing if it has no row."""
     kept = [place for place in range(len(table.head)) if any(row[place] for row in table.rows)]
     rows = [[row[place] for place in kept] for row in table.rows]
     return [replace(table, head=[table.head[place] for place in kept], rows=rows)] if rows else []

@@ -24,13 +24,13 @@ from shoal.util.grouping import group_by
 from shoal.util.units import age, bandwidth, duration, percent, size
 
 MOST = 64
-"""Rows of a table of ranks; of more ranks the slowest are shown."""
+"""Maximum number of rows of a table of ranks; of more ranks the slowest are shown."""
 _VERSIONS = ("shoal", "torch", "python", "device", "device_name", "launcher")
 _SETTINGS = ("layout", "strategy", "precision", "parameters", "batch_size", "epoch_size")
 
 
 def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, str]]:
-    """The few numbers that people look for first."""
+    """Return the key numbers at the top of the page."""
     latest = history.latest
     if latest is None:
         return []
@@ -43,7 +43,7 @@ def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, st
     found.append(("ranks", f"{latest.size}{on}"))
     if verdict.judged:
         rate = compute_rates(verdict.judged[-1].attempt, verdict.judged[-1].profile)
-        found.append(("time of a step", duration(rate.step)))
+        found.append(("step time", duration(rate.step)))
         found.append(("samples per second", f"{rate.samples:,.4g}"))
         if rate.counted is not None and abs(rate.counted - rate.samples) > 1e-3 * rate.samples:
             found.append(("counted per second", f"{rate.counted:,.4g}"))
@@ -51,12 +51,12 @@ def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, st
             found.append(("MFU", f"{percent(rate.mfu)} of {rate.peak / 1e12:.3g} TFLOP/s"))
     memory = peak_memory(latest)
     if memory > 0:
-        found.append(("memory at most", size(int(memory))))
+        found.append(("peak memory", size(int(memory))))
     joules = sum(
         _largest(rows.all["energy"]) for one in history.attempts for rows in one.usage.values()
     )
     if joules > 0:
-        found.append(("energy of the devices", f"{joules / 3.6e6:.3g} kWh"))
+        found.append(("device energy", f"{joules / 3.6e6:.3g} kWh"))
     began = min(attempt.began for attempt in history.attempts)
     if began > 0:
         found.append(("since the first start", age(latest.seen - began)))
@@ -66,7 +66,7 @@ def key_facts(history: History, verdict: BottleneckReport) -> list[tuple[str, st
 
 
 def peak_memory(attempt: Attempt) -> float:
-    """Bytes: of a device where there is one, else of a process; the largest of all ranks."""
+    """Return the largest peak of all ranks in bytes: of devices, or of processes without devices."""
     found = (rows.all for rows in attempt.usage.values())
     return max((_device_memory(rows) or _largest(rows["rss"]) for rows in found), default=0.0)
 
@@ -81,7 +81,7 @@ def _largest(values: Any) -> float:
 
 
 def parts_table(one: Judged) -> Table:
-    """What a step is spent on: over all ranks, and at which rank least and most."""
+    """Return the time of a step by part: over all ranks, and on the ranks with least and most."""
     found = one.profile
     means = found.average(found.mean)
     wall = float(found.average(found.wall).mean())
@@ -99,7 +99,7 @@ def parts_table(one: Judged) -> Table:
                 f"{duration(float(values[most]))} (rank {found.ranks[most]})",
             ]
         )
-    rows.append(["all of it", duration(wall), "100 %", "", ""])
+    rows.append(["total", duration(wall), "100 %", "", ""])
     return Table(
         caption=f"A step, {_steps(one)}, mean of {len(found.ranks)} ranks",
         head=["part", "time", "share", "least", "most"],
@@ -114,7 +114,7 @@ def _steps(one: Judged) -> str:
 
 
 def ranks_to_show(one: Judged, most: int = MOST) -> list[int]:
-    """The ranks to show, in order: all, or those that waited least for others."""
+    """Return the ranks to show, in order: all, or those that waited least for others."""
     found = one.profile
     if len(found.ranks) <= most:
         return list(found.ranks)
@@ -123,10 +123,10 @@ def ranks_to_show(one: Judged, most: int = MOST) -> list[int]:
 
 
 def rank_table(one: Judged, most: int = MOST) -> Table:
-    """What a step is spent on, rank by rank, in milliseconds."""
+    """Return the time of a step by rank and part, in milliseconds."""
     there = [part for part in SHOWN if one.profile.mean[SHOWN.index(part)].max() > 0]
     shown = ranks_to_show(one, most)
-    caption = "Milliseconds of a step, by rank"
+    caption = "Milliseconds per step, by rank"
     if len(shown) < len(one.profile.ranks):
         caption += f": the {len(shown)} of {len(one.profile.ranks)} that waited least for others"
     rows = []
@@ -145,7 +145,7 @@ def rank_table(one: Judged, most: int = MOST) -> Table:
 
 
 def main_parts_table(one: Judged, most: int) -> Table:
-    """The same in few columns, for narrow screens."""
+    """Return the same in few columns, for narrow screens."""
     groups = {
         "computing": ("forward", "backward", "update"),
         "comm.": ("communication",),
@@ -161,7 +161,7 @@ def main_parts_table(one: Judged, most: int) -> Table:
         sums = [sum(times[part] for part in parts) for parts in groups.values()]
         rows.append([str(rank), one.attempt.host(rank) or "", *(f"{1e3 * each:.3g}" for each in sums)])
     return Table(
-        caption=f"Milliseconds of a step, by rank{of}",
+        caption=f"Milliseconds per step, by rank{of}",
         head=["rank", "host", *groups],
         rows=rows,
         right=["rank", *groups],
@@ -169,13 +169,13 @@ def main_parts_table(one: Judged, most: int) -> Table:
 
 
 def describe_unreadable(history: History) -> str:
-    """How many lines say nothing."""
+    """Return a sentence with the number of unreadable lines."""
     lines = "1 line" if history.skipped == 1 else f"{history.skipped:,} lines"
-    return f"{lines} of the events can't be read, as after a kill, and were passed over."
+    return f"{lines} of the events could not be read, as after a kill, and were skipped."
 
 
 def stragglers_table(verdict: BottleneckReport) -> Table:
-    """Who was slower than the others: in what, since when, by how much, and what that cost."""
+    """Return the ranks that were slower than the others: part, steps, excess and cost."""
     wall = {
         one.attempt.began: float(one.profile.average(one.profile.wall).mean()) for one in verdict.judged
     }
@@ -193,7 +193,7 @@ def stragglers_table(verdict: BottleneckReport) -> Table:
         for each in verdict.stragglers
     ]
     return Table(
-        caption="Ranks that are slower than the others, and what that costs all of them",
+        caption="Ranks that are slower than the others, and their cost to all ranks",
         head=["rank", "host", "part", "since step", "until step", "others", "this one", "cost"],
         rows=rows,
         right=["rank", "since step", "until step", "others", "this one", "cost"],
@@ -201,7 +201,7 @@ def stragglers_table(verdict: BottleneckReport) -> Table:
 
 
 def collectives_table(attempt: Attempt) -> Table:
-    """What was sent: the sums of all ranks by kind, group and backend; bandwidths of the slowest."""
+    """Return the traffic: sums of all ranks by kind, group and backend; bandwidths of the slowest."""
     rows = []
     for key, found in sorted(group_by(attempt.traffic.items(), lambda item: item[0][1]).items()):
         kind, group, ranks, backend = key
@@ -222,7 +222,7 @@ def collectives_table(attempt: Attempt) -> Table:
         )
     bandwidths = ["algorithm", "bus"]
     return Table(
-        caption="Collectives of a rank: mean of all ranks; bandwidth of the rank that came last",
+        caption="Collectives per rank: mean of all ranks; bandwidth of the rank that came last",
         head=["kind", "group", "ranks", "backend", "calls", "bytes", "time", *bandwidths, "times are"],
         rows=rows,
         right=["ranks", "calls", "bytes", "time", *bandwidths],
@@ -230,7 +230,7 @@ def collectives_table(attempt: Attempt) -> Table:
 
 
 def usage_table(attempt: Attempt) -> Table:
-    """Memory, power and cores of each rank."""
+    """Return memory, power and cores of each rank."""
     rows = []
     for rank, held in sorted(attempt.usage.items())[:MOST]:
         seen = held.all
@@ -248,7 +248,7 @@ def usage_table(attempt: Attempt) -> Table:
         )
     head = ["rank", "host", "process", "device", "power", "energy", "device in use", "cores in use"]
     return Table(
-        caption="Most memory; mean power and use", head=head, rows=rows, right=["rank", *head[2:]]
+        caption="Peak memory; mean power and use", head=head, rows=rows, right=["rank", *head[2:]]
     )
 
 
@@ -262,7 +262,7 @@ def _mean(values: Any, form: str) -> str:
 
 
 def saves_table(history: History) -> Table:
-    """The saves of all attempts: what they kept waiting, and how long they took."""
+    """Return the saves of all attempts: the time that they blocked training, and their duration."""
     rows = [
         [
             f"{each.step:,}",
@@ -277,14 +277,14 @@ def saves_table(history: History) -> Table:
     ]
     return Table(
         caption="Saves" if len(rows) <= MOST else f"The last {MOST} of {len(rows):,} saves",
-        head=["step", "training waited", "took", "longest at", "bytes", "outcome"],
+        head=["step", "training blocked", "took", "longest at", "bytes", "outcome"],
         rows=rows[-MOST:],
-        right=["step", "training waited", "took", "bytes"],
+        right=["step", "training blocked", "took", "bytes"],
     )
 
 
 def attempts_table(history: History, verdict: BottleneckReport) -> Table:
-    """The attempts: when, on what, from where to where, how each ended."""
+    """Return the attempts: start, ranks, steps and end of each."""
     judged = {one.attempt.began: one for one in verdict.judged}
     rows = []
     for attempt, last in last_kept_steps(history):
@@ -301,15 +301,15 @@ def attempts_table(history: History, verdict: BottleneckReport) -> Table:
             ]
         )
     return Table(
-        caption="Starts of the run",
-        head=["began", "ranks", "steps", "done again", "warm-up", "end"],
+        caption="Attempts of the run",
+        head=["began", "ranks", "steps", "repeated", "warm-up", "end"],
         rows=rows,
-        right=["ranks", "steps", "done again", "warm-up"],
+        right=["ranks", "steps", "repeated", "warm-up"],
     )
 
 
 def describe_speed(one: Judged) -> str:
-    """What the devices compute, of what they could, and how that is known; nothing if it is not."""
+    """Return the FLOPS of each rank and the fraction of the peak; empty if unknown."""
     rate = compute_rates(one.attempt, one.profile)
     if rate.flops is None:
         return ""
@@ -327,22 +327,22 @@ def _when(seconds: float) -> str:
 
 
 def placement_table(attempt: Attempt) -> Table:
-    """Where each rank of the last attempt runs, and with what."""
+    """Return the host, device and versions of each rank of the last attempt."""
     rows = []
     for rank in attempt.ranks[:1024]:
         start = attempt.starts.get(rank, {})
         said = (start.get(name, "") for name in ("device", "device_name", "cores", "pid", "torch"))
         rows.append([str(rank), attempt.host(rank) or "", *(_cut(str(each)) for each in said)])
-    head = ["rank", "host", "device", "name of it", "cores", "process", "torch"]
+    head = ["rank", "host", "device", "device name", "cores", "process", "torch"]
     return Table(caption="Ranks and hosts", head=head, rows=rows, right=["rank", "cores", "process"])
 
 
 def settings_table(attempt: Attempt) -> Table:
-    """Versions and configuration, as the first rank has recorded them."""
+    """Return versions and configuration, as the first rank has recorded them."""
     start: Mapping[str, Any] = next(iter(attempt.starts.values()), {})
     rows = [[name, _plain(start[name])] for name in (*_SETTINGS, *_VERSIONS) if name in start]
     rows += [[f"config {name}", text] for name, text in _flat(start.get("config"))]
-    return Table(caption="Configuration and versions", head=["what", "value"], rows=rows)
+    return Table(caption="Configuration and versions", head=["name", "value"], rows=rows)
 
 
 def _flat(tree: object, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -365,5 +365,5 @@ def _cut(text: str, most: int = 500) -> str:
 
 
 def round_values(values: Sequence[float] | Any) -> list[str]:
-    """Numbers for tables of figures."""
+    """Return numbers formatted for tables of figures."""
     return [f"{value:.6g}" for value in values]

@@ -1,4 +1,4 @@
-"""A report for terminals: the verdict, what stands out, and the main tables."""
+"""A report for terminals: the verdict, the findings, and the main tables."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.report.run_page import tables
 from shoal.util.tables import print_line, print_pairs, print_rows
 
 MOST = 16
-"""Ranks that are listed; of more the slowest are."""
+"""Maximum number of ranks that are listed; of more ranks the slowest are."""
 
 
 def print_report(console: Console, history: History, verdict: BottleneckReport) -> None:
-    """Print it."""
+    """Print the report."""
     print_line(console, verdict.sentence, "")
     for each in verdict.findings:
         print_line(console, each.text, f"    {each.advice}")

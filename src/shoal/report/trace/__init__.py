@@ -1,1 +1,1 @@
-"""One timeline of all ranks, for Perfetto and Chrome: recorded, aligned and merged."""
+"""One timeline of all ranks for Perfetto and Chrome: recorded, aligned and merged."""

@@ -1,7 +1,7 @@
-"""A timeline of steps that nobody recorded: from the parts of each step that the events have.
+"""A timeline of steps without a profiler record, from the parts of each step in the events.
 
-Coarse: of a step it has the length of each part and not where it lay, so that parts are drawn one
-after the other.
+It is coarse: the events have the length of each part of a step but not its position, so the parts are
+drawn one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARTS_TRACK = 1
 
 
 class StepSpan(NamedTuple):
-    """One step of one rank: when it ended, by the rank's clock, and its parts; in seconds."""
+    """One step of one rank: its end by the rank's clock, and its parts, in seconds."""
 
     end: float
     wall: float
@@ -29,9 +29,9 @@ class StepSpan(NamedTuple):
 
 
 class RankSteps(NamedTuple):
-    """What a rank's events say of its newest attempt at each step.
+    """The steps of a rank, each from its newest attempt, in the rank's events.
 
-    Its last start is at step `at`, and `over` if it has said that it ended.
+    `at` is the step of its last start. `over` is set if it has recorded its end.
     """
 
     host: str
@@ -41,12 +41,12 @@ class RankSteps(NamedTuple):
 
 
 def read_rank_steps(run: Path) -> dict[int, RankSteps]:
-    """Return the steps in a run's events, by rank; those of several Steps in one tick are one."""
+    """Return the steps in a run's events, by rank; several Steps in one tick are combined."""
     return {rank: _rank(path) for rank, path in paths_in(run).items()}
 
 
 def write_coarse_trace(run: str | Path, first: int, last: int) -> Path:
-    """Draw these steps from the events; the file that came of it. CheckpointError without any.
+    """Draw these steps from the events, and return the file. Raises CheckpointError without any.
 
     Clocks are aligned by the ends of steps, at which ranks have just waited for each other.
     """
@@ -56,17 +56,17 @@ def write_coarse_trace(run: str | Path, first: int, last: int) -> Path:
     ends = {rank: steps for rank, steps in inside.items() if steps}
     if not ends:
         raise CheckpointError(
-            given=f"a timeline of the steps {window} in {run}",
-            found=f"no such steps in its events; it is at step {current_step(ranks)[0]:,}",
+            given=f"a timeline of steps {window} in {run}",
+            found=f"no such steps in its events; the run is at step {current_step(ranks)[0]:,}",
             fix=f"shoal report {run} --trace A:B with steps that have been taken",
         )
     return write_trace(Path(run) / FOLDER, window, _events(ranks, ends))
 
 
 def current_step(ranks: Mapping[int, RankSteps]) -> tuple[int, bool]:
-    """Where the run is: at which step, 0 before the first, and whether it is over.
+    """Return the current step of the run, 0 before the first, and whether the run has ended.
 
-    The lowest rank tells it: of others there may be files of an earlier start alone, on more ranks.
+    The lowest rank decides: other ranks may have files only of an earlier attempt with more ranks.
     """
     return next(((rank.at, rank.over) for rank in ranks.values()), (0, False))
 
@@ -88,11 +88,11 @@ def _events(
     for rank, steps in inside.items():
         zero = begin + late[rank]
         yield from rank_track_names(rank, ranks[rank].host)
-        yield metadata_event("thread_name", rank, PARTS_TRACK, name="parts, in no known order")
+        yield metadata_event("thread_name", rank, PARTS_TRACK, name="parts, order unknown")
         last = 0.0
         for number, taken in steps.items():
             at, end = taken.end - taken.wall - zero, taken.end - zero
-            if at < last < end:  # times are rounded, and viewers draw wrongly what overlaps
+            if at < last < end:  # times are rounded, and viewers draw overlaps wrongly
                 at = last
             last = end
             yield _range(f"step {number}", rank, STEPS_TRACK, at, end)
@@ -123,7 +123,7 @@ def _rank(path: Path) -> RankSteps:
             over = True
         elif event["event"] == "step":
             taken = _taken(event)
-            # Of several Steps in a tick the first has its time.
+            # Of several Steps in a tick, only the first has the time.
             if taken is not None and taken.wall > 0:
                 at = event["step"]
                 steps[at] = taken
@@ -131,13 +131,13 @@ def _rank(path: Path) -> RankSteps:
 
 
 def _taken(event: Mapping[str, Any]) -> StepSpan | None:
-    """A step's line, unless it does not hold what such lines hold."""
+    """Return the step of a line, or None if the line lacks the fields of a step."""
     parts = {part: event[part] for part in PARTS[1:] if event.get(part)}
     numbers = [event.get("t"), event.get("wall", 0.0), *parts.values()]
-    # Viewers take neither NaN nor times below zero.
+    # Viewers accept neither NaN nor negative times.
     if type(event.get("step")) is not int or not all(
         type(n) in (int, float) and 0 <= n < 1e15 for n in numbers
     ):
         return None
-    # The older format has no wall time, nor all parts.
+    # The older format lacks wall time and some parts.
     return StepSpan(event["t"], event.get("wall", sum(parts.values())), parts)

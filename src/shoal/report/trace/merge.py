@@ -1,7 +1,7 @@
-"""The records of all ranks as one timeline in Chrome's trace format, which Perfetto reads too.
+"""The records of all ranks as one timeline in Chrome's trace format, which Perfetto also reads.
 
-Times of all ranks become those of rank 0's clock: what the profiler wrote goes to the rank's own clock
-by the steps that both have noted, and on to rank 0's by the offsets that were measured in the window.
+The times of all ranks are converted to rank 0's clock: profiler times to the rank's own clock by the
+steps that both have recorded, and those to rank 0's clock by the offsets measured in the window.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from shoal.util.text import printable
 
 Event = dict[str, Any]
 STEPS_TRACK = 0
-"""The first line of each rank: its steps, as ranges."""
+"""The first track of each rank: its steps, as ranges."""
 _FLOWS = "stf"
 _MARGIN = 1e5
-"""Before the first rank's first step, in µs: the others begin within less of it."""
+"""Time before the first rank's first step, in µs: the others begin within less than it."""
 
 
 @dataclass
 class RankTrace:
-    """What one rank recorded: the profiler's events, and what brings their times to rank 0's clock."""
+    """The record of one rank: the profiler's events, and the conversion to rank 0's clock."""
 
     rank: int
     host: str
     events: list[Event]
     begins: dict[int, float]
-    """When steps began, by this rank's own clock, in µs."""
+    """Start times of steps, by this rank's own clock, in µs."""
     shift: float
-    """To be added to the profiler's µs for that clock."""
+    """The offset to add to the profiler's µs for that clock."""
     offsets: list[Offset]
     tracks: dict[tuple[Any, Any], int] = field(default_factory=dict)
 
     def time(self, own: float) -> float:
-        """A time of this rank's by rank 0's clock; both in µs."""
+        """Convert a time of this rank to rank 0's clock; both in µs."""
         return own + offset_at(self.offsets, own * 1e3) / 1e3
 
     def align(self, begins: Mapping[int, float]) -> None:
-        """Where no offsets were measured, let steps begin together, as others began them."""
+        """If no offsets were measured, align the starts of steps with those of others."""
         late = [begins[n] - own for n, own in self.begins.items() if n in begins]
         self.offsets = [Offset(0, round(median(late) * 1e3) if late else 0, 0)]
 
 
 def merge_traces(run: str | Path, first: int, last: int) -> Path:
-    """Merge what the ranks have recorded of these steps; the file that came of it.
+    """Merge the ranks' records of these steps, and return the file.
 
-    Raises CheckpointError where nothing is recorded, or a record is damaged.
+    Raises CheckpointError if there is no record, or one is damaged.
     """
     window = Window(first, last)
     folder = Path(run) / FOLDER
     paths = sorted(folder.glob(trace_path(folder, "*", window).name))
     if not paths:
         raise CheckpointError(
-            given=f"a timeline of the steps {window} in {run}",
+            given=f"a timeline of steps {window} in {run}",
             found="no rank has recorded them",
-            fix=f"shoal.Run(…, profile=({first}, {last})), or see what is there: ls {folder}",
+            fix=f"shoal.Run(…, profile=({first}, {last})), or see which records exist: ls {folder}",
         )
     return write_trace(folder, window, _merged(paths))
 
 
 def write_trace(folder: Path, window: Window, events: Iterable[Event]) -> Path:
-    """Write events as a trace; one after the other, since there may be millions."""
+    """Write events as a trace, one by one, since there may be millions."""
     folder.mkdir(exist_ok=True)
     path = folder / f"steps-{window.first}-{window.last}.json.gz"
-    part = path.with_name(f"part-{os.getpid()}-{path.name}")  # two may ask at once
+    part = path.with_name(f"part-{os.getpid()}-{path.name}")  # two processes may write it at once
     with gzip.open(part, "wt", encoding="utf-8", compresslevel=5) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for number, event in enumerate(events):
@@ -83,7 +83,7 @@ def write_trace(folder: Path, window: Window, events: Iterable[Event]) -> Path:
 
 
 def rank_track_names(rank: int, host: str) -> list[Event]:
-    """What makes a rank a process of the timeline, with a line for its steps."""
+    """Return the events that make a rank a process of the timeline, with a track for its steps."""
     name = f"rank {rank} on {printable(host)}" if host else f"rank {rank}"
     return [
         metadata_event("process_name", rank, STEPS_TRACK, name=name),
@@ -94,20 +94,20 @@ def rank_track_names(rank: int, host: str) -> list[Event]:
 
 
 def metadata_event(kind: str, rank: int, track: int, **what: str | int) -> Event:
-    """Return the event that says something about a process or a track of the timeline."""
+    """Return an event that sets a property of a process or a track of the timeline."""
     return {"ph": "M", "name": kind, "pid": rank, "tid": track, "ts": 0, "args": what}
 
 
 def _merged(paths: list[Path]) -> Iterator[Event]:
     reference: dict[int, float] = {}
-    for path in paths:  # one at a time: each may fill much of the memory
+    for path in paths:  # one at a time: each may take much memory
         record = read_rank_trace(path)
         if record.offsets:
             sure = max(offset.uncertainty for offset in record.offsets)
             label = f"clock within {sure / 1e3:.0f} µs of rank 0's"
         else:
             record.align(reference)
-            label = "clock unknown: steps are drawn as if they began with those of others"
+            label = "clock unknown: steps are aligned with those of other ranks"
         reference = reference or {n: record.time(own) for n, own in record.begins.items()}
         zero = min(reference.values()) - _MARGIN
         yield from rank_track_names(record.rank, record.host)
@@ -115,17 +115,17 @@ def _merged(paths: list[Path]) -> Iterator[Event]:
         begun = min(record.begins.values())
         for event in record.events:
             own = event["ts"] + record.shift
-            if event["ph"] != "M" and own >= begun - 1:  # what came before is the record's own start
+            if event["ph"] != "M" and own >= begun - 1:  # earlier events are the start of the profiler
                 yield _placed(record, event, own, zero, len(paths))
         yield from _tracks(record)
 
 
 def _placed(record: RankTrace, event: Event, own: float, zero: float, ranks: int) -> Event:
-    """An event of the profiler's, of a time `own` by the rank's clock, as one of the timeline."""
+    """Return a profiler event, at time `own` by the rank's clock, as an event of the timeline."""
     begin = round(record.time(own) - zero, 3)
     placed: Event = event | {"pid": record.rank, "ts": begin}
     if isinstance(event.get("dur"), int | float):
-        # By its end: rounded by itself it would reach into the next one.
+        # By its end: with a rounded duration it would overlap the next one.
         end = round(record.time(own + event["dur"]) - zero, 3)
         placed["dur"] = round(end - begin, 3)
     if event["name"].startswith(MARK) and event.get("cat") == "user_annotation":
@@ -133,12 +133,12 @@ def _placed(record: RankTrace, event: Event, own: float, zero: float, ranks: int
     key = event["pid"], event["tid"]
     placed["tid"] = record.tracks.setdefault(key, len(record.tracks) + 1)
     if event["ph"] in _FLOWS and isinstance(event.get("id"), int):
-        placed["id"] = event["id"] * ranks + record.rank  # arrows begin and end on one rank
+        placed["id"] = event["id"] * ranks + record.rank  # arrows begin and end on the same rank
     return placed
 
 
 def _tracks(record: RankTrace) -> Iterator[Event]:
-    """The names of the lines: threads and streams, as the profiler has them."""
+    """Yield the names of the tracks: threads and streams, as the profiler has them."""
     names = {
         (event["pid"], event["tid"]): str(event["args"]["name"])
         for event in record.events
@@ -151,7 +151,7 @@ def _tracks(record: RankTrace) -> Iterator[Event]:
 
 
 def read_rank_trace(path: Path) -> RankTrace:
-    """A rank's record; CheckpointError where it is none."""
+    """Return the record of a rank; raise CheckpointError if the file is not one."""
     try:
         with gzip.open(path, "rb") as file:
             whole = json.load(file)
@@ -171,13 +171,13 @@ def read_rank_trace(path: Path) -> RankTrace:
     except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             given=str(path),
-            found=f"no record of a rank: {type(error).__name__}: {error}",
-            fix="remove it, and ask for these steps again in the next run",
+            found=f"not a record of a rank: {type(error).__name__}: {error}",
+            fix="remove it, and request these steps again in the next run",
         ) from None
 
 
 def _is_event(event: object) -> bool:
-    """Whether it is one of a thread or a stream; others say of the profiler itself when it ran."""
+    """Return whether it belongs to a thread or a stream; others describe the profiler itself."""
     match event:
         case {"ph": str(), "name": str(), "pid": int(), "tid": int(), "ts": int() | float()}:
             return True
@@ -185,7 +185,7 @@ def _is_event(event: object) -> bool:
 
 
 def _shift(events: Iterable[Mapping[str, Any]], begins: Mapping[int, float]) -> float:
-    """What leads from the profiler's clock to the rank's, by the steps that both have noted."""
+    """Return the offset from the profiler's clock to the rank's, by the steps that both recorded."""
     noted = [
         begins[number] - event["ts"]
         for event in events
@@ -194,5 +194,5 @@ def _shift(events: Iterable[Mapping[str, Any]], begins: Mapping[int, float]) -> 
     ]
     if not noted:
         raise ValueError("it has no step in it")
-    # A step's time is noted before its mark is made, and between the two a rank may have had to wait.
+    # A step's time is taken before its mark is made; in between a rank may have had to wait.
     return float(max(noted))

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree to record, when somebody asks it while it is under way."""
+"""The agreement of the ranks to record a window of steps on request, while the run is active."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PATIENCE = timedelta(seconds=60)
 
 
 class Requests:
-    """What the ranks of a run agree to record, though each sees a request at a time of its own.
+    """The windows that the ranks agree to record, although each sees a request at another time.
 
-    A thread of each rank looks for one, and says that it is ready if its steps have not come to the
-    window yet; rank 0 first, since the others will wait for its word. At the step before the window
-    rank 0 knows whether all are ready, and decides.
+    A thread of each rank looks for a request, and reports that the rank is ready if its steps have not
+    reached the window yet. Rank 0 does so first, since the others wait for its decision. At the step
+    before the window, rank 0 knows whether all are ready, and decides.
     """
 
     def __init__(self, folder: Path, *, store: Store | None, rank: int, size: int) -> None:
@@ -31,16 +31,16 @@ class Requests:
         self._seen = ""
 
     def look(self) -> None:
-        """Look for a request; called by a thread, now and then."""
+        """Look for a request; a thread calls it periodically."""
         wish = read_request(self._folder)
         if wish is None or wish.name == self._seen:
             return
         store = self._store
         if store is not None and self._rank and not store.check([f"{wish.name}/ready"]):
             return
-        with self._lock:  # the main thread may not pass the beginning in between
+        with self._lock:  # the main thread must not pass the beginning in between
             if self._wish is not None:
-                return  # one after the other
+                return  # one window at a time
             late = self._done >= wish.window.first - 1
             self._seen = wish.name
             self._wish = None if late else wish
@@ -51,7 +51,7 @@ class Requests:
             store.add(f"{wish.name}/ready", 1)
 
     def due(self, step: int) -> tuple[Window, bool] | None:
-        """After each step: a window that begins now, and whether all ranks are ready to record it."""
+        """Return a window that begins after this step, and whether all ranks are ready to record it."""
         with self._lock:
             self._done, wish = step, self._wish
             if wish is None or step < wish.window.first - 1:

@@ -1,4 +1,4 @@
-"""Which steps are to be recorded, and where; the request that somebody leaves to a run under way."""
+"""The window of steps to record, the paths of its files, and the request in the run directory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shoal.util.errors import StepError
 FOLDER = "traces"
 FORMAT = 1
 MARK = "shoal step "
-"""How the profiler's record names a step; then comes its number."""
+"""Prefix of a step in the profiler's record; the number follows."""
 MOST = 1000
-"""Steps that may be recorded at a time: each takes some hundred kB of memory until the last is over."""
+"""Maximum number of steps of a window: each takes some hundred kB of memory until the last is over."""
 _REQUEST = "request.json"
 
 
@@ -31,56 +31,56 @@ class Window(NamedTuple):
 
 
 def parse_window(text: str, call: str) -> Window:
-    """Read "first:last"; StepError where that is none. `call` is what somebody typed."""
+    """Read "first:last"; raise StepError if it is not a window. `call` is the user's command."""
     found = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", text)
     if found is None:
         raise StepError(
             given=call,
-            found=f"{text!r} is not the numbers of a first and a last step",
+            found=f"{text!r} is not the number of a first and a last step",
             fix="100:105, for the steps from 100 to 105",
         )
     return check_window((int(found[1]), int(found[2])), call)
 
 
 def check_window(steps: object, call: str) -> Window:
-    """A window of steps that can be recorded, else StepError."""
+    """Return a window of steps that can be recorded; raise StepError for others."""
     match steps:
         case (int(first), int(last)) if 2 <= first <= last:
             return Window(first, last)
     raise StepError(
         given=call,
-        found="steps are recorded from the second one on, and from a first to a last one: the first "
-        "step prepares, and its times say nothing of those after it",
+        found="a window has a first and a last step, from step 2 on: step 1 prepares, and its times "
+        "differ from those of later steps",
         fix="profile=(100, 105), for the steps from 100 to 105",
     )
 
 
 def check_length(window: Window, call: str) -> Window:
-    """A window that is not too long to be recorded, else StepError."""
+    """Return a window if it is not too long to be recorded, else raise StepError."""
     if window.last - window.first < MOST:
         return window
     raise StepError(
         given=call,
-        found=f"{window.last - window.first + 1:,} steps, and {MOST:,} are the most: what is recorded "
-        "stays in memory until the last is over",
+        found=f"{window.last - window.first + 1:,} steps, and the maximum is {MOST:,}: the record "
+        "stays in memory until the last step is over",
         fix=f"a few are enough: {window.first}:{window.first + 5}",
     )
 
 
 def trace_path(folder: Path, rank: int | str, window: Window) -> Path:
-    """Where a rank's record of a window is."""
+    """Return the path of a rank's record of a window."""
     return folder / f"rank-{rank}-{window.first}-{window.last}.json.gz"
 
 
 class WindowRequest(NamedTuple):
-    """A wish for a window, with a name of its own."""
+    """A request for a window, with a unique name."""
 
     name: str
     window: Window
 
 
 def write_request(run: Path, wanted: Window) -> None:
-    """Leave a request in a run's directory, in the place of one for other steps."""
+    """Write a request into a run's directory; it replaces an earlier one for other steps."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     there = read_request(folder)
@@ -93,7 +93,7 @@ def write_request(run: Path, wanted: Window) -> None:
 
 
 def read_request(folder: Path) -> WindowRequest | None:
-    """The request in a folder of traces, if there is one that can be read."""
+    """Return the request in a folder of traces, if there is one that can be read."""
     try:
         found = json.loads((folder / _REQUEST).read_bytes())
         name, steps = found["name"], (found["first"], found["last"])
@@ -104,6 +104,6 @@ def read_request(folder: Path) -> WindowRequest | None:
 
 
 def remove_request(folder: Path, done: WindowRequest) -> None:
-    """Remove a request, unless another one has taken its place."""
+    """Remove a request, unless another one has replaced it."""
     if read_request(folder) in (None, done):
         (folder / _REQUEST).unlink(missing_ok=True)

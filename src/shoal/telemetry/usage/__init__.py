@@ -1,4 +1,4 @@
-"""What a rank uses: memory, power, cores, and how much of what its device could compute.
+"""The resources that a rank uses: memory, power, cores, and the fraction of its device's FLOPS.
 
-One thread of each rank looks now and then; nothing is spent in a step.
+One thread of each rank samples them periodically, so a step spends no time on it.
 """

@@ -1,8 +1,8 @@
-"""How many floating-point operations a step takes, by the formulas of torch's FlopCounterMode.
+"""The number of floating-point operations of a step, by the formulas of torch's FlopCounterMode.
 
-Counted in one real step, whose operations pass by a dispatch mode on their way: nothing is computed
-for it, so neither gradients nor buffers nor random states can differ. torch's own mode also hangs hooks
-into every module and the graph, and lets an operation that its formula does not fit fail the step.
+They are counted in one real step, whose operations pass through a dispatch mode. Nothing is computed
+for it, so neither gradients nor buffers nor random states can differ. torch's own mode also adds hooks
+to every module and the graph, and an operation that its formula does not fit makes the step fail.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shoal._torch.dispatch import UncompiledMode, overloads_of
 
 
 class Counting:
-    """Counts what is computed inside of it; entered once, by the step that is counted.
+    """A counter of the operations inside a context, entered once, by the step to be counted.
 
-    `flops` are None before that, and where an operation could not be counted.
+    `flops` is None before that, and if an operation could not be counted.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Counting:
 
 
 class _FlopMode(UncompiledMode):
-    """Below autograd, where composite operations have been taken apart."""
+    """A mode below autograd, where composite operations are already decomposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +55,6 @@ class _FlopMode(UncompiledMode):
         if formula is not None:
             try:
                 self.flops += int(formula(*args, **named, out_val=out))
-            except Exception as error:  # the step itself is none of the formula's business
+            except Exception as error:  # an error in a formula must not fail the step
                 self.failed = f"{func}: {type(error).__name__}: {error}"
         return out

@@ -11,10 +11,10 @@ import torch
 
 
 class Usage:
-    """What this process uses, as the fields of an event; what can't be known is left out.
+    """The resources that this process uses, as the fields of an event; unknown ones are left out.
 
-    Power, energy and utilization are the GPU's, as NVML tells them (`pip install 'shoal[gpu]'`): of all
-    that runs there, and since the start of this.
+    Power, energy and utilization are the GPU's, from NVML (`pip install 'shoal[gpu]'`). They include
+    all processes on the GPU, since the start of this one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class Usage:
         self._looked, self._busy = time.perf_counter(), self._cpu_seconds()
 
     def fields(self) -> dict[str, Any]:
-        """Bytes, watts, joules; `cpu` is how many cores were busy with this since the last call."""
+        """Return bytes, watts, joules; `cpu` is the number of busy cores since the last call."""
         now, busy = time.perf_counter(), self._cpu_seconds()
         fields: dict[str, Any] = {
             "rss": self._process.memory_info().rss,
@@ -44,7 +44,7 @@ class Usage:
 
 
 class Meter:
-    """What NVML tells of a GPU; a GPU that does not tell one thing may tell another."""
+    """NVML's values for a GPU; a GPU may lack some of them."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml = nvml
@@ -53,10 +53,10 @@ class Meter:
 
     @classmethod
     def of(cls, device: torch.device) -> Meter | None:
-        """The meter of a GPU; None on the CPU, and where NVML or the GPU in it can't be found."""
+        """Return the meter of a GPU; None on the CPU, and if NVML or the GPU in it can't be found."""
         if device.type != "cuda":
             return None
-        with suppress(Exception):  # of the import, of NVML's many kinds, or an AMD GPU
+        with suppress(Exception):  # from the import, from NVML's many errors, or for an AMD GPU
             import pynvml
 
             pynvml.nvmlInit()
@@ -65,7 +65,7 @@ class Meter:
         return None
 
     def fields(self) -> dict[str, Any]:
-        """Watts, joules since the start of this, and how busy the GPU is between 0 and 1."""
+        """Return watts, joules since the start of this, and the GPU's utilization between 0 and 1."""
         fields: dict[str, Any] = {}
         power = self._ask("nvmlDeviceGetPowerUsage")
         if power is not None:

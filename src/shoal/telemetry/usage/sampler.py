@@ -1,4 +1,4 @@
-"""The thread that looks at a rank from the side, now and then, and never costs more than its share."""
+"""A thread that samples a rank periodically, within a limited fraction of the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 _KEPT = 1000
-"""Notes that nobody takes; the oldest are dropped."""
+"""Maximum number of notes that are kept; the oldest are dropped."""
 _JOIN_SECONDS = 5.0
 
 Note = tuple[str, dict[str, Any]]
@@ -23,10 +23,10 @@ Run = Callable[[], Note | None] | Callable[[], None]
 
 @dataclass(kw_only=True)
 class PeriodicTask:
-    """Something done every `seconds`, or more rarely where it would take more than `share` of time.
+    """A job that runs every `seconds`, or less often if it would take more than `share` of the time.
 
-    `run` returns the event that comes of it, if any. With `jitter` the times are random, so that they
-    have nothing to do with those of steps. One that `ends` is done once more when all stops.
+    `run` returns the resulting event, if any. With `jitter` the times are random, so that they do not
+    correlate with steps. A job that `ends` runs once more at the end.
     """
 
     name: str
@@ -39,9 +39,9 @@ class PeriodicTask:
 
 
 class UsageSampler:
-    """Runs jobs on a daemon thread until `stop`; what they note waits for `taken`.
+    """A daemon thread that runs jobs until `stop`; their events wait for `taken`.
 
-    A job that fails is told once, through `say`, and not run again.
+    If a job fails, `say` reports it once, and the job is not run again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class UsageSampler:
         self._step = step
         self._say = say
         self._notes: deque[Note] = deque(maxlen=_KEPT)
-        # Of its own: the global generators belong to the training.
+        # A separate generator: the global ones belong to training.
         self._random = Random(os.getpid())
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal sampler", daemon=True)
@@ -61,16 +61,16 @@ class UsageSampler:
         self._thread.start()
 
     def taken(self) -> Iterator[Note]:
-        """What has been noted since the last call of this."""
+        """Yield the events since the last call."""
         while self._notes:
             yield self._notes.popleft()
 
     def let_go(self) -> None:
-        """Have the thread end by itself."""
+        """Let the thread end by itself."""
         self._stopped.set()
 
     def stop(self) -> None:
-        """End the thread, and have the jobs look once more that are to be done at the end."""
+        """End the thread, and run the jobs once more that run at the end."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -88,7 +88,7 @@ class UsageSampler:
                 return
             begun = time.thread_time()
             self._do(job)
-            # In a process that has few cores, or one that hardly computes, all this counts.
+            # This time matters in a process with few cores, or one that hardly computes.
             spent = time.thread_time() - begun
             job.due = time.perf_counter() + max(self._period(job), spent / job.share)
 
@@ -98,9 +98,9 @@ class UsageSampler:
     def _do(self, job: PeriodicTask) -> None:
         try:
             note = job.run()
-        except Exception as error:  # a run does not fail because it could not be looked at
+        except Exception as error:  # a failed sample must not fail the run
             self._jobs.remove(job)
-            self._say(f"shoal: {job.name} is recorded no more: {type(error).__name__}: {error}")
+            self._say(f"shoal: {job.name} is no longer recorded: {type(error).__name__}: {error}")
             return
         if note is not None:
             kind, fields = note
@@ -108,5 +108,5 @@ class UsageSampler:
 
 
 def noting(kind: str, fields: Callable[[], Mapping[str, Any]]) -> Callable[[], Note]:
-    """What a job runs whose fields are an event of one kind."""
+    """Return a job that records the fields as an event of one kind."""
     return lambda: (kind, dict(fields()))

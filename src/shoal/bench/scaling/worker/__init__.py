@@ -1,4 +1,4 @@
-"""What each process of a job runs: steps of a training whose Run records them."""
+"""The training of each process of a job; its Run records the steps."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RATE = 1e-4
 
 
 def train_worker(path: str) -> None:
-    """Train as the file says. Collective."""
+    """Train as the file describes. Collective."""
     given: Mapping[str, Any] = json.loads(Path(path).read_text())
     subject = parse_subject(given["model"])
     if not isinstance(subject, BuiltIn | Factory):
-        raise ValueError(f"{subject} is a script and runs by itself")
+        raise ValueError(f"{subject} is a script, which is run directly")
     chosen = Configuration(**given["configuration"])
     with init(
         layout=LAYOUTS.get(chosen.strategy, "replicate=-1"),

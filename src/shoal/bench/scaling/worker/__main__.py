@@ -1,6 +1,6 @@
-"""The script of a job whose model is no script: its argument is the file that says what to do.
+"""The script of a job whose model is not a script: its argument is the file with the options.
 
-Beside it lies nothing that an import could take for a module of the user's.
+It is in a separate directory, in which no file hides a module of the user from imports.
 """
 
 from __future__ import annotations
