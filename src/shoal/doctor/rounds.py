@@ -9,7 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shoal.doctor.time_limit import TimedOutcome, beside
+from shoal.doctor.outcomes import TimedOutcome, run_together
 from shoal.util.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Rounds:
         it. So no other work is started after that.
         """
         deadline = time.monotonic() + limit + _LATE_SECONDS
-        mine = beside(works, limit)
+        mine = run_together(works, limit)
         if self.store is None:
             everyone = [mine]
         elif self.rank:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from shoal.distributed import env_vars
 from shoal.doctor.checks import clocks, dataset, filesystem, gpus, host, shared_directory, software
 from shoal.doctor.findings import CheckResult, Examination, RankFacts, Severity, describe_ranks, failure
+from shoal.doctor.outcomes import TimedOutcome
 from shoal.doctor.rounds import Rounds
-from shoal.doctor.time_limit import TimedOutcome
 from shoal.util.errors import LaunchError, ShoalError
 from shoal.util.packages import packages
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import queue
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,6 +29,7 @@ from shoal.launcher.attempt_outcome import AttemptOutcome, Kind
 from shoal.launcher.elastic_agent import serve
 from shoal.launcher.nodes import Nodes, differences, listen, way_to
 from shoal.util.errors import LaunchError
+from shoal.util.time_limit import run_within
 
 BEAT = 1.0
 """Seconds between two signs of life of a node; torch looks for changes as often."""
@@ -55,22 +54,11 @@ def _connect(host: str, port: int, limit: float) -> TCPStore:
 
     In a thread: torch's own time limit does not end the wait for something that listens and is silent.
     """
-    outcome: queue.SimpleQueue[TCPStore | Exception] = queue.SimpleQueue()
-
-    def connect() -> None:
-        try:
-            outcome.put(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit)))
-        except Exception as error:
-            outcome.put(error)
-
-    threading.Thread(target=connect, daemon=True).start()
+    timeout = timedelta(seconds=limit)
     try:
-        found = outcome.get(timeout=limit + BEAT)
-    except queue.Empty:
+        return run_within(limit + BEAT, lambda: TCPStore(host, port, is_master=False, timeout=timeout))
+    except TimeoutError:
         raise TimeoutError("what listens there does not answer") from None
-    if isinstance(found, Exception):
-        raise found
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

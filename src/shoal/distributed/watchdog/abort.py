@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,6 +18,7 @@ import psutil
 from shoal.distributed import env_vars
 from shoal.distributed.cluster_env import LEFT, MAY_DIE
 from shoal.distributed.watchdog import stacks
+from shoal.util.time_limit import run_within
 from shoal.util.user_code import is_library
 
 EXIT_CODE = 124
@@ -138,11 +138,5 @@ def exit_process(strangers: Iterable[tuple[int, float]]) -> NoReturn:
 
 def within(seconds: float, action: Callable[[], object]) -> None:
     """Try something that the disk or a lock of the main thread may keep from ever returning."""
-
-    def attempt() -> None:
-        with suppress(AttributeError, OSError, ValueError):  # there may be no stdout at all
-            action()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    with suppress(AttributeError, OSError, ValueError):  # there may be no stdout at all
+        run_within(seconds, action)
