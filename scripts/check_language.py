@@ -23,8 +23,10 @@ CHECKED = (
     "docs/**/*.md",
     "examples/*.md",
     "scripts/**/*.py",
+    "src/shoal/checkpoint/**/*.py",
     "src/shoal/cli/**/*.py",
     "src/shoal/data/**/*.py",
+    "src/shoal/training/**/*.py",
 )
 UNCHECKED = {"CHANGELOG.md", "style.md"}
 """Files that name the words they replace."""

@@ -104,7 +104,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class EarlyStoppingState:
-    """The best evaluation so far, how many have passed since, what follows, and the last `metrics`."""
+    """The best evaluation so far, the number of evaluations since, and the last `metrics`."""
 
     def __init__(self, evaluation: Validation | None) -> None:
         self.evaluation = evaluation
