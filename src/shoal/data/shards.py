@@ -224,7 +224,7 @@ class Streamed(Sampled):
             given=f"ShardedDataset: shard {self._stream.shards[shard]!r} (number {shard}) of "
             f"{self._lengths[shard]:,} samples",
             found=found,
-            fix="give the lengths that `read` yields, or none and they are counted; "
+            fix="pass the lengths that `read` yields, or leave lengths out; "
             "`read(shard, start)` begins with sample number `start`, from 0",
         )
 

@@ -79,7 +79,7 @@ class Validation:
                 raise StepError(
                     given=f"Validation({name}={value})",
                     found="it is a number of 1 or more",
-                    fix=f"leave {name} out, or give a positive number",
+                    fix=f"leave {name} out, or pass a positive number",
                 )
 
     def collating(self, collate_fn: Callable[[list[Any]], Any] | None) -> Validation:

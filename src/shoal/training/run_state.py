@@ -217,7 +217,7 @@ class RunState:
         ):
             return
         mine = facts(state, in_parts=self.in_parts)
-        # One digest is enough where all ranks agree to the last bit, which is the usual case.
+        # One digest is enough if all ranks agree to the last bit, which is the usual case.
         if len(set(self._world.gather(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
             return
         found = differing(self._world.gather(mine))
@@ -243,5 +243,5 @@ class RunState:
                 raise CheckpointError(
                     given=f"{given} with {what} {sorted(here)}",
                     found=f"a checkpoint with {what} {sorted(saved[what])}",
-                    fix="give Run the same names as before, or choose another directory",
+                    fix="use the same names as before, or choose another directory",
                 )

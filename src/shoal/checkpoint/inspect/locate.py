@@ -37,7 +37,7 @@ def folders(given: AnyPath) -> list[AnyPath]:
         raise CheckpointError(
             given=str(given),
             found="it is a file" if given.exists() else "there is no such directory",
-            fix="give a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+            fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
         )
     inside: list[AnyPath] = sorted((path for path in given.iterdir() if path.is_dir()), key=_name)
     if any(map(is_named, inside)):
@@ -48,7 +48,7 @@ def folders(given: AnyPath) -> list[AnyPath]:
         raise CheckpointError(
             given=str(given),
             found=f"no checkpoint (step-N) in it or in its folders; it holds {names}",
-            fix="give a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
+            fix="pass a run directory, its checkpoints or one of them: shoal checkpoint ls runs/a",
         )
     return sorted(found, key=lambda path: path.name != USUAL)
 
