@@ -78,7 +78,7 @@ class Validation:
             if value is not None and value < 1:
                 raise StepError(
                     given=f"Validation({name}={value})",
-                    found="it is a number of 1 or more",
+                    found="it must be an integer, 1 or more",
                     fix=f"leave {name} out, or pass a positive number",
                 )
 

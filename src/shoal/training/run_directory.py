@@ -105,7 +105,7 @@ class RunDirectory:
             raise CheckpointError(
                 given=f"training from the start in {self._place}",
                 found=f"checkpoints of an earlier run, the newest {there.name}, which the next restore "
-                "would take for this one's",
+                "would load as this run's",
                 fix="run.restore() before the first batch, or another directory, or to start a new "
                 f"run: {how_to_remove(self._place)}",
             )

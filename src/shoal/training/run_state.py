@@ -53,7 +53,7 @@ def check_options(state: object, config: object) -> None:
         if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
             raise CheckpointError(
                 given=f"shoal.Run(…, {name}={type(given).__name__})",
-                found="no dict whose keys are names",
+                found="not a dict whose keys are names",
                 fix=f"{name}={{'ema': ema}}" if name == "state" else f"{name}={{'rate': 0.1}}",
             )
         for key, item in given.items() if name == "state" else ():
@@ -61,8 +61,8 @@ def check_options(state: object, config: object) -> None:
             if isinstance(item, type) or not all(map(callable, methods)):
                 raise CheckpointError(
                     given=f"shoal.Run(…, state={{{key!r}: {type(item).__name__}}})",
-                    found="no object with state_dict and load_state_dict",
-                    fix="an object that has both, such as a shoal.EMA; plain values: config=",
+                    found="not an object with state_dict and load_state_dict",
+                    fix="an object that has both, such as a shoal.EMA; for plain values, config=",
                 )
 
 
